@@ -53,7 +53,7 @@ class Lesson:
         for layer in trained_layers(self.model, options):
             values = engine.values(self.folder / where, layer.unit)
             found.update({key: value.clone() for key, value in values.items()})
-        engine.close()
+        engine.model.partial.release("")
         return found
 
 

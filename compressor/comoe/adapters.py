@@ -1,4 +1,4 @@
-"""Adapters on disk: what was put beside the layers in comoe.json, its tensors in adapters.safetensors."""
+"""Adapters on disk: their settings and the layers they stand beside in comoe.json, tensors in adapters.safetensors."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from compressor.files import whole_folder
 from compressor.records import RESTORE, plain_json, read_as, read_json
 
 FACTS, TENSORS = "comoe.json", "adapters.safetensors"
-PARTS = ("router", "down", "up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +31,29 @@ class AdapterFacts:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Router, A and B of every layer with experts, by name: float32, on the CPU."""
+    """Router, A and B of every layer with experts, by state-dict key: float32, on the CPU."""
     return {
         f"{name}.{part}": getattr(layer, part).detach().cpu().contiguous()
         for name, layer in comoe_layers(model).items()
-        for part in PARTS
+        for part in ("router", "down", "up")
     }
 
 
-def adapter_facts(model: nn.Module, label: str = "", training: Mapping[str, Any] | None = None) -> AdapterFacts:
-    """What there is to say of an injected model; raises `CompressionError` where it has no experts."""
-    found = comoe_layers(model)
-    if not found:
+def write_adapters(model: nn.Module, folder: Path, label: str = "", training: Mapping[str, Any] | None = None) -> None:
+    """Both files into a folder that exists; raises `CompressionError` for a model without experts."""
+    experts = comoe_layers(model)
+    if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
-    layers = {name: (layer.base.in_features, layer.base.out_features) for name, layer in found.items()}
-    return AdapterFacts(next(iter(found.values())).config, layers, label, training)
-
-
-def write_adapters(model: nn.Module, facts: AdapterFacts, folder: Path) -> None:
-    """Both files into a folder that exists."""
-    content = json.dumps(plain_json(facts), indent=2)
-    (folder / FACTS).write_text(content + "\n", encoding="utf-8")
+    layers = {name: (layer.base.in_features, layer.base.out_features) for name, layer in experts.items()}
+    facts = AdapterFacts(next(iter(experts.values())).config, layers, label, training)
+    (folder / FACTS).write_text(json.dumps(plain_json(facts), indent=2) + "\n", encoding="utf-8")
     save_file(adapter_tensors(model), folder / TENSORS, metadata={"format": "pt"})
 
 
 def save_adapters(model: nn.Module, folder: str | Path, overwrite: bool = False) -> None:
     """Write the adapters of an injected model into a new folder, all of it or, when anything fails, nothing."""
-    facts = adapter_facts(model)
-    with whole_folder(Path(folder), (FACTS, TENSORS), overwrite) as made:
-        write_adapters(model, facts, made)
+    with whole_folder(Path(folder), (FACTS, TENSORS), overwrite) as fresh:
+        write_adapters(model, fresh)
 
 
 def read_facts(folder: Path) -> AdapterFacts:
@@ -75,51 +68,34 @@ def read_facts(folder: Path) -> AdapterFacts:
 def load_adapters(model: Model, folder: str | Path) -> Model:
     """Put the experts of a folder into a model, which is changed in place and returned.
 
-    Raises `CompressionError` where the model has not the layers that they were trained beside, or a file is damaged;
-    the model is then as it was.
+    Raises `CompressionError` where the model lacks the layers that they were trained beside, or a file is damaged; the
+    model is then as it was.
     """
-    place = Path(folder)
-    facts = read_facts(place)
+    path = Path(folder) / TENSORS
+    facts = read_facts(Path(folder))
+    config, trained_on = facts.config, f" ({facts.model})" if facts.model else ""
     refuse_injected(model)
-    _check_base(model, facts, place)
-    _check_tensors(place / TENSORS, facts)
-    tensors = load_file(place / TENSORS)
-    if odd := next((name for name, value in tensors.items() if not bool(value.isfinite().all())), None):
-        raise CompressionError(f"tensor {odd!r} of {place / TENSORS} holds NaN or infinity; train the adapters again")
-    inject_config(model, facts.config)
-    put_tensors(model, tensors)
-    return model
-
-
-def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The tensors of `adapter_tensors` back into the experts of an injected model."""
-    for name, layer in comoe_layers(model).items():
-        for part in PARTS:
-            getattr(layer, part).data.copy_(tensors[f"{name}.{part}"])
-
-
-def _check_base(model: nn.Module, facts: AdapterFacts, folder: Path) -> None:
-    layers = targeted(model, facts.config.targets).items()
-    linear = {name: (layer.in_features, layer.out_features) for name, layer in layers}
-    of = f" ({facts.model})" if facts.model else ""
+    linear = {name: (layer.in_features, layer.out_features) for name, layer in targeted(model, config.targets).items()}
     for name in dict.fromkeys((*facts.layers, *linear)):
-        wanted, found = facts.layers.get(name), linear.get(name)
-        if wanted != found:
-            here = "lacks it" if found is None else f"has one of {found[0]} by {found[1]} features"
+        wanted, present = facts.layers.get(name), linear.get(name)
+        if wanted != present:
+            here = "lacks it" if present is None else f"has one of {present[0]} by {present[1]} features"
             there = f"of {wanted[0]} by {wanted[1]} features" if wanted else "without one"
             raise CompressionError(
-                f"the adapters in {folder} were trained on another model{of}: there layer {name!r} is {there}, this "
-                f"model {here}; name the model that they were trained on"
+                f"the adapters in {folder} were trained on another model{trained_on}: there layer {name!r} is {there}, "
+                f"this model {here}; name the model that they were trained on"
             )
-
-
-def _check_tensors(path: Path, facts: AdapterFacts) -> None:
-    config, header = facts.config, read_header(path)
-    wanted = dict[str, tuple[int, ...]]()
+    shapes = dict[str, tuple[int, ...]]()
     for name, (into, out) in facts.layers.items():
-        wanted[f"{name}.router"] = (config.experts, into)
-        wanted[f"{name}.down"] = (config.experts, config.rank, into)
-        wanted[f"{name}.up"] = (config.experts, out, config.rank)
-    found = {name: tuple(info.shape) for name, info in header.items() if info.dtype == "F32"}
-    if odd := next((name for name in sorted({*wanted, *header}) if wanted.get(name) != found.get(name)), None):
+        shapes[f"{name}.router"] = (config.experts, into)
+        shapes[f"{name}.down"] = (config.experts, config.rank, into)
+        shapes[f"{name}.up"] = (config.experts, out, config.rank)
+    header = read_header(path)
+    stored = {name: tuple(info.shape) for name, info in header.items() if info.dtype == "F32"}
+    if odd := next((name for name in sorted({*shapes, *header}) if shapes.get(name) != stored.get(name)), None):
         raise CompressionError(f"tensor {odd!r} of {path} does not fit the {FACTS} beside it; {RESTORE}")
+    tensors = load_file(path)
+    if odd := next((name for name, value in tensors.items() if not bool(value.isfinite().all())), None):
+        raise CompressionError(f"tensor {odd!r} of {path} holds NaN or infinity; train the adapters again")
+    inject_config(model, config).load_state_dict(tensors, strict=False)  # strict would miss the model's own tensors
+    return model

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from compressor.comoe.adapters import FACTS, TENSORS, adapter_facts, adapter_tensors, put_tensors, write_adapters
-from compressor.comoe.evaluating import collate, examples, pad_token
+from compressor.comoe.adapters import FACTS, TENSORS, adapter_tensors, write_adapters
+from compressor.comoe.evaluating import Example, collate, examples, pad_token
 from compressor.comoe.layer import comoe_layers, inject_config, model_contrast, watching
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError, faults_told
@@ -34,8 +34,6 @@ from compressor.steps.distill.contrastive import information_gap
 LOG = "log.jsonl"
 NAMES = (FACTS, TENSORS, LOG)
 TIMES = frozenset({"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"})
-
-
 PRIME = 1_000_003  # spreads the seeds of a run's batches
 
 
@@ -47,8 +45,44 @@ class ComoeTrainer(Trainer):
     Checkpoints hold the adapters alone. Raises `CompressionError` at the first loss that is no number.
     """
 
-    def __init__(self, model: Any, args: Any, *, options: TuningOptions, **more: Any) -> None:
-        super().__init__(model, args, **more)
+    def __init__(
+        self,
+        model: Any,
+        dataset: Sequence[Example],
+        options: TuningOptions,
+        run: Path,
+        pad: int,
+        use_cpu: bool,
+        progress: Progress,
+    ) -> None:
+        steps = options.total_steps(len(dataset))
+        arguments = TrainingArguments(
+            output_dir=str(run),
+            max_steps=steps,
+            per_device_train_batch_size=options.batch_size,
+            gradient_accumulation_steps=options.accumulation,
+            learning_rate=options.learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=round(options.warmup * steps),
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            logging_steps=options.log_every,
+            save_steps=options.save_every,
+            save_total_limit=2,
+            seed=options.seed,
+            data_seed=options.seed,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=use_cpu,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            logging_nan_inf_filter=False,
+        )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
+        collator: Any = partial(collate, pad=pad)
+        callbacks: Any = [Reporting(progress)]
+        super().__init__(model, arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
+        self.remove_callback(PrinterCallback)
         self.options, self.weight = options, options.contrastive
         self.experts_beside = comoe_layers(model)
         first = next(iter(self.experts_beside.values()))
@@ -113,16 +147,11 @@ class ComoeTrainer(Trainer):
             save_file(adapter_tensors(self.model), folder / TENSORS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        put_tensors(self.model, load_file(Path(resume_from_checkpoint) / TENSORS))
-
-    def finish_from(self, checkpoint: Path) -> None:
-        """Adapters and log of a checkpoint, without training."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / TENSORS), strict=False)
 
 
-class Told(TrainerCallback):
-    """Tells a listener of each step, and sees that the last one is logged."""
+class Reporting(TrainerCallback):
+    """Reports each step to a listener, and has the last one logged."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -174,22 +203,23 @@ def train(
         config.check_contrast()
     check_folder(output, NAMES, overwrite)
     most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
-    made = examples(items, tokenizer, vocabulary, most)
+    dataset = examples(items, tokenizer, vocabulary, most)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
     inject_config(model, config)
     settings = {"config": config, "options": options, "data": digest, "model": dict(identity or {"name": label})}
     with alone(output) as work:
         run = work / "training"
-        last = _prepared(run, json.dumps(plain_json(settings), sort_keys=True))
-        trainer = _trainer(model, made, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
+        last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
+        trainer = ComoeTrainer(model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         with quiet_transformers(), faults_told("the model could not be trained", *remedies):
             if last is None:
                 trainer.train()
             elif json_object(last / TRAINER_STATE_NAME)["global_step"] < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(last))
-            else:  # what had only to be written; the stock loop might take one step more
-                trainer.finish_from(last)
+            else:  # all steps were taken, and the stock loop might take one more
+                trainer._load_from_checkpoint(str(last))
+                trainer.state = TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
         log = tuple(
             {name: value for name, value in line.items() if name not in TIMES}
             for line in trainer.state.log_history
@@ -203,69 +233,23 @@ def train(
             "options": options,
         }
         with whole_folder(output, NAMES, overwrite) as folder:
-            write_adapters(model, adapter_facts(model, label, training), folder)
-            told = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
-            (folder / LOG).write_text("".join(told), encoding="utf-8")
+            write_adapters(model, folder, label, training)
+            lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)  # as the Trainer keeps them
+            (folder / LOG).write_text("".join(lines), encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     return Trained(config, len(items), trainer.state.global_step, trained, log, tuple(output / name for name in NAMES))
 
 
-def _prepared(run: Path, settings: str) -> Path | None:
+def _last_checkpoint(run: Path, settings: str) -> Path | None:
     """The last whole checkpoint of an earlier run with these settings; what another run has left is removed."""
     note = run / "settings.json"
     if not note.is_file() or note.read_text(encoding="utf-8") != settings:
         clear(run)
         run.mkdir(exist_ok=True)
         note.write_text(settings, encoding="utf-8")
-    found = [(int(path.name.rpartition("-")[2]), path) for path in run.glob("checkpoint-*")]
-    for _, path in sorted(found, reverse=True):
+    for path in sorted(run.glob("checkpoint-*"), key=lambda each: int(each.name.rpartition("-")[2]), reverse=True):
         if json_object(path / TRAINER_STATE_NAME):  # what the Trainer writes last
             return path
         shutil.rmtree(path)  # a kill came while it was written
     return None
-
-
-def _trainer(
-    model: nn.Module,
-    made: Sequence[Any],
-    options: TuningOptions,
-    run: Path,
-    pad: int,
-    use_cpu: bool,
-    progress: Progress,
-) -> Any:
-    total = options.total_steps(len(made))
-    arguments = TrainingArguments(
-        output_dir=str(run),
-        max_steps=total,
-        per_device_train_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.accumulation,
-        learning_rate=options.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=round(options.warmup * total),
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        logging_steps=options.log_every,
-        save_steps=options.save_every,
-        save_total_limit=2,
-        seed=options.seed,
-        data_seed=options.seed,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=use_cpu,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        logging_nan_inf_filter=False,
-    )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # of one process one device: replicas would not be watched
-    trainer = ComoeTrainer(
-        model,
-        arguments,
-        options=options,
-        train_dataset=made,
-        data_collator=partial(collate, pad=pad),
-        callbacks=[Told(progress)],
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class Calibration:
     @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each source, without folders."""
-        named = short_names([entry["source"] for entry in self.identity.get("sources", ())])
-        return named or tuple(f"source {number}" for number in range(len(self.weights)))
+        names = short_names([entry["source"] for entry in self.identity.get("sources", ())])
+        return names or tuple(f"source {number}" for number in range(len(self.weights)))
 
     def source_of(self, batch: int) -> int:
         """Number of the source of a batch."""
@@ -212,16 +212,22 @@ class Text:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Cut:
-    """The token ids [n, L] of one source, cut."""
+    """The token ids [n, L] of one source, cut; `rest` [T] follows the calibration's and the reserved sequences."""
 
     source: WeightedSource
     fit: Tensor
     held: Tensor
     reserved: Tensor
+    rest: Tensor
+    wanted: tuple[tuple[int, int], ...]  # sequences and tokens of each part
     further: Tensor  # held out, behind the parts
     parts: tuple[Tensor, ...] = ()
+
+    @property
+    def tokens_wanted(self) -> int:
+        return sum(count * length for count, length in self.wanted)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -246,21 +252,15 @@ def _split_last(source: str, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: int) -> tuple[Tensor, Tensor]:
     """A source's sequences for calibration, and the reserved ones; in the same proportion where it is too short."""
     if reserve == 0 or len(rows) == samples + reserve:
-        if rows.numel() < samples * length:
-            logger.warning(
-                "calibration data %s fills %d of %d tokens asked for", source, rows.numel(), samples * length
-            )
+        if rows.numel() < (wanted := samples * length):
+            logger.warning("calibration data %s fills %d of %d tokens asked for", source, rows.numel(), wanted)
         return _split_last(source, rows, reserve)
-    parts = _split_last(source, rows, divide(len(rows), (samples, reserve))[1] if len(rows) > 1 else 1)
+    fit, reserved = _split_last(source, rows, divide(len(rows), (samples, reserve))[1] if len(rows) > 1 else 1)
     logger.warning(
         "calibration data %s is short: %d of %d tokens asked for go to calibration, %d of %d are reserved",
-        source,
-        parts[0].numel(),
-        samples * length,
-        parts[1].numel(),
-        reserve * length,
+        *(source, fit.numel(), samples * length, reserved.numel(), reserve * length),
     )
-    return parts
+    return fit, reserved
 
 
 def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
@@ -277,104 +277,90 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
     text, though never twice the same sequence within a part, and never what is held out or reserved.
     """
-    weights = [entry.weight for entry in spec.sources]
-    none = (0,) * len(weights)
+    weights, length = [entry.weight for entry in spec.sources], spec.sequence_length
 
     def divided(count: int) -> tuple[int, ...]:
-        return divide(max(count, len(weights)), weights) if count else none
+        return divide(max(count, len(weights)), weights) if count else (0,) * len(weights)
 
-    own, reserved = divided(spec.samples), divided(spec.reserve)
-    sequences = {name: divided(part.sequences) for name, part in spec.parts.items()}
-    held = _heldout_counts([(count, spec.sequence_length) for count in own], spec.heldout)
-    wanted = divided(spec.heldout_wanted) if sum(held) < spec.heldout_wanted else none
-    cuts, rests, needs = [], [], []
+    samples, reserve = divided(spec.samples), divided(spec.reserve)
+    sequences = [divided(part.sequences) for part in spec.parts.values()]
+    held = _heldout_counts([(count, length) for count in samples], spec.heldout)
+    tails = divided(spec.heldout_wanted if sum(held) < spec.heldout_wanted else 0)
+    cuts = list[_Cut]()
     for number, entry in enumerate(spec.sources):
-        blocks = [(sequences[name][number], part.length) for name, part in spec.parts.items()]
-        needs.append(blocks)
-        behind = sum(count * length for count, length in blocks)
-        behind += max(0, wanted[number] - held[number]) * spec.heldout_length
-        calibrating = (own[number] + reserved[number]) * spec.sequence_length
+        calibrating = (samples[number] + reserve[number]) * length
+        fit = reserved = torch.empty(0, length, dtype=torch.long)
+        lengths = (part.length for part in spec.parts.values())
+        wanted = tuple((counts[number], tokens) for counts, tokens in zip(sequences, lengths, strict=True))
+        cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit)
+        behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
         ids = read_tokens(entry.source, tokenizer, calibrating + behind, spec.seed, vocabulary)
-        fit = beyond = ids.new_empty(0, spec.sequence_length)
         if calibrating:
-            rows = as_rows(ids[:calibrating], spec.sequence_length)
-            fit, beyond = _share_out(entry.source, rows, own[number], reserved[number], spec.sequence_length)
+            rows = as_rows(ids[:calibrating], length)
+            cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
             ids = ids[rows.numel() :]
-        cuts.append(_Cut(entry, fit, fit[:0], beyond, fit[:0]))
-        rests.append(ids)
+        cut.rest = ids
+        cuts.append(cut)
     if spec.samples:
         counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
-        for number, cut in enumerate(cuts):
-            fit, own_held = _split_last(cut.source.source, cut.fit, counts[number])
-            cuts[number] = replace(cut, fit=fit, held=own_held)
+        for cut, count in zip(cuts, counts, strict=True):
+            cut.fit, cut.held = _split_last(cut.source.source, cut.fit, count)
     if spec.parts:
-        tails = _tails(spec, cuts, rests, needs, wanted)
-        cuts = [_with_parts(*each) for each in zip(cuts, rests, needs, tails, strict=True)]
+        for cut, tail in zip(cuts, _tails(spec, cuts, tails), strict=True):
+            _cut_parts(cut, *tail)
         for place, (name, part) in enumerate(spec.parts.items()):
-            found = [len(cut.parts[place]) for cut in cuts if cut.parts[place].shape[1] == part.length]
-            if sum(found) < part.minimum:
+            full = sum(len(cut.parts[place]) for cut in cuts if cut.parts[place].shape[1] == part.length)
+            if full < part.minimum:
                 raise CompressionError(
-                    f"the text gives {sum(found)} sequences of {part.length} tokens to train on for {name}, and at "
+                    f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
                     f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
                 )
     return _text(spec, cuts)
 
 
-def _tails(
-    spec: TextSpec,
-    cuts: Sequence[_Cut],
-    rests: Sequence[Tensor],
-    needs: Sequence[Sequence[tuple[int, int]]],
-    wanted: Sequence[int],
-) -> list[tuple[int, int]]:
+def _tails(spec: TextSpec, cuts: Sequence[_Cut], wanted: Sequence[int]) -> list[tuple[int, int]]:
     """Held-out sequences at the end of each source, and the tokens of each: fewer of short text, but any at all."""
-    length, found = spec.heldout_length, []
-    for cut, rest, blocks, count in zip(cuts, rests, needs, wanted, strict=True):
+    length, tails = spec.heldout_length, list[tuple[int, int]]()
+    for cut, count in zip(cuts, wanted, strict=True):
         further = max(0, count - len(cut.held))
-        if rest.numel() < sum(n * tokens for n, tokens in blocks) + further * length:
-            most = math.floor((cut.fit.numel() + rest.numel()) // length * MOST_HELDOUT + 0.5)
-            further = min(further, rest.numel() // length, most)
-        found.append((further, length))
-    if not any(len(cut.held) + count for cut, (count, _) in zip(cuts, found, strict=True)):
-        longest = max(range(len(rests)), key=lambda number: rests[number].numel())
-        if (tokens := rests[longest].numel()) < LEAST_TO_CUT:
+        if cut.rest.numel() < cut.tokens_wanted + further * length:
+            most = math.floor((cut.fit.numel() + cut.rest.numel()) // length * MOST_HELDOUT + 0.5)
+            further = min(further, cut.rest.numel() // length, most)
+        tails.append((further, length))
+    if not any(len(cut.held) + count for cut, (count, _) in zip(cuts, tails, strict=True)):
+        longest = max(range(len(cuts)), key=lambda number: cuts[number].rest.numel())
+        if (tokens := cuts[longest].rest.numel()) < LEAST_TO_CUT:
             raise CompressionError(
                 "the calibration text is too short to hold a part of it out; give it more text, or lower --samples"
             )
-        found[longest] = (1, length if tokens >= 2 * length else tokens // 4)
-    return found
+        tails[longest] = (1, length if tokens >= 2 * length else tokens // 4)
+    return tails
 
 
-def _with_parts(cut: _Cut, rest: Tensor, needs: Sequence[tuple[int, int]], tail: tuple[int, int]) -> _Cut:
-    """Cut what lies behind the calibration's sequences: the parts, from which `tail` at the end is held out."""
-    count, length = tail
-    place = rest.numel() - count * length
-    needed = sum(sequences * tokens for sequences, tokens in needs)
-    further, train = rest[place:].view(count, length), rest[:place]
+def _cut_parts(cut: _Cut, count: int, length: int) -> None:
+    """Cut the parts from the rest of a source, and `count` held-out sequences after them."""
+    place, needed = cut.rest.numel() - count * length, cut.tokens_wanted
     if needed <= place:
-        further = rest[needed : needed + count * length].view(count, length)
-        parts = torch.split(train[:needed], [sequences * tokens for sequences, tokens in needs])
-        rows = tuple(own.view(-1, tokens) for own, (_, tokens) in zip(parts, needs, strict=True))
-        return replace(cut, parts=rows, further=further)
-    stream = torch.cat([cut.fit.flatten(), train])
+        cut.further = cut.rest[needed : needed + count * length].view(count, length)
+        flat = cut.rest[:needed].split([sequences * tokens for sequences, tokens in cut.wanted])
+        cut.parts = tuple(own.view(-1, tokens) for own, (_, tokens) in zip(flat, cut.wanted, strict=True))
+        return
+    cut.further, train = cut.rest[place:].view(count, length), cut.rest[:place]
     logger.warning(
         "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so that "
         "training starts again from its beginning",
-        cut.source.source,
-        train.numel(),
-        needed,
+        *(cut.source.source, train.numel(), needed),
     )
-    begin, found = cut.fit.numel(), list[Tensor]()
-    for sequences, tokens in needs:
+    stream, begin = torch.cat([cut.fit.flatten(), train]), cut.fit.numel()
+    for sequences, tokens in cut.wanted:
         most = min(sequences * tokens, stream.numel() // tokens * tokens or stream.numel())
-        found.append(as_rows(stream[(begin + torch.arange(most)) % stream.numel()], tokens))
+        cut.parts += (as_rows(stream[(begin + torch.arange(most)) % stream.numel()], tokens),)
         begin += most
-    return replace(cut, parts=tuple(found), further=further)
 
 
 def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
     """Batches and identities of what was cut."""
-    listed = [
+    batches = [
         (number, held, batch)
         for number, cut in enumerate(cuts)
         for held, rows in enumerate((cut.fit, cut.held))
@@ -382,19 +368,15 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         if len(batch)
     ]
     names = [entry.source for entry in spec.sources]
-    reserved = _evaluation_sets(names, [cut.reserved for cut in cuts], spec.batch_size) if spec.reserve else ()
     fit = Calibration(
-        tuple(batch for _, _, batch in listed),
+        tuple(batch for _, _, batch in batches),
         _identity(spec, cuts, False),
-        sources=tuple(number for number, _, _ in listed),
+        sources=tuple(number for number, _, _ in batches),
         weights=shares(spec.sources),
-        heldout=frozenset(place for place, (_, held, _) in enumerate(listed) if held),
-        reserved=reserved,
+        heldout=frozenset(place for place, (_, held, _) in enumerate(batches) if held),
+        reserved=_evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else (),
     )
-    heldout = tuple(
-        EvaluationSet(name, tuple(batch for rows in parts for batch in rows.split(spec.batch_size) if len(batch)))
-        for name, parts in zip(short_names(names), [(cut.held, cut.further) for cut in cuts], strict=True)
-    )
+    heldout = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
     if not spec.parts:
         return Text(fit, fit.identity, {}, heldout)
     parts, digests = dict[str, tuple[tuple[Tensor, ...], ...]](), dict[str, Any]()
@@ -417,15 +399,10 @@ def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
 
 def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, Any]:
     """Describe the calibration, or the whole text with its parts, so that `repeat_text` can check and repeat it."""
-    asked: dict[str, Any] = {
-        "samples": spec.samples,
-        "sequence_length": spec.sequence_length,
-        "reserve": spec.reserve,
-    }
+    asked: dict[str, Any] = {name: getattr(spec, name) for name in ("samples", "sequence_length", "reserve")}
     if whole:
         asked["parts"] = {name: asdict(part) for name, part in spec.parts.items()}
     used = [(cut.fit, cut.held, *((*cut.parts, cut.further) if whole else ())) for cut in cuts]
-    together = _counted([rows for own in used for rows in own])
     return {
         "source": " + ".join(entry.source for entry in spec.sources),
         "sources": [
@@ -437,7 +414,7 @@ def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, An
             }
             for cut, own in zip(cuts, used, strict=True)
         ],
-        **together,
+        **_counted([rows for own in used for rows in own]),
         "sequence_length": max((rows.shape[1] for own in used for rows in own if len(rows)), default=0),
         "heldout": float(spec.heldout),
         "seed": spec.seed,
@@ -463,9 +440,13 @@ def calibrate(
     return read_text(spec, tokenizer, vocab).fit
 
 
-def _evaluation_sets(sources: Sequence[str], rows: Sequence[Tensor], batch_size: int) -> tuple[EvaluationSet, ...]:
-    named = zip(short_names(sources), rows, strict=True)
-    return tuple(EvaluationSet(name, own.split(batch_size)) for name, own in named)
+def _evaluation_sets(
+    sources: Sequence[str], rows: Sequence[Sequence[Tensor]], batch_size: int
+) -> tuple[EvaluationSet, ...]:
+    return tuple(
+        EvaluationSet(name, tuple(batch for each in own for batch in each.split(batch_size) if len(batch)))
+        for name, own in zip(short_names(sources), rows, strict=True)
+    )
 
 
 def evaluation_sets(
@@ -474,10 +455,8 @@ def evaluation_sets(
     """At most `most` sequences of each file or data set, packed like calibration."""
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
-    rows = [
-        as_rows(read_tokens(source, tokenizer, most * length, seed, vocab, "evaluation"), length) for source in sources
-    ]
-    return _evaluation_sets(sources, rows, BATCH_SIZE)
+    ids = (read_tokens(source, tokenizer, most * length, seed, vocab, "evaluation") for source in sources)
+    return _evaluation_sets(sources, [[as_rows(own, length)] for own in ids], BATCH_SIZE)
 
 
 def _stored(content: Any, name: str, kind: Any) -> Any:

@@ -49,10 +49,7 @@ def contrastive_loss(
 
 
 def information_gap(loss: float, negatives: int) -> float:
-    """Theorem 1's lower bound in nats of the gap of mutual information: log N - L.
-
-    The gap is between a token and its activated, and the same token and its inactive experts.
-    """
+    """Theorem 1's lower bound, log N - L in nats, of a token's gap of mutual information: activated less inactive."""
     return math.log(negatives) - loss
 
 
@@ -74,30 +71,28 @@ def experts_apart(
     """CoMoE's Algorithm 1 on sampled tokens of a layer: one activated expert as anchor, the other ones for it.
 
     `hidden` [T, D], `index` and gate `weights` [T, K] are what the experts were called with: -> []. Against the anchor
-    are up to `options.negatives` inactive experts. Tokens that a router leaves with fewer than K experts are not
-    sampled.
+    are up to `options.negatives` inactive experts, sampled. Tokens that a router leaves with fewer than K experts are
+    not sampled.
     """
     full = (weights.detach() != 0).all(-1).nonzero().flatten().cpu()
     rows, top_k = full[torch.randperm(len(full), generator=generator)[:SAMPLED]], index.shape[1]
-    chosen = _chosen(index.detach()[rows.to(index.device)].cpu(), len(experts.down_proj), options, generator)
-    outputs = _outputs(experts, hidden[rows.to(hidden.device)], chosen.to(hidden.device))
+    active = index.detach()[rows.to(index.device)].cpu()  # [S, K]
+    count = len(experts.down_proj)
+    order = torch.rand(active.shape, generator=generator).argsort(-1)
+    scores = torch.rand(len(active), count, generator=generator)
+    scores -= torch.zeros(len(active), count).scatter_(1, active, 1.0)
+    inactive = scores.topk(min(options.negatives, count - top_k), -1).indices
+    outputs = _outputs(
+        experts, hidden[rows.to(hidden.device)], torch.cat((active.gather(1, order), inactive), 1).to(hidden.device)
+    )
     return contrastive_loss(outputs[:, 0], outputs[:, 1:top_k], outputs[:, top_k:], options.temperature)
-
-
-def _chosen(index: Tensor, experts: int, options: Distill, generator: torch.Generator) -> Tensor:
-    """[S, K] -> [S, K + N] experts of each token: the anchor, the other activated ones, and sampled inactive ones."""
-    order = torch.rand(index.shape, generator=generator).argsort(-1)
-    active = torch.zeros(len(index), experts).scatter_(1, index, 1.0)
-    scores = torch.rand(len(index), experts, generator=generator) - active
-    count = min(options.negatives, experts - index.shape[1])
-    return torch.cat((index.gather(1, order), scores.topk(count, -1).indices), 1)
 
 
 def _outputs(experts: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
     """[S, D], [S, M] -> [S, M, D]: what each of these experts makes of its token, without a gate weight."""
-    places, found = list[Tensor](), list[Tensor]()
+    places, outputs = list[Tensor](), list[Tensor]()
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        found.append(apply_expert(experts, expert_parameters(experts, expert), hidden[rows]))
+        outputs.append(apply_expert(experts, expert_parameters(experts, expert), hidden[rows]))
         places.append(rows * chosen.shape[1] + slots)
-    return torch.cat(found)[torch.cat(places).argsort()].view(*chosen.shape, -1)
+    return torch.cat(outputs)[torch.cat(places).argsort()].view(*chosen.shape, -1)

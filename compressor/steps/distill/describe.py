@@ -17,12 +17,12 @@ def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
 
 
 def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = [
+    evaluations = [
         each
         for each in entries(result_of(entry).get("curve"))
         if type(each.get("step")) is int and abs(each["step"]) < 2**53 and all(map(is_number, map(each.get, NUMBERS)))
     ]
-    return sorted(found, key=lambda each: each["step"])
+    return sorted(evaluations, key=lambda each: each["step"])
 
 
 def line(entry: Mapping[str, Any]) -> str:

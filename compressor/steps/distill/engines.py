@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.kept import keep_tensors, kept_tensors
-from compressor.model.architecture import MoeLayer, layers_by_unit
+from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
@@ -62,7 +61,6 @@ class TrainedLayer:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All of them."""
         return (*self.whole, *self.factored)
 
     def begin(self, own: Mapping[str, Tensor], rank: int, seed: int) -> Masters:
@@ -77,29 +75,28 @@ class TrainedLayer:
 
     def values(self, own: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The layer's tensors in float32 that these masters stand for; `own` are those that it was read with."""
-        found = {key: masters[key] for key in self.whole}
-        return found | {key: merged(own[key], *_pair(masters, key)) for key in self.factored}
+        whole = {key: masters[key] for key in self.whole}
+        return whole | {key: merged(own[key], *(masters[name] for name in _names(key))) for key in self.factored}
 
     def gradients(self, masters: Mapping[str, Tensor], dense: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """The masters' gradients of those of the layer's tensors, of which None is nothing."""
-        found = dict[str, Tensor]()
+        gradients = dict[str, Tensor]()
         for key in self.whole:
             gradient = dense[key]
-            found[key] = torch.zeros_like(masters[key]) if gradient is None else gradient.detach().float()
+            gradients[key] = torch.zeros_like(masters[key]) if gradient is None else gradient.detach().float()
         for key in self.factored:
-            pair, gradient = _pair(masters, key), dense[key]
-            made = map(torch.zeros_like, pair) if gradient is None else factor_gradients(gradient.detach(), *pair)
-            found.update(zip(_names(key), made, strict=True))
-        return found
+            first, second = _names(key)
+            if (gradient := dense[key]) is None:
+                gradients |= {name: torch.zeros_like(masters[name]) for name in (first, second)}
+            else:  # dL/dA = (alpha / r) B^T dL/dW, [..., r, N], and dL/dB = (alpha / r) dL/dW A^T, [..., M, r]
+                wide = gradient.detach().float()
+                gradients[first] = SCALE * (masters[second].mT @ wide)
+                gradients[second] = SCALE * (wide @ masters[first].mT)
+        return gradients
 
 
 def _names(key: str) -> tuple[str, ...]:
     return tuple(f"{key}.{name}" for name in FACTORS)
-
-
-def _pair(masters: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
-    first, second = (masters[name] for name in _names(key))
-    return first, second
 
 
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
@@ -110,40 +107,29 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
     parameter. What lies outside the decoder layers (embeddings, head, the last norm) is never trained. Raises
     `CompressionError` for a tensor that another layer shares.
     """
-    by_unit, whole = layers_by_unit(model.architecture.layers), model.partial.model
+    by_unit, whole, method = layers_by_unit(model.architecture.layers), model.partial.model, options.train
     parameters = {key for key, value in whole.named_parameters() if value.is_floating_point()}
+    linear = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
     shared = {*model.partial.tied, *model.partial.tied.values()}
-    found = []
+    trained = list[TrainedLayer]()
     for unit in model.architecture.units:
-        own = [key for key in model.partial.keys_under(unit) if key in parameters]
-        chosen = _chosen(whole, unit, own, by_unit.get(unit, []), options.train)
-        for key in chosen.keys:
+        own, layers = [key for key in model.partial.keys_under(unit) if key in parameters], by_unit.get(unit, [])
+        experts, routers = tuple(f"{each.name}." for each in layers), tuple(f"{each.router}." for each in layers)
+        in_routers = tuple(key for key in own if key.startswith(routers))
+        layer = TrainedLayer(unit, tuple(own) if method == "all" else in_routers)
+        if method == "experts":
+            layer = TrainedLayer(unit, (*(key for key in own if key.startswith(experts)), *in_routers))
+        elif method == "lora":
+            modules = [(each.name, whole.get_submodule(each.name)) for each in layers]
+            matrices = {f"{name}.{part}" for name, module in modules for part in parameter_names(module)[:2]}
+            matrices |= {key for key in linear if not key.startswith((*routers, *experts))}
+            layer = TrainedLayer(unit, in_routers, tuple(key for key in own if key in matrices))
+        for key in layer.keys:
             if key in shared:
                 raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")
-        if chosen.keys:
-            found.append(chosen)
-    return tuple(found)
-
-
-def _chosen(model: nn.Module, unit: str, own: list[str], layers: list[MoeLayer], method: str) -> TrainedLayer:
-    if method == "all":
-        return TrainedLayer(unit, tuple(own))
-    routers = tuple(f"{layer.router}." for layer in layers)
-    whole = tuple(key for key in own if key.startswith(routers))
-    if method == "router":
-        return TrainedLayer(unit, whole)
-    experts = tuple(f"{layer.name}." for layer in layers)
-    if method == "experts":
-        return TrainedLayer(unit, (*(key for key in own if key.startswith(experts)), *whole))
-    matrices = {
-        f"{layer.name}.{name}" for layer in layers for name in parameter_names(model.get_submodule(layer.name))[:2]
-    }
-    matrices |= {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not f"{name}.".startswith((*routers, *experts))
-    }
-    return TrainedLayer(unit, whole, tuple(key for key in own if key in matrices))
+        if layer.keys:
+            trained.append(layer)
+    return tuple(trained)
 
 
 def begin_factors(shape: tuple[int, ...], rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -163,61 +149,55 @@ def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     ).view(weight.shape)
 
 
-def factor_gradients(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """dL/dA = (alpha / r) B^T dL/dW, [..., r, N], and dL/dB = (alpha / r) dL/dW A^T, [..., M, r]."""
-    wide = gradient.float()
-    return SCALE * (second.mT @ wide), SCALE * (wide @ first.mT)
-
-
 def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str, torch.dtype]:
     """The dtype in which each trained tensor is stored, by state-dict key.
 
     Raises `CompressionError` for one that is stored quantised, or in a way that transformers would not write.
     """
-    found = dict[str, torch.dtype]()
+    dtypes = dict[str, torch.dtype]()
     for layer in layers:
         direct, others = _divided(model, layer.keys)
         empty = model.partial.empty
-        found.update({key: _plain_dtype(model, key, name, empty[key]) for key, name in direct.items()})
-        dtypes = {
-            _plain_dtype(model, others[0], *saved) for saved in _saved(model, {key: empty[key] for key in others})
-        }
-        if len(dtypes) > 1:
+        dtypes |= {key: _plain_dtype(model, key, name, empty[key]) for key, name in direct.items()}
+        converted = _converted(model, {key: empty[key] for key in others})
+        kinds = {_plain_dtype(model, others[0], *each) for each in converted}
+        if len(kinds) > 1:
             raise CompressionError(f"{others[0]} is stored in several dtypes, so it cannot be written back; convert it")
-        found.update(dict.fromkeys(others, *dtypes))
-    return found
+        dtypes |= dict.fromkeys(others, *kinds)
+    return dtypes
 
 
 def stored_tensors(
     model: OpenModel, values: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
     """A decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
-    made = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
-    direct, others = _divided(model, tuple(made))
-    found = {name: made[key] for key, name in direct.items()}
-    return found | {name: value.contiguous() for name, value in _saved(model, {key: made[key] for key in others})}
+    rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
+    direct, others = _divided(model, rounded)
+    converted = _converted(model, {key: rounded[key] for key in others})
+    return {name: rounded[key] for key, name in direct.items()} | {
+        name: value.contiguous() for name, value in converted
+    }
 
 
-def _divided(model: OpenModel, keys: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _divided(model: OpenModel, keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """The stored tensor of each key that is stored as the model has it, and the keys that are stored otherwise."""
     known = model.partial.keys
     direct = {key: name for name, key in known.targets.items() if key in keys and known.patterns[name] is None}
-    return direct, tuple(key for key in keys if key not in direct)
+    return direct, [key for key in keys if key not in direct]
 
 
-def _saved(model: OpenModel, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Tensors that are stored otherwise, together, as transformers would write them."""
+def _converted(model: OpenModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Tensors that are stored otherwise, as transformers would write them together."""
     try:
-        return list(saved_names(model.partial.model, dict(tensors))) if tensors else []
+        return list(saved_names(model.partial.model, tensors)) if tensors else []
     except Exception as error:  # a conversion that takes more than these raises what it likes
         raise _unknown_storage(next(iter(tensors))) from error
 
 
 def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.dtype:
     info = model.checkpoint.tensors.get(name)
-    alike = info is not None and info.shape == tuple(value.shape)
-    dtype = TORCH_DTYPES.get(info.dtype, torch.int8) if info is not None else torch.int8
-    if alike and dtype.is_floating_point and dtype.itemsize > 1:
+    dtype = None if info is None or info.shape != tuple(value.shape) else TORCH_DTYPES.get(info.dtype)
+    if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
         return dtype
     if model.layout.quantized:
         raise CompressionError(
@@ -254,17 +234,17 @@ def update(state: LayerState, gradients: Mapping[str, Tensor], optimizer: str, r
     for name, leaf in state.masters.items():
         leaf.grad = gradients[name] * (min(1.0, MOST_NORM / norm) if norm else 1.0)
     leaves = list(state.masters.values())
-    made: Any
+    chosen: torch.optim.Optimizer
     if optimizer == "adam":
-        made = torch.optim.Adam(leaves, lr=rate)
-    else:
-        made = torch.optim.Adafactor(leaves, lr=rate, eps=(None, 1.0))  # a floor of 1 under a tensor's size: rate as is
+        chosen = torch.optim.Adam(leaves, lr=rate)
+    else:  # a floor of 1 under a tensor's size: rate as is
+        chosen = torch.optim.Adafactor(leaves, lr=rate, eps=(None, 1.0))
     for name, leaf in state.masters.items():
         if name in state.moments:
-            made.state[leaf] = state.moments[name]
-    made.step()
+            chosen.state[leaf] = state.moments[name]
+    chosen.step()
     for name, leaf in state.masters.items():
-        state.moments[name], leaf.grad = dict(made.state[leaf]), None
+        state.moments[name], leaf.grad = dict(chosen.state[leaf]), None
 
 
 def file_of(folder: Path, unit: str) -> Path:
@@ -320,10 +300,6 @@ class Engine(ABC):
     def values(self, folder: Path, unit: str) -> Values:
         """A layer's trained tensors in float32 in a kept state, by state-dict key."""
 
-    def close(self) -> None:
-        """Nothing stays loaded."""
-        self.model.partial.release("")
-
     def loaded(self, layer: TrainedLayer) -> dict[str, Tensor]:
         """A loaded layer's tensors."""
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
@@ -358,8 +334,12 @@ class InMemory(Engine):
     def step(self, objective: Objective, rate: float) -> None:
         for unit, layer in self.layers.items():
             self.put(layer, self.read, self.states[unit].masters, train=True)
-        finite = self._finite_losses(objective)
-        sums = torch.tensor([float(not finite), *objective.parts.values()], dtype=torch.float64)
+        try:
+            self._backward(objective)
+            fault = 0.0
+        except NotFiniteError:
+            fault = 1.0
+        sums = torch.tensor([fault, *objective.parts.values()], dtype=torch.float64)
         faults, *parts = here().all_reduce(sums).tolist()
         objective.parts = dict(zip(objective.parts, parts, strict=True))
         if faults:  # at one rank, so at all
@@ -370,11 +350,8 @@ class InMemory(Engine):
             gradients = {name: here().all_reduce(value.float()) for name, value in gradients.items()}
             update(state, gradients, self.optimizer, rate)
 
-    def _finite_losses(self, objective: Objective) -> bool:
-        """Take the gradients of all batches' losses, the layers' forwards as the objective has them.
-
-        Return True if all losses are numbers.
-        """
+    def _backward(self, objective: Objective) -> None:
+        """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
         model, device = self.model.partial.model, self.model.partial.device
         modules = {unit: model.get_submodule(unit) for unit in self.model.architecture.units}
         try:
@@ -386,12 +363,9 @@ class InMemory(Engine):
                         objective.entering(number)
                         output = model(input_ids=batch.tokens.to(device), use_cache=False)
                         objective.loss(number, output).backward()
-        except NotFiniteError:
-            return False
         finally:
             for module in modules.values():
                 module.__dict__.pop("forward", None)
-        return True
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
@@ -433,11 +407,11 @@ class Streamed(Engine):
 
     def step(self, objective: Objective, rate: float) -> None:
         run = ReversePass(self.model, [batch.tokens for batch in objective.batches])
-        run.run(objective.loss, _Updating(self, rate), objective)
+        run.run(objective.loss, _Masters(self, rate), objective)
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
-        return evaluator.measure(self.model, _Rounded(self))[0]
+        return evaluator.measure(self.model, _Masters(self))[0]
 
     def save(self, folder: Path) -> None:
         _linked(self.now, folder, self.layers)
@@ -452,38 +426,28 @@ class Streamed(Engine):
         partial.release(unit)
         return found
 
-    def put_now(self, unit: str, train: bool) -> None:
-        """Have a loaded layer compute with the masters in `now`."""
-        if (layer := self.layers.get(unit)) is not None:
-            masters = kept_state(self.now, unit, self.model.partial.device, moments=False).masters
-            self.put(layer, self.loaded(layer), masters, train)
 
+class _Masters(Variants, ReverseVisitor):
+    """Has layers compute with their masters in `now`: rounded as they would be stored, or trained at a learning rate.
 
-class _Updating(ReverseVisitor):
-    """Has layers compute with their masters on both ways, and updates each once its gradients are there."""
+    A layer is updated once its gradients are there.
+    """
 
-    def __init__(self, engine: Streamed, rate: float) -> None:
+    def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine, self.rate = engine, rate
 
     def loaded(self, unit: str) -> None:
-        self.engine.put_now(unit, train=True)
+        engine = self.engine
+        if (layer := engine.layers.get(unit)) is not None:
+            masters = kept_state(engine.now, unit, engine.model.partial.device, moments=False).masters
+            engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
     def done(self, unit: str) -> None:
         engine = self.engine
-        if (layer := engine.layers.get(unit)) is not None:
+        if self.rate is not None and (layer := engine.layers.get(unit)) is not None:
             state = kept_state(engine.now, unit, engine.model.partial.device)
             update(state, engine.gradients(layer, state.masters), engine.optimizer, self.rate)
             keep_state(engine.now, unit, state)
-
-
-class _Rounded(Variants):
-    """Has layers compute with what would be stored of them now."""
-
-    def __init__(self, engine: Streamed) -> None:
-        self.engine = engine
-
-    def loaded(self, unit: str) -> None:
-        self.engine.put_now(unit, train=False)
 
 
 def _linked(source: Path, folder: Path, units: Mapping[str, TrainedLayer]) -> None:

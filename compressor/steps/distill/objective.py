@@ -61,8 +61,8 @@ class Text:
 
     def _joined(self, places: Sequence[tuple[int, int]]) -> Batch:
         rows = [(self.batches[batch], row) for batch, row in places]
-        known = rows[0][0].base.tensors
-        base = {name: torch.stack([batch.base.tensors[name][row] for batch, row in rows]) for name in known}
+        names = rows[0][0].base.tensors
+        base = {name: torch.stack([batch.base.tensors[name][row] for batch, row in rows]) for name in names}
         return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), Distributions(**base))
 
 
@@ -96,7 +96,7 @@ def refuse_too_few(model: OpenModel) -> None:
 
 
 class Objective(ReverseVisitor):
-    """What a step's batches are to lower. As a visitor it adds what is asked of layers inside the model.
+    """The loss of a step's batches. As a visitor it adds the parts that layers inside the model contribute.
 
     `parts` has the mean of each part over what has run, before its weight.
     """
@@ -115,18 +115,18 @@ class Objective(ReverseVisitor):
     def loss(self, number: int, output: Any) -> Tensor:
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
         batch, logits, options = self.batches[number], output.logits, self.options
-        found = logits.new_zeros((), dtype=torch.float32)
+        loss = logits.new_zeros((), dtype=torch.float32)
         if options.kl:
-            found = found + self._part("kl", top_divergence(batch.base, logits).sum() / self.tokens)
+            loss = loss + self._part("kl", top_divergence(batch.base, logits).sum() / self.tokens)
         if options.cross_entropy:
             scores, following = logits[:, :-1].float().transpose(1, 2), batch.tokens[:, 1:].to(logits.device)
             losses = cross_entropy(scores, following, reduction="none")  # of each token after those before it, in nats
-            found = found + self._part("cross_entropy", losses.sum() / self.predicted)
+            loss = loss + self._part("cross_entropy", losses.sum() / self.predicted)
         nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
-        return found if found.requires_grad else nothing
+        return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:
-        """A part times its weight, noted."""
+        """A part times its weight; its mean is added up in `parts`."""
         if not math.isfinite(number := float(value.detach())):
             raise NotFiniteError
         self.parts[name] += number
@@ -140,7 +140,7 @@ class Objective(ReverseVisitor):
         self.batch = batch
 
     def replaced(self, unit: str, own: Forward) -> Forward:
-        """The layer's forward; where gradients are taken, what is asked of its output is added to the loss."""
+        """The layer's forward; where gradients are taken, the parts that its output contributes join the loss."""
         layers = self.layers.get(unit, [])
         if not layers and unit != self.last:
             return own
@@ -156,9 +156,9 @@ class Objective(ReverseVisitor):
                 output = own(*args, **kwargs)
             hidden, *others = (output,) if isinstance(output, Tensor) else output
             if unit == self.last:
-                hidden = added(hidden, self._part("hidden_states", self._distance(hidden)))
+                hidden = Added.apply(hidden, self._part("hidden_states", self._distance(hidden)))
             for layer in layers:
-                hidden = added(hidden, self._part("contrastive", self._contrast(layer, calls[layer.name])))
+                hidden = Added.apply(hidden, self._part("contrastive", self._contrast(layer, calls[layer.name])))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
@@ -181,8 +181,8 @@ class Objective(ReverseVisitor):
         return off.sum() * batch.tokens.shape[1] / self.tokens
 
 
-class _Added(torch.autograd.Function):
-    """The value as it is; on the way back the loss beside it gets its gradient of 1."""
+class Added(torch.autograd.Function):
+    """The value as it is, through which a loss [] in float32 joins whatever loss is taken behind it."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, loss: Tensor) -> Tensor:
@@ -192,9 +192,3 @@ class _Added(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (gradient,) = gradients
         return gradient, torch.ones((), dtype=torch.float32, device=gradient.device)
-
-
-def added(value: Tensor, loss: Tensor) -> Tensor:
-    """The value, through which a loss [] in float32 joins whatever loss is taken behind it."""
-    result: Tensor = _Added.apply(value, loss)
-    return result

@@ -8,7 +8,7 @@ several evaluations bring nothing better. The best state is taken where the eval
 import json
 import math
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.step import Result, Step
-from compressor.records import read_as, read_json
+from compressor.records import finite, read_as, read_json
 from compressor.steps.distill.engines import (
     Engine,
     InMemory,
@@ -72,25 +72,26 @@ class State:
         """The step of the last evaluation."""
         return self.curve[-1].step
 
-    @property
-    def gained(self) -> Difference:
-        """What the best state does to the distance from the base."""
-        return Difference.of(self.first, self.best_kl)
-
-
-def folder_of(place: Path, step: int) -> Path:
-    """Where the state after so many steps is kept."""
-    return place / f"step-{step:07d}"
-
-
-def kept(place: Path, units: Collection[str]) -> State | None:
-    """How far an earlier run has come; None if there is none that can be gone on with, of these layers."""
-    try:
-        found = read_as(State, read_json(place / STATE, "run again"))
-    except (OSError, CompressionError):
-        return None
-    files = [file_of(folder_of(place, step), unit) for step in {found.step, found.best} - {0} for unit in units]
-    return found if all(told_of(path) is not None for path in files) else None
+    def result(self) -> dict[str, Any]:
+        """What a plan says of a distillation; `changed` says if the best state is taken."""
+        gained = Difference.of(self.first, self.best_kl)
+        before = self.curve[0]
+        after = next(each for each in self.curve if each.step == (self.best if gained.accepted else 0))
+        return {
+            "changed": gained.accepted,
+            "before": before.kl,
+            "after": after.kl,
+            "loss_before": before.loss,
+            "loss_after": after.loss,
+            "flips_before": before.flips,
+            "flips_after": after.flips,
+            "gain": gained.gain,
+            "standard_error": finite(gained.standard_error),
+            "sequences": gained.sequences,
+            "best": self.best,
+            "ended": self.ended,
+            "curve": [asdict(entry) for entry in self.curve],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Training:
     def run(self) -> State:
         """All steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.options.steps)
-        state = kept(self.place, self.engine.layers)
+        state = self._kept()
         here().assert_same_on_all(state and state.step, f"training in {self.place}")
         if state is None:
             if here().is_first:
@@ -116,12 +117,31 @@ class Training:
             first, kl = self._evaluate(0)
             state = State((first,), kl, kl)
         elif state.step:
-            self.engine.load(folder_of(self.place, state.step))
+            self.engine.load(self.folder(state.step))
         for _ in range(state.step):
             self.progress.advance("step")
         while state.ended is None:
             state = self._next(state)
+            if here().is_first:  # write how far it has come, then remove the states that are of no more use
+                self.place.mkdir(parents=True, exist_ok=True)
+                write_whole(self.place / STATE, json.dumps(asdict(state)))
+                for folder in {*self.place.glob("step-*")} - {self.folder(state.best), self.folder(state.step)}:
+                    shutil.rmtree(folder)
         return state
+
+    def folder(self, step: int) -> Path:
+        """Where the state after so many steps is kept."""
+        return self.place / f"step-{step:07d}"
+
+    def _kept(self) -> State | None:
+        """How far an earlier run has come; None if there is none that can be gone on with, of these layers."""
+        try:
+            state = read_as(State, read_json(self.place / STATE, "run again"))
+        except (OSError, CompressionError):
+            return None
+        steps, units = {state.step, state.best} - {0}, self.engine.layers
+        whole = all(told_of(file_of(self.folder(step), unit)) is not None for step in steps for unit in units)
+        return state if whole else None
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
         """Figures of the model now, and the KL of each sequence; all processes measure together."""
@@ -130,7 +150,7 @@ class Training:
         return Evaluation(step, means["kl"], means["loss"], means["flips"], parts), tuple(figures.kl.tolist())
 
     def _next(self, state: State) -> State:
-        """The steps up to the next evaluation, that one, and the state kept; or the end of it all."""
+        """Take the steps up to the next evaluation, and evaluate; or end it all."""
         options, sums = self.options, dict[str, float]()
         end = min(state.step + options.every, options.steps)
         for step in range(state.step, end):
@@ -139,70 +159,35 @@ class Training:
             try:
                 self.engine.step(objective, options.rate_at(step))
             except NotFiniteError:
-                return self._kept(replace(state, ended=NOT_A_NUMBER))
+                return replace(state, ended=NOT_A_NUMBER)
             for name, value in objective.parts.items():
                 sums[name] = sums.get(name, 0.0) + value / (end - state.step)
             self.progress.advance("step")
-        found, kl = self._evaluate(end, **sums)
-        if not (math.isfinite(found.kl) and math.isfinite(found.loss)):
-            return self._kept(replace(state, ended=NOT_A_NUMBER))
-        curve = (*state.curve, found)
+        now, kl = self._evaluate(end, **sums)
+        if not (math.isfinite(now.kl) and math.isfinite(now.loss)):
+            return replace(state, ended=NOT_A_NUMBER)
+        curve = (*state.curve, now)
         best = min(curve, key=lambda entry: entry.kl)
         ended = None
-        if found.kl > DIVERGED * state.curve[0].kl:
+        if now.kl > DIVERGED * state.curve[0].kl:
             ended = APART
         elif end == options.steps:
             ended = DONE
         elif sum(entry.step > best.step for entry in curve) >= options.patience:
             ended = NO_BETTER
         if here().is_first:
-            self.engine.save(folder_of(self.place, end))
-        return self._kept(State(curve, state.first, kl if best is found else state.best_kl, best.step, ended))
-
-    def _kept(self, state: State) -> State:
-        """Write how far it has come, then remove the states that are of no more use."""
-        if not here().is_first:
-            return state
-        self.place.mkdir(parents=True, exist_ok=True)
-        write_whole(self.place / STATE, json.dumps(asdict(state)))
-        used = {folder_of(self.place, step).name for step in (state.best, state.step)}
-        for folder in self.place.glob("step-*"):
-            if folder.name not in used:
-                shutil.rmtree(folder)
-        return state
+            self.engine.save(self.folder(end))
+        return State(curve, state.first, kl if best is now else state.best_kl, best.step, ended)
 
 
-def result(state: State) -> dict[str, Any]:
-    """What a plan tells of a distillation."""
-    gained = state.gained
-    at = {entry.step: entry for entry in state.curve}
-    before, after = state.curve[0], at[state.best if gained.accepted else 0]
-    return {
-        "changed": gained.accepted,
-        "before": before.kl,
-        "after": after.kl,
-        **{
-            f"{name}_{when}": getattr(entry, name)
-            for name in ("loss", "flips")
-            for when, entry in (("before", before), ("after", after))
-        },
-        "gain": gained.gain,
-        "standard_error": gained.standard_error if math.isfinite(gained.standard_error) else None,
-        "sequences": gained.sequences,
-        "best": state.best,
-        "ended": state.ended,
-        "curve": [asdict(entry) for entry in state.curve],
-    }
-
-
-def refuse_model(asked: Distill, model: OpenModel, steps: Sequence[Step]) -> None:
+def refuse_model(options: Distill, model: OpenModel, steps: Sequence[Step]) -> None:
     """Refuse what the model is not fit for, as far as its own storage tells."""
-    layers = trained_layers(model, asked)
+    layers = trained_layers(model, options)
     if not model.layout.quantized or not steps:  # merging and correcting dequantise first
         stored_dtypes(model, layers)
 
 
-def distill(asked: Distill, run: Run) -> Result:
+def distill(options: Distill, run: Run) -> Result:
     """Train toward the base, and give the stored tensors of the best state if held-out text is nearer to the base.
 
     Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
@@ -212,37 +197,38 @@ def distill(asked: Distill, run: Run) -> Result:
     """
     place = run.kept("distill")
     assert place is not None
-    made = place / "made"
-    if (figures := told_of(made / FIGURES)) is None:  # else of an earlier run
-        if asked.stream and not here().is_alone:
+    trained = place / "made"
+    if (figures := told_of(trained / FIGURES)) is None:  # else of an earlier run
+        if options.stream and not here().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {here().size} were started; start one")
-        if asked.contrastive:
+        if options.contrastive:
             refuse_too_few(run.model)
-        stored_dtypes(run.model, trained_layers(run.model, asked))
-        figures = _train(asked, run, place, made)
-    return Result(figures, map(kept_tensors, sorted(made.glob("layer-*.safetensors"))))
+        stored_dtypes(run.model, trained_layers(run.model, options))
+        figures = _train(options, run, place, trained)
+    return Result(figures, map(kept_tensors, sorted(trained.glob("layer-*.safetensors"))))
 
 
-def _train(asked: Distill, run: Run, place: Path, made: Path) -> dict[str, Any]:
-    """Train, and leave what is to be stored of each layer in the folder `made`; nothing if it is not accepted."""
+def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
+    """Train, and leave what is to be stored of each layer in the folder `trained`; nothing if it is not accepted."""
     batches, answers, evaluator = run.base_answers()
     require_enough(evaluator.sequences, "distill")
-    text = training_text(batches, answers, asked, run.base)
+    text = training_text(batches, answers, options, run.base)
     now, steps, seed = place / "now", place / "steps", run.seed
-    engine = Streamed(run.model, asked, seed, now) if asked.stream else InMemory(run.model, asked, seed)
+    engine = Streamed(run.model, options, seed, now) if options.stream else InMemory(run.model, options, seed)
     try:
-        state = Training(engine, text, evaluator, asked, seed, steps, run.progress).run()
-        figures = result(state)
+        training = Training(engine, text, evaluator, options, seed, steps, run.progress)
+        state = training.run()
+        figures = state.result()
         if not here().is_first:
             return figures
-        shutil.rmtree(made, ignore_errors=True)
-        for number, unit in enumerate(engine.layers if state.gained.accepted else ()):
-            values = engine.values(folder_of(steps, state.best), unit)
+        shutil.rmtree(trained, ignore_errors=True)
+        for number, unit in enumerate(engine.layers if figures["changed"] else ()):
+            values = engine.values(training.folder(state.best), unit)
             tensors = stored_tensors(run.model, values, engine.stored)
-            keep_tensors(made / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
+            keep_tensors(trained / f"layer-{number:05d}.safetensors", tensors, {"unit": unit})
     finally:
-        engine.close()
-    keep_tensors(made / FIGURES, {}, figures)
+        run.model.partial.release("")
+    keep_tensors(trained / FIGURES, {}, figures)
     for folder in (now, steps):
         shutil.rmtree(folder, ignore_errors=True)
     return figures

@@ -200,7 +200,7 @@ def test_the_contrastive_gradient_is_finite_differences_and_the_same_streamed(
         wish = options(contrastive=0.5, temperature=0.5, stream=stream, negatives=2)
         engine, text = made.engine(wish), made.text(wish)
         take_step(engine, text, wish, 0, made.model)
-        engine.close()
+        engine.model.partial.release("")
         found.append(dict(gradients))
     close(found[1], found[0])
     last = made.model.architecture.layers[-1]
