@@ -38,12 +38,12 @@ class Neurons:
 @torch.no_grad()
 def energy_of_weights(experts: Any) -> Tensor:
     """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the other two."""
-    found = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
-    for expert in range(len(found)):
+    energy = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
+    for expert in range(len(energy)):
         own = projections(experts, expert)
         product = own.up.double().norm(dim=1) * own.down.double().norm(dim=0)
-        found[expert] = (product if own.gate is None else product * own.gate.double().norm(dim=1)).cpu()
-    return found
+        energy[expert] = (product if own.gate is None else product * own.gate.double().norm(dim=1)).cpu()
+    return energy
 
 
 class Meter:
@@ -54,8 +54,8 @@ class Meter:
     """
 
     def __init__(self, model: Any, layer: MoeLayer, sample: bool) -> None:
-        self.layer, self.experts, self.sample = layer, model.get_submodule(layer.name), sample
-        experts = self.experts
+        self.layer, self.sample = layer, sample
+        self.experts = experts = model.get_submodule(layer.name)
         self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=experts.down_proj.device)
         self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
         self.watch = Watch(model, layer, on_experts=self._called).attach()
@@ -67,25 +67,25 @@ class Meter:
             gated = inner.double() * weights[rows, slots, None].double()
             self.sums[expert] += gated.square().sum(0)
             kept = self.kept[expert]
-            if self.sample and (room := SAMPLE - sum(map(len, kept))) > 0:
-                kept.append(gated[:room].float().cpu())
+            if self.sample and (missing := SAMPLE - sum(map(len, kept))) > 0:
+                kept.append(gated[:missing].float().cpu())
 
     @torch.no_grad()
     def finish(self) -> Neurons:
         """The measures of the layer; an expert that no token reached has those of its weights."""
         self.watch.detach()
-        by_weights, found = energy_of_weights(self.experts), self.sums.cpu()
-        activity = []
-        for expert in range(len(found)):
+        energy, activity = self.sums.cpu(), list[Tensor]()
+        for expert, kept in enumerate(self.kept):
             lengths = projections(self.experts, expert).down.double().norm(dim=0).cpu()
-            found[expert] *= lengths.square()
-            kept = torch.cat(self.kept[expert]) if self.kept[expert] else torch.zeros(0, len(lengths))
-            activity.append((kept * lengths.float()).T)
-        reached = found.sum(1, keepdim=True) > 0
-        return Neurons(self.layer, torch.where(reached, found, by_weights), tuple(activity) if self.sample else ())
+            energy[expert] *= lengths.square()
+            sampled = torch.cat(kept) if kept else torch.zeros(0, len(lengths))
+            activity.append((sampled * lengths.float()).T)
+        reached = energy.sum(1, keepdim=True) > 0
+        energy = torch.where(reached, energy, energy_of_weights(self.experts))
+        return Neurons(self.layer, energy, tuple(activity) if self.sample else ())
 
 
-class _Watching(LayerVisitor):
+class _Metering(LayerVisitor):
     def __init__(self, sample: bool) -> None:
         self.sample, self.meters = sample, list[Meter]()
 
@@ -97,8 +97,8 @@ def measured(
     model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, sample: bool, seed: int = 0
 ) -> Iterator[Neurons]:
     """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
-    layers = model.architecture.layers
     if batches is None:
+        layers = model.architecture.layers
         progress.start("measure neurons", len(layers))
         for layer in layers:
             model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
@@ -107,12 +107,11 @@ def measured(
             give_back()
             progress.advance(layer.name)
         return
-    watching = _Watching(sample)
-    with closing(Pass(model, batches, progress, "measure neurons", seed).layers(watching)) as passed:
+    metering = _Metering(sample)
+    with closing(Pass(model, batches, progress, "measure neurons", seed).layers(metering)) as passed:
         for _ in passed:
-            for meter in watching.meters:
-                yield meter.finish()
-            watching.meters = []  # before their layer's memory is given back
+            yield from (meter.finish() for meter in metering.meters)
+            metering.meters = []  # before their layer's memory is given back
 
 
 def by_energy(energy: Tensor) -> Tensor:

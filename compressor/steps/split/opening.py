@@ -1,7 +1,7 @@
 """A model seen as it is to be compressed: its experts split, neurons in order, and with the top-k that is written.
 
-A plan says how often experts are split, how neurons were dealt out, and for every neuron the part it goes to: the parts
-of a layer's neurons [E, I] stand as ceil(log2 S) bits each, row by row, in base64.
+A plan says into how many parts experts are split, how neurons were partitioned, and for every neuron its part: the
+parts of a layer's neurons [E, I] stand as ceil(log2 S) bits each, row by row, in base64.
 """
 
 import base64
@@ -57,20 +57,19 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
     written = {path: value for path, value in shape.fields.items() if path != model.architecture.count_field}
     layers = tuple(replace(layer, parts=parts) for layer in shape.architecture.layers)
     architecture = replace(shape.architecture, layers=layers, written=written)
-    partial = SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors)
-    seen = replace(
+    split = replace(
         model,
         whole=model,
         found={},
         config=architecture.config,
         checkpoint=stored,
         architecture=architecture,
-        partial=partial,
+        partial=SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors),
     )
     if model.layout.quantized:
         with suppress(CompressionError):  # the reason is told once it matters
-            seen = replace(seen, stored_parts=stored_parts(model, shape.factors))
-    return with_top_k(seen, top_k)
+            split = replace(split, stored_parts=stored_parts(model, shape.factors))
+    return with_top_k(split, top_k)
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
@@ -111,15 +110,16 @@ def resolved_parts(split: Split, model: OpenModel, steps: Sequence[Step]) -> int
     if any(width % (PARTS * WIDTH) for width in widths(build_meta(model.config)).values()):
         return 1
     try:
-        finer = seen_as(model, PARTS)
+        split_model = seen_as(model, PARTS)
         searched = prune.experts is None and prune.ratio is None
         kept = layers[0].experts if searched else resolve_count(layers, prune.experts, prune.ratio)
     except CompressionError:
         return 1  # the reason is given where a split is asked for, or the number checked
-    before, after = served_model(model), served_model(finer)
-    known = {(rule.server, rule.needs.words) for rule in broken(replace(before, experts=kept))}
-    worse = {(rule.server, rule.needs.words) for rule in broken(replace(after, experts=PARTS * kept))} - known
-    return 1 if worse else PARTS
+    before, after = (
+        {(rule.server, rule.needs.words) for rule in broken(replace(served_model(each), experts=parts * kept))}
+        for each, parts in ((model, 1), (split_model, PARTS))
+    )
+    return PARTS if after <= before else 1
 
 
 def check_way(by: str, with_data: bool, remedy: str) -> None:
@@ -144,19 +144,18 @@ def dealt(
     """
     model = cut_as_stored(model, changed)
     assert model.whole is not None
-    whole = model.whole
+    whole, parts = model.whole, model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
-    parts = model.architecture.layers[0].parts
+    way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
 
     def orders() -> Mapping[str, Tensor]:
         batches = None if text is None else [text.batches[number] for number in text.fit]
-        way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
-        found = measured(whole, batches, progress, way == CLUSTERS, seed)
-        return {each.layer.name: order_of(each, parts, way, seed, block) for each in found}
+        neurons = measured(whole, batches, progress, way == CLUSTERS, seed)
+        return {each.layer.name: order_of(each, parts, way, seed, block) for each in neurons}
 
-    found = here().broadcast_tensors(orders)
-    said = {"by": WEIGHTS if text is None else by, "calibration": None if text is None else text.identity}
-    return in_order(model, {layer.name: found[layer.name] for layer in whole.architecture.layers}, said)
+    by_layer = here().broadcast_tensors(orders)
+    facts = {"by": WEIGHTS if text is None else by, "calibration": None if text is None else text.identity}
+    return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
 
 
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
@@ -177,8 +176,8 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     return replace(model, stored_parts=None)
 
 
-def in_order(model: OpenModel, orders: Mapping[str, Tensor], said: Mapping[str, Any]) -> OpenModel:
-    """The split model with the order [E, I] of each layer's neurons, by its name; `said` is what else a plan says."""
+def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OpenModel:
+    """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
     factors, stored = model.partial.factors, model.stored_parts
     if stored:
@@ -189,7 +188,7 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], said: Mapping[str, 
         **({"block": stored.block} if stored else {}),
         "output_factor": factors.output,
         "selection_factor": factors.selection,
-        **said,
+        **facts,
         "order_sha256": digest_of(orders),
         "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
     }
@@ -213,13 +212,11 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     if split is None:
         return seen_as(stored, 1, top_k)
     check_split(split)
-    seen, width = seen_as(stored, int(split["parts"]), top_k), widths(build_meta(stored.config))
-    orders = {
-        layer.name: order_of_parts(
-            unpacked(split["neurons"].get(layer.name), layer.experts, width[layer.name], split["parts"], layer.name)
-        )
-        for layer in stored.architecture.layers
-    }
+    parts, width = int(split["parts"]), widths(build_meta(stored.config))
+    seen, orders = seen_as(stored, parts, top_k), dict[str, Tensor]()
+    for layer in stored.architecture.layers:
+        text = split["neurons"].get(layer.name)
+        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width[layer.name], parts, layer.name))
     if digest_of(orders) != split.get("order_sha256"):
         raise CompressionError("the plan's split deals neurons out otherwise than its order_sha256 says; restore it")
     if "block" not in split:
@@ -235,31 +232,27 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     return replace(planned, split=split)
 
 
-def packed(dealt: Tensor, parts: int) -> str:
+def packed(parts_of_neurons: Tensor, parts: int) -> str:
     """The part of each neuron, [E, I] below `parts`, as text."""
-    bits = (dealt.flatten().numpy()[:, None] >> np.arange(_bits(parts))) & 1
+    bits = (parts_of_neurons.flatten().numpy()[:, None] >> np.arange((parts - 1).bit_length())) & 1
     return base64.b64encode(np.packbits(bits.astype(np.uint8)).tobytes()).decode()
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
     """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not deal them out evenly."""
     try:
-        found = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+        data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     except (TypeError, ValueError) as error:
         raise CompressionError(f"{where}: what says where its neurons go is not base64; {REMEDY}") from error
-    count, bits = experts * width, _bits(parts)
-    if len(found) != (needed := -(-count * bits // 8)):
-        raise CompressionError(f"{where}: {len(found)} bytes say where its neurons go, it takes {needed}; {REMEDY}")
-    flags = np.unpackbits(found)[: count * bits].reshape(count, bits).astype(np.int32)
+    count, bits = experts * width, (parts - 1).bit_length()
+    if len(data) != (needed := -(-count * bits // 8)):
+        raise CompressionError(f"{where}: {len(data)} bytes say where its neurons go, it takes {needed}; {REMEDY}")
+    flags = np.unpackbits(data)[: count * bits].reshape(count, bits).astype(np.int32)
     dealt = torch.from_numpy((flags << np.arange(bits, dtype=np.int32)).sum(1)).int().view(experts, width)
     even = torch.stack([(dealt == part).sum(1) for part in range(parts)])
     if bool((even != width // parts).any()):
         raise CompressionError(f"{where}: its neurons are not dealt out to {parts} parts of equal size; {REMEDY}")
     return dealt
-
-
-def _bits(parts: int) -> int:
-    return (parts - 1).bit_length()
 
 
 def digest_of(orders: Mapping[str, Tensor]) -> str:

@@ -8,7 +8,7 @@ E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S -
 neighbours stay together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class SplitModel(PartialModel):
     def __init__(
         self,
         stored: PartialModel,
-        layers: Sequence[MoeLayer],
+        layers: Iterable[MoeLayer],
         config: Any,
         factors: Factors,
         orders: Mapping[str, Tensor] | None = None,
@@ -106,39 +106,39 @@ class SplitModel(PartialModel):
         self.keys, self.plain_keys = stored.keys, stored.plain_keys
         self.conversions, self.plain_conversions = stored.conversions, stored.plain_conversions
         self.tied, self.ahead = dict(stored.tied), stored.ahead
-        self.owners: dict[str, MoeLayer] = {key: layer for layer in layers for keys in divided(layer) for key in keys}
+        self.owners = {key: layer for layer in self.layers.values() for key in cut_keys(layer)}
         self._loaded = set[str]()
         self._fill_constant_buffers()
 
     def ordered(self, orders: Mapping[str, Tensor]) -> "SplitModel":
         """The same with the order of all neurons known, so that experts can be loaded."""
-        return SplitModel(self.stored, [*self.layers.values()], self.config, self.factors, orders)
+        return SplitModel(self.stored, self.layers.values(), self.config, self.factors, orders)
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
         """The same model, empty, in another dtype or on another device; itself if it is in both."""
         if (self.dtype, self.device) == (dtype, device):
             return self
         stored = self.stored.computing_in(dtype, device)
-        return SplitModel(stored, [*self.layers.values()], self.config, self.factors, self.orders)
+        return SplitModel(stored, self.layers.values(), self.config, self.factors, self.orders)
 
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` as for the stored model."""
         wanted = [key for key in keys if key not in self._loaded]
-        asked: dict[str, set[str]] = {}
+        split: dict[str, set[str]] = {}  # by layer
         for key in wanted:
             if (layer := self.owners.get(key)) is not None:
-                asked.setdefault(layer.name, set()).add(key)
+                split.setdefault(layer.name, set()).add(key)
         self._put(self._read([key for each in wanted if (key := self.tied.get(each, each)) not in self.owners]))
-        for name, own in asked.items():
+        for name, own in split.items():
             layer = self.layers[name]
             inside, beside = divided(layer)
             if not own.isdisjoint(inside):
                 assert self.orders is not None, "the order of neurons is not known yet"
                 self.stored.load(inside)
-                made = split_experts(self.stored.model.get_submodule(name), layer, self.orders[name], self.factors)
+                experts = split_experts(self.stored.model.get_submodule(name), layer, self.orders[name], self.factors)
                 self.stored.release(name)
-                self._put(made)
-                self._loaded |= made.keys()
+                self._put(experts)
+                self._loaded |= experts.keys()
             others = [key for key in beside if key in own]
             self._put(split_beside(self._read(others), layer, others, self.factors))
         self._settle(wanted)
@@ -153,10 +153,10 @@ class SplitModel(PartialModel):
             return {}
         self.stored.load(keys)
         state = self.stored.model.state_dict()
-        found = {key: state[key] for key in keys}
+        tensors = {key: state[key] for key in keys}
         for module in {key.rpartition(".")[0] for key in keys}:
             self.stored.release(module)
-        return found
+        return tensors
 
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
         for key, value in tensors.items():
