@@ -20,7 +20,7 @@ from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.pathways.average import Average
 from compressor.progress import Progress
-from compressor.steps.routers.weights import Baked, Step, Weights, evaluate_trials, line_search, ridged
+from compressor.steps.routers.weights import Calibrated, Step, Weights, evaluate_trials, line_search, ridged
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average, that are tried
 LARGEST = 64.0  # a scale that is the best and the largest of those tried is doubled up to here
@@ -54,24 +54,14 @@ class BiasPlace:
         return (own.double() + change).to(own.dtype)
 
 
-def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
-    """Where the biases of these MoE layers go, from one streamed pass of some text (token ids [B, L]).
-
-    Layers that text does not reach, as those of images, have none.
-    """
-    seen = _Inputs(layers)
-    Pass(model, batches, wanted={layer.unit for layer in layers}).run(seen)
-    return [_place(model, layer, seen.found[layer.name]) for layer in layers if layer.name in seen.found]
-
-
 @dataclass(slots=True)
 class _Sums:
-    """What a layer's router is given: X'X [H, H], X'1 [H], and the bias that its product has."""
+    """What a layer's router is given: X'X [H, H] and X'1 [H]; and if its product adds a bias."""
 
     squares: Tensor
     sums: Tensor
     tokens: int = 0
-    bias: Tensor | None = None  # [E]
+    has_bias: bool = False
 
 
 @dataclass(slots=True)
@@ -90,40 +80,53 @@ class _Inputs(LayerVisitor):
 
     def _add(self, name: str, product: Product) -> None:
         x = product.inputs.detach().double()
-        width = x.shape[1]
-        empty = _Sums(torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
-        sums = self.found.setdefault(name, empty)
+        if name not in self.found:
+            self.found[name] = _Sums(x.new_zeros(x.shape[1], x.shape[1]).cpu(), x.new_zeros(x.shape[1]).cpu())
+        sums = self.found[name]
         sums.squares += (x.T @ x).cpu()
         sums.sums += x.sum(0).cpu()
         sums.tokens += len(x)
-        sums.bias = None if product.bias is None else product.bias.detach().float().cpu()
+        sums.has_bias = product.bias is not None
 
 
-def _place(model: OpenModel, layer: MoeLayer, seen: _Sums) -> BiasPlace:
-    biases = [  # tensors outside the experts with a bias for each expert
-        tensor.key
-        for tensor in layer.tensors
-        if tensor.key.startswith(f"{layer.block}.")
-        and not tensor.key.startswith(f"{layer.name}.")
-        and tensor.key.rpartition(".")[2].endswith("bias")
-        and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
-    ]
-    if len(biases) == 1:
-        return BiasPlace(layer.name, biases[0], "selection bias" if seen.bias is None else "router bias")
-    direction = torch.linalg.solve(ridged(seen.squares, RIDGE), seen.sums)
-    mean = float(direction @ seen.sums) / seen.tokens
-    spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
-    return BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
+def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
+    """Where the biases of these MoE layers go, from one streamed pass of some text (token ids [B, L]).
+
+    Layers that text does not reach, as those of images, have none.
+    """
+    inputs, places = _Inputs(layers), list[BiasPlace]()
+    Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
+    for layer in layers:
+        if (seen := inputs.found.get(layer.name)) is None:
+            continue
+        biases = [  # tensors outside the experts with a bias for each expert
+            tensor.key
+            for tensor in layer.tensors
+            if tensor.key.startswith(f"{layer.block}.")
+            and not tensor.key.startswith(f"{layer.name}.")
+            and tensor.key.rpartition(".")[2].endswith("bias")
+            and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
+        ]
+        if len(biases) == 1:
+            kind: Kind = "router bias" if seen.has_bias else "selection bias"
+            places.append(BiasPlace(layer.name, biases[0], kind))
+            continue
+        direction = torch.linalg.solve(ridged(seen.squares, RIDGE), seen.sums)
+        mean = float(direction @ seen.sums) / seen.tokens
+        spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
+        place = BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
+        places.append(place)
+    return places
 
 
-def bake_bias(
+def calibrate_bias(
     model: OpenModel,
     own: Weights,
     places: Sequence[BiasPlace],
     average: Average,
     evaluator: Evaluator,
     progress: Progress,
-) -> Baked:
+) -> Calibrated:
     """The tensors `own` with the average pathway in them, at the scale of least KL, if it is accepted.
 
     `places` are of late layers, whose tensors `own` holds by state-dict key as they are stored.
@@ -132,16 +135,16 @@ def bake_bias(
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 
     def moved(_: float, scale: float) -> Weights:
-        made = dict(own)
+        weights = dict(own)
         for place in places:
             number = late.index(place.layer)
             logits, scores = scale * average.logits[number], scale * average.scores[number]
-            made[place.key] = place.moved(own[place.key], logits, scores)
-        return made
+            weights[place.key] = place.moved(own[place.key], logits, scores)
+        return weights
 
     before = evaluate_trials(model, evaluator, [own])[0]
     best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST)
     progress.advance("")
-    step = Step.taken(before, best.figures, 0.0, best.step)
-    kept, last = (best.weights, best.figures) if step.step else (own, before)
-    return Baked(kept, before, last, (step,))
+    step = Step.taken(before, best)
+    weights, after = (best.weights, best.figures) if step.step else (own, before)
+    return Calibrated(weights, before, after, (step,))

@@ -18,15 +18,15 @@ from compressor.model.router_logits import router_weight
 from compressor.pathways.average import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.step import Result
-from compressor.steps.routers.bias import bake_bias, bias_places
+from compressor.steps.routers.bias import bias_places, calibrate_bias
 from compressor.steps.routers.step import PLACED, Routers
-from compressor.steps.routers.weights import Baked, Text, Weights, bake_weights
+from compressor.steps.routers.weights import Calibrated, Text, Weights, calibrate_weights
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
 
 
-def calibrate_routers(asked: Routers, state: State) -> Result:
+def calibrate_routers(options: Routers, state: State) -> Result:
     """Move the routers as far as held-out text is nearer to the base; the new ones are kept until they are in place.
 
     See `weights` and `bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes the one of
@@ -35,9 +35,9 @@ def calibrate_routers(asked: Routers, state: State) -> Result:
     place = state.kept("routers.safetensors")
     assert place is not None
     if here().broadcast(lambda: told_of(place)) is None:
-        made = _calibrate(asked, state)
+        calibrated = _calibrate(options, state)
         if here().is_first:
-            keep_tensors(place, *made)
+            keep_tensors(place, *calibrated)
     figures = here().broadcast(lambda: told_of(place))
     return Result(figures, iter([kept_tensors(place)] if here().is_first else ()))
 
@@ -52,7 +52,7 @@ def stored_routers(model: OpenModel) -> dict[str, str]:
 
 def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
     """The names of the stored tensors by state-dict key; raises `CompressionError` unless each is one, and plain."""
-    keys, found = model.partial.keys, {}
+    keys, stored = model.partial.keys, dict[str, str]()
     for key in wanted:
         names = [name for name, target in keys.targets.items() if target == key and keys.patterns[name] is None]
         dtypes = [TORCH_DTYPES.get(model.checkpoint.tensors[name].dtype, torch.int8) for name in names]
@@ -60,59 +60,58 @@ def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
             raise CompressionError(
                 f"{key} is not stored as one tensor of plain numbers, so it cannot be calibrated; leave out routers"
             )
-        found[key] = names[0]
-    return found
+        stored[key] = names[0]
+    return stored
 
 
-def _calibrate(asked: Routers, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token."""
     smaller, progress, reference = state.model, state.progress, None
-    stored_routers(smaller)
-    if asked.reference is not None:
-        reference = checked_reference(asked.reference, smaller)
+    routers = stored_routers(smaller)
+    if options.reference is not None:
+        reference = checked_reference(options.reference, smaller)
     batches, answers, evaluator = state.base_answers()
     require_enough(evaluator.sequences, "routers")
-    methods, made = ("router", "bias") if asked.method == "auto" else (asked.method,), dict[str, Baked]()
 
     def text(numbers: range) -> Text:
         own = here().own([batches[number] for number in numbers])
         return [(batches[n], answers[n]) for place, n in enumerate(numbers) if own is None or place in own]
 
+    methods, tried = ("router", "bias") if options.method == "auto" else (options.method,), dict[str, Calibrated]()
     for method in methods:
         try:
             if method == "router":
-                rounds = [text(part) for n in range(asked.rounds) if (part := range(n, len(batches), asked.rounds))]
-                weights = _read(smaller, stored_routers(smaller))
-                made[method] = bake_weights(smaller, weights, rounds, evaluator, progress)
+                rounds = [text(part) for n in range(options.rounds) if (part := range(n, len(batches), options.rounds))]
+                tried[method] = calibrate_weights(smaller, _read(smaller, routers), rounds, evaluator, progress)
             else:
-                made[method] = _biased(state, asked, text(range(min(PLACED, len(batches)))), evaluator, reference)
+                tried[method] = _biased(state, options, text(range(min(PLACED, len(batches)))), evaluator, reference)
         except CompressionError as error:  # the other method may fit the model
             if len(methods) == 1:
                 raise
             logger.warning("%s; it is left out", error)
-    if not made:
+    if not tried:
         raise CompressionError("no way to calibrate routers fits this model; leave the step routers out")
-    after = {method: each.after.means["kl"] for method, each in made.items()}
-    method = min(made, key=lambda name: after[name])
-    best = made[method]
-    before, means = best.before.means, best.after.means
-    figures: dict[str, Any] = {"before": before["kl"], "after": means["kl"]}
+    kl = {method: each.after.means["kl"] for method, each in tried.items()}
+    method = min(kl, key=lambda name: kl[name])
+    best = tried[method]
+    before, after = best.before.means, best.after.means
+    figures: dict[str, Any] = {"before": before["kl"], "after": after["kl"]}
     for name in ("loss", "flips"):
-        figures |= {f"{name}_before": before[name], f"{name}_after": means[name]}
-    figures["sequences"] = best.before.sequences
-    figures |= {"steps": [asdict(step) for step in best.steps], **best.details}
+        figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+    figures |= {"sequences": best.before.sequences, "steps": [asdict(step) for step in best.steps], **best.details}
     if len(methods) > 1:
-        figures |= {"taken": method if any(step.step for step in best.steps) else "none", "tried": after}
+        figures |= {"taken": method if any(step.step for step in best.steps) else "none", "tried": kl}
     names = stored_names(smaller, best.weights)
     return {names[key]: weight for key, weight in best.weights.items()}, figures
 
 
-def _biased(state: State, asked: Routers, text: Text, evaluator: Evaluator, reference: ReferenceSet | None) -> Baked:
+def _biased(
+    state: State, options: Routers, text: Text, evaluator: Evaluator, reference: ReferenceSet | None
+) -> Calibrated:
     """Routers with the average optimised pathway as a bias; this loads the smaller model whole."""
     smaller, progress = state.model, state.progress
     whole = open_alike(smaller.source, smaller)
-    found = reference or text_reference(whole, text, progress)
-    average = average_pathway(whole, found, asked.optimizer, progress)
+    average = average_pathway(whole, reference or text_reference(whole, text, progress), options.optimizer, progress)
     whole.partial.release("")
     places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], [tokens for tokens, _ in text])
     own = _read(smaller, stored_names(smaller, [place.key for place in places]))
@@ -121,12 +120,12 @@ def _biased(state: State, asked: Routers, text: Text, evaluator: Evaluator, refe
         for place in places
     ]
     details = {"items": average.items, "agreement": average.agreement, "layers": layers}
-    return replace(bake_bias(smaller, own, places, average, evaluator, progress), details=details)
+    return replace(calibrate_bias(smaller, own, places, average, evaluator, progress), details=details)
 
 
 def _read(model: OpenModel, names: Mapping[str, str]) -> Weights:
-    found = {key: model.checkpoint.read(name) for key, name in names.items()}
-    for key, weight in found.items():
+    weights = {key: model.checkpoint.read(name) for key, name in names.items()}
+    for key, weight in weights.items():
         if weight.shape != model.partial.empty[key].shape:
             raise CompressionError(f"{key} is stored in another shape than the model has it; leave out routers")
-    return found
+    return weights

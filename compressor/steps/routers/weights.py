@@ -35,6 +35,16 @@ Text = Sequence[tuple[Tensor, Distributions]]  # this rank's token ids [B, L], a
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A choice, the router tensors that it leads to, and their figures on held-out text."""
+
+    ridge: float
+    step: float
+    weights: Weights
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What a round took: of the choices that were tried, that which left the least KL on held-out text.
 
@@ -48,14 +58,14 @@ class Step:
     standard_error: float = 0.0
 
     @classmethod
-    def taken(cls, before: Figures, after: Figures, ridge: float, step: float) -> "Step":
-        """The step, if its gain is accepted; else one of zero."""
-        found = Difference.of(before.kl, after.kl)
-        return cls(ridge, step, found.gain, found.standard_error) if found.accepted else cls()
+    def taken(cls, before: Figures, trial: Trial) -> "Step":
+        """The step of a trial, if its gain is accepted; else one of zero."""
+        gained = Difference.of(before.kl, trial.figures.kl)
+        return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
 
 
 @dataclass(frozen=True, slots=True)
-class Baked:
+class Calibrated:
     """New router tensors, the figures on held-out text before and after, and what else is to be said of them."""
 
     weights: Weights
@@ -65,25 +75,20 @@ class Baked:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def put(model: OpenModel, unit: str, weights: Weights) -> None:
-    """Put router weights in the place of a loaded layer's own, in its dtype."""
-    whole = model.partial.model
-    for key, weight in weights.items():
-        if key.startswith(f"{unit}."):
-            module, name = parent_and_name(whole, key)
-            own = getattr(module, name)
-            set_tensor(whole, key, weight.to(own.device, own.dtype))
-
-
-class _Routed(Variants):
-    """Has each variant of one pass use its own set of router tensors."""
+class _Routed(Variants, ReverseVisitor):
+    """Has each variant of a pass use its own set of router tensors, in the dtype of those of the model."""
 
     def __init__(self, model: OpenModel, trials: Sequence[Weights]) -> None:
         self.model, self.trials = model, trials
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         if self.variant is not None:
-            put(self.model, unit, self.trials[self.variant])
+            whole = self.model.partial.model
+            for key, weight in self.trials[self.variant].items():
+                if key.startswith(f"{unit}."):
+                    module, name = parent_and_name(whole, key)
+                    present = getattr(module, name)
+                    set_tensor(whole, key, weight.to(present.device, present.dtype))
         return own
 
 
@@ -92,19 +97,9 @@ def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Wei
     return evaluator.measure(model, _Routed(model, trials), len(trials))
 
 
-class _Using(ReverseVisitor):
-    """Has every router use these weights on both ways of a pass."""
-
-    def __init__(self, model: OpenModel, weights: Weights) -> None:
-        self.model, self.weights = model, weights
-
-    def loaded(self, unit: str) -> None:
-        put(self.model, unit, self.weights)
-
-
-def bake_weights(
+def calibrate_weights(
     model: OpenModel, weights: Weights, fit: Sequence[Text], evaluator: Evaluator, progress: Progress
-) -> Baked:
+) -> Calibrated:
     """Move the router weights of a smaller model, a round for each text of `fit`; the best accepted ones are kept.
 
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.
@@ -116,13 +111,13 @@ def bake_weights(
         steps_tried = STEPS if taken is None else tuple(near * taken for near in NEAR)
         moved = partial(_moved, weights, _moments(model, weights, text))
         trial = line_search(model, evaluator, moved, RIDGES, steps_tried, LARGEST)
-        if (step := Step.taken(now, trial.figures, trial.ridge, trial.step)).step:
+        if (step := Step.taken(now, trial)).step:
             taken, weights, now = trial.step, trial.weights, trial.figures
         else:
             taken = trial.step / 2
         steps.append(step)
         progress.advance("round")
-    return Baked(weights, before, now, tuple(steps))
+    return Calibrated(weights, before, now, tuple(steps))
 
 
 @dataclass(slots=True)
@@ -214,22 +209,12 @@ class RouterGradients(ReverseVisitor):
 
 
 def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
+    def loss(batch: int, output: Any) -> Tensor:
+        return top_divergence(text[batch][1], output.logits).sum()
+
     gradients = RouterGradients()
-    run = ReversePass(model, [tokens for tokens, _ in text])
-    run.run(
-        lambda batch, output: top_divergence(text[batch][1], output.logits).sum(), _Using(model, weights), gradients
-    )
+    ReversePass(model, [tokens for tokens, _ in text]).run(loss, _Routed(model, [weights]), gradients)
     return gradients.found
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A choice, the router tensors that it leads to, and their figures on held-out text."""
-
-    ridge: float
-    step: float
-    weights: Weights
-    figures: Figures
 
 
 def line_search(
@@ -247,15 +232,15 @@ def line_search(
 
     def best(ridges: Sequence[float], steps: Sequence[float], *known: Trial) -> Trial:
         tried = [(ridge, step, moved(ridge, step)) for ridge in ridges for step in steps]
-        found = evaluate_trials(model, evaluator, [weights for _, _, weights in tried])
-        trials = [*known, *(Trial(*each, figures) for each, figures in zip(tried, found, strict=True))]
+        figures = evaluate_trials(model, evaluator, [weights for _, _, weights in tried])
+        trials = [*known, *(Trial(*each, own) for each, own in zip(tried, figures, strict=True))]
         return min(trials, key=lambda trial: trial.figures.means["kl"])
 
-    found = best(ridges, steps)
-    while found.step == max(steps) and 2 * found.step <= largest:
-        steps = (2 * found.step,)
-        found = best((found.ridge,), steps, found)
-    return found
+    trial = best(ridges, steps)
+    while trial.step == max(steps) and 2 * trial.step <= largest:
+        steps = (2 * trial.step,)
+        trial = best((trial.ridge,), steps, trial)
+    return trial
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:

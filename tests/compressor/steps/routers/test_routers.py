@@ -23,7 +23,7 @@ from compressor.progress import Silent
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.routers import calibrating
 from compressor.steps.routers.calibrating import stored_routers
-from compressor.steps.routers.weights import Text, Weights, bake_weights, evaluate_trials
+from compressor.steps.routers.weights import Text, Weights, calibrate_weights, evaluate_trials
 from compressor.workdir.workdir import LayerWriter
 from tests import small, zoo
 from tests.command_line import Run, names, refused
@@ -54,7 +54,7 @@ def test_routers_that_were_disturbed_come_back_toward_the_base(name: str, tmp_pa
     stock, model = opened(name, tmp_path)
     *fit, heldout, test = zoo.tokens(stock, 72, 24, seed=1).split(12)
     spoilt = disturbed(weights(model), 0, 0.15)
-    made = bake_weights(model, spoilt, texts(model, fit), Evaluator.of(model, [heldout]), Silent())
+    made = calibrate_weights(model, spoilt, texts(model, fit), Evaluator.of(model, [heldout]), Silent())
     trials = [spoilt, made.weights, weights(model)]
     figures = evaluate_trials(model, Evaluator.of(model, [test]), trials)
     before, after, right = (each.means["kl"] for each in figures)
@@ -68,7 +68,7 @@ def test_nothing_changes_where_nothing_is_wrong(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     fit, heldout = zoo.tokens(stock, 16, 16, seed=1).split(8)
     own = weights(model)
-    made = bake_weights(model, own, texts(model, fit.split(4)), Evaluator.of(model, [heldout]), Silent())
+    made = calibrate_weights(model, own, texts(model, fit.split(4)), Evaluator.of(model, [heldout]), Silent())
     assert all(torch.equal(made.weights[key], own[key]) for key in own)
     assert made.before is made.after and made.before.means["kl"] == 0
     assert not any(step.step for step in made.steps)
@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
     with monkeypatch.context() as patch:
         patch.setattr(LayerWriter, "write", stop)
         assert calibrate(run, models, tmp_path / "out").status == 130
-    monkeypatch.setattr(calibrating, "bake_weights", None)  # which is not asked again
+    monkeypatch.setattr(calibrating, "calibrate_weights", None)  # which is not asked again
     assert calibrate(run, models, tmp_path / "out").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
 
