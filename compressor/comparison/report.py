@@ -6,7 +6,7 @@ Tables and pictures show rows as entries, which have a label and in which random
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -25,7 +25,6 @@ from compressor.records import finite, plain_json
 from compressor.words import human_bytes, human_count, joined
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 NAMES = ("comparison.json", "comparison.md", "comparison.png", "active.png")  # the last where top-k varies
 TEXTS = frozenset({"correction", "planned for"})
@@ -42,10 +41,6 @@ AXES_WIDTH, LEAST_HEIGHT = 6.6, 5.0  # inches
 LINE_HEIGHT, LETTER_WIDTH = 0.185, 0.068  # inches of legend text
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
 DECADES = 4  # of the logarithmic scale at the most
-CAPTION = (
-    "Loss above the original's by the experts kept in each MoE layer; the legend lists lines in the order in which "
-    "they end. Colour is the strategy, line style the correction, and the grey band random drops."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +203,7 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
     with whole_folder(folder, NAMES, overwrite) as made:
-        figures = [comparison_figure(comparison), *([active_figure(comparison)] if with_active(comparison) else [])]
+        figures = comparison_figures(comparison)
         text = markdown(comparison_blocks(comparison), {figure.name: f"{figure.name}.png" for figure in figures})
         content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
@@ -233,8 +228,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
         Table("", tuple(cells), tuple(rows), TEXTS),
         Text(LEGEND),
-        comparison_figure(comparison),
-        *([active_figure(comparison)] if with_active(comparison) else []),
+        *comparison_figures(comparison),
         *([Text(f"Made with {made_with}.")] if made_with else []),
     )
 
@@ -303,108 +297,106 @@ def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
     return [f"{fmean(losses):.4f}" if losses else "-" for losses in found]
 
 
-def comparison_figure(comparison: Comparison) -> Figure:
-    """The picture; its x axis falls from the original's expert count, so lines fan out to the right.
+def comparison_figures(comparison: Comparison) -> list[Figure]:
+    """Loss by experts kept, and by active parameters where rows differ in top-k."""
+    return [comparison_figure(comparison), *([active_figure(comparison)] if with_active(comparison) else [])]
 
-    Lines are those of one label, sorted as they end on the right edge, from above.
-    """
-    title, original, shown = f"{comparison.model}: loss with fewer experts", comparison.original, ranked(comparison)
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """Loss by experts kept, a line for each label; the x axis falls from the original's count, so lines fan out."""
+    shown, original = ranked(comparison), comparison.original
     by_label: dict[str, list[Entry]] = {}
     for entry in shown:
         by_label.setdefault(entry.label, []).append(entry)
-    lines = sorted(by_label.values(), key=lambda line: -sort_key(line[-1].loss))
-    said = [
-        f"With {count:g} experts: {', '.join(f'{each.label} {each.loss - original.loss:+.4f}' for each in entries)}."
-        for count, entries in groupby(shown, lambda entry: entry.first.kept)
-    ]
-    alt = " ".join([f"Loss above the original's {original.loss:.4f}, the least first.", *said])
-    draw = partial(_draw, comparison=comparison, lines=lines, order=list(by_label))
-    return Figure("comparison", title, CAPTION, (Drawing(title, alt, _size(["original", *map(_label, lines)]), draw),))
-
-
-def _size(labels: Sequence[str]) -> tuple[float, float]:
-    """Inches of a picture with these lines in its legend."""
-    texts = [text for label in labels for text in textwrap.wrap(label, LABEL_LENGTH)]
-    return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
-
-
-def _label(line: Sequence[Entry]) -> str:
-    drops = max(len(entry.rows) for entry in line)
-    range_of = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if line[0].first.is_random else ""
-    return f"{line[0].label}{range_of}"
-
-
-def _line(comparison: Comparison, line: Sequence[Entry], number: int) -> Line:
-    """From the original, which is no choice of this line; random drops in a band from the least to the greatest."""
-    original, row = comparison.original, line[0].first
-    increases = [[loss - original.loss for loss in entry.losses] for entry in line]
-    low, high = ([0.0, *map(limit, increases)] if row.is_random else [] for limit in (min, max))
-    means = [0.0, *(entry.loss - original.loss for entry in line)]
-    style = "dashed" if row.is_random else STYLES.get(row.correction, "dashdot")
-    shade = ROLES["muted"] if row.is_random else _colour(comparison, row)
-    experts = [original.kept, *(entry.first.kept for entry in line)]
-    return Line(_label(line), experts, means, shade, style, low=low, high=high, **mark(number))
-
-
-def _draw(canvas: "FigureBase", comparison: Comparison, lines: Sequence[Sequence[Entry]], order: Sequence[str]) -> None:
-    axes, first = canvas.add_subplot(), comparison.original
-    made = [_line(comparison, line, order.index(line[0].label)) for line in lines]
-    zero = axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
-    ends = [sort_key(line[-1].loss) for line in lines]
-    listed = [(first.loss, "original", zero), *zip(ends, map(_label, lines), draw_lines(axes, made), strict=True)]
-    listed.sort(key=lambda each: -each[0])
-    legend_beside(canvas, [handle for *_, handle in listed], [label for _, label, _ in listed])
-    _scale_loss(axes, comparison)
-    counts = {row.kept for row in comparison.rows}
-    axes.set_xticks(spaced(list(counts)))
-    axes.set_xticks(sorted(counts), minor=True)
+    alt = [f"Loss above the original's {original.loss:.4f}, the least first."]
+    for count, entries in groupby(shown, lambda entry: entry.first.kept):
+        increases = (f"{entry.label} {entry.loss - original.loss:+.4f}" for entry in entries)
+        alt.append(f"With {count:g} experts: {', '.join(increases)}.")
     parts = ", parts counted as parts of one" if any(row.split > 1 for row in comparison.rows) else ""
-    axes.set_xlabel(f"experts kept in each MoE layer{parts} (the original has {first.experts})")
-
-
-def _colour(comparison: Comparison, row: Row) -> str:
-    """That of a strategy, by its place among all."""
-    return colour(list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random)).index(row.name))
-
-
-def _scale_loss(axes: "Axes", comparison: Comparison) -> None:
-    """The axes of both pictures: losses upwards, the original's size on the left."""
-    said = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], DECADES)
-    first = comparison.original.loss
-    axes.set_ylabel(f"loss above the original's {first:.4f} (nats per token)" + (f"\n{said}" if said else ""))
-    axes.invert_xaxis()
-    axes.grid(axis="y")
+    draw = partial(
+        _draw,
+        comparison=comparison,
+        lines=(lines := _lines(comparison, by_label, lambda row: row.kept)),
+        axis=f"experts kept in each MoE layer{parts} (the original has {original.experts})",
+        ticks={row.kept for row in comparison.rows},
+    )
+    title = f"{comparison.model}: loss with fewer experts"
+    caption = (
+        "Loss above the original's by the experts kept in each MoE layer; the legend lists lines in the order in which "
+        "they end. Colour is the strategy, line style the correction, and the grey band random drops."
+    )
+    return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), _size(lines), draw),))
 
 
 def active_figure(comparison: Comparison) -> Figure:
     """Loss by the parameters that a token passes, a line for each model that was cut to several top-k."""
-    lines: dict[str, list[Row]] = {}
-    for row in comparison.rows[1:]:
+    by_model, original = dict[str, list[Entry]](), comparison.original
+    for row in sorted(comparison.rows[1:], key=lambda row: -(row.active or 0)):
         if not row.is_random:
-            plain = replace(row, top_k=None)
-            lines.setdefault(f"{label(plain)}, {row.experts} experts", []).append(row)
+            model = f"{label(replace(row, top_k=None))}, {row.experts} experts"
+            by_model.setdefault(model, []).append(Entry(model, (row,)))
+    alt = [f"Loss above the original's {original.loss:.4f} by active parameters."]
+    for model, entries in by_model.items():
+        increases = (f"{human_count(each.first.active or 0)} {each.loss - original.loss:+.4f}" for each in entries)
+        alt.append(f"{model}: {', '.join(increases)}.")
+    draw = partial(
+        _draw,
+        comparison=comparison,
+        lines=(lines := _lines(comparison, by_model, lambda row: row.active or 0)),
+        axis=f"parameters that a token passes (of the original's: {human_count(original.active or 0)})",
+    )
     title = f"{comparison.model}: loss with fewer active parameters"
-    first = comparison.original.loss
-    said = [
-        f"{name}: {', '.join(f'{human_count(row.active or 0)} {row.loss - first:+.4f}' for row in rows)}."
-        for name, rows in lines.items()
-    ]
-    alt = " ".join([f"Loss above the original's {first:.4f} by active parameters.", *said])
-    draw = partial(_draw_active, comparison=comparison, lines=lines)
     caption = "Loss above the original's by the parameters that a token passes."
-    return Figure("active", title, caption, (Drawing(title, alt, _size(list(lines)), draw),))
+    return Figure("active", title, caption, (Drawing(title, " ".join(alt), _size(lines), draw),))
 
 
-def _draw_active(canvas: "FigureBase", comparison: Comparison, lines: Mapping[str, Sequence[Row]]) -> None:
-    axes, original, made = canvas.add_subplot(), comparison.original, list[Line]()
-    for number, (name, rows) in enumerate(lines.items()):
-        points = sorted(rows, key=lambda row: -(row.active or 0))
-        style = STYLES.get(points[0].correction, "dashdot")
-        active, losses = [row.active or 0 for row in points], [row.loss - original.loss for row in points]
-        shade = _colour(comparison, points[0])
-        made.append(Line(name, active, losses, shade, style, low=[], high=[], **mark(number)))
-    handles = draw_lines(axes, made)
-    legend_beside(canvas, handles, [line.label for line in made])
-    _scale_loss(axes, comparison)
-    axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
-    axes.set_xlabel(f"parameters that a token passes (of the original's: {human_count(original.active or 0)})")
+def _lines(comparison: Comparison, named: Mapping[str, Sequence[Entry]], x: Callable[[Row], float]) -> list[Line]:
+    """Lines from the original, in the order of their ends; random drops in a band from the least to the greatest."""
+    original, lines = comparison.original, []
+    strategies = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
+    for number, (text, entries) in enumerate(named.items()):
+        row, drops = entries[0].first, max(len(entry.rows) for entry in entries)
+        line = Line(
+            text,
+            [x(original), *(x(entry.first) for entry in entries)],
+            [0.0, *(entry.loss - original.loss for entry in entries)],
+            ROLES["muted"] if row.is_random else colour(strategies.index(row.name)),
+            "dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
+            **mark(number),
+        )
+        if row.is_random:
+            low, high = ([0.0, *(end(entry.losses) - original.loss for entry in entries)] for end in (min, max))
+            drawn = f"{text} ({f'mean and range of {drops}' if drops > 1 else 'one drop'})"
+            line = replace(line, label=drawn, low=low, high=high)
+        lines.append(line)
+    return sorted(lines, key=lambda line: -sort_key(line.y[-1]))
+
+
+def _size(lines: Sequence[Line]) -> tuple[float, float]:
+    """Inches of a picture with these lines in its legend."""
+    texts = [
+        part for text in ("original", *(line.label for line in lines)) for part in textwrap.wrap(text, LABEL_LENGTH)
+    ]
+    return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
+
+
+def _draw(
+    canvas: "FigureBase", comparison: Comparison, lines: Sequence[Line], axis: str, ticks: Collection[float] = ()
+) -> None:
+    """Losses upwards, the original's size on the left, and its loss a line across."""
+    axes = canvas.add_subplot()
+    zero = axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
+    ends = [(sort_key(line.y[-1]), line.label) for line in lines]
+    handles = list(zip(ends, draw_lines(axes, lines), strict=True))
+    handles.append(((0.0, "original"), zero))
+    handles.sort(key=lambda each: -each[0][0])
+    legend_beside(canvas, [handle for _, handle in handles], [text for (_, text), _ in handles])
+    scale = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], DECADES)
+    loss = f"loss above the original's {comparison.original.loss:.4f} (nats per token)"
+    axes.set_ylabel(f"{loss}\n{scale}" if scale else loss)
+    axes.invert_xaxis()
+    axes.grid(axis="y")
+    if ticks:
+        axes.set_xticks(spaced([*ticks]))
+        axes.set_xticks(sorted(ticks), minor=True)
+    axes.set_xlabel(axis)
