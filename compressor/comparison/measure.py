@@ -103,73 +103,17 @@ class Variant:
     planner: Planner | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Substituted:
-    """One way to put constants into the model."""
-
-    name: str  # as the table calls it
-    experts: int  # kept in each layer, on average
-    variant: Substitutes
-    seconds: float  # that choosing took
-
-
-def substituted_models(
-    model: OpenModel,
-    counts: Sequence[int],
-    calibration: Calibration,
-    progress: Progress,
-    seed: int,
-    protected: Protected | None,
-) -> Iterator[Substituted]:
-    """For each count of experts as many in every layer, then as many in all where the model loses least."""
-    layers, guarded = model.architecture.layers, protected or {}
-    begin = time.perf_counter()
-    constants = measure(model, calibration, progress, seed)
-    measured = time.perf_counter() - begin
-    most = [spare(layer, guarded) for layer in layers]
-    budgets = [EVEN, UNEVEN]
-    if (held := sum(map(len, calibration.heldout_batches))) < FEWEST:
-        logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
-        budgets = [EVEN]
-    for count in counts:
-        removed = sum(layer.experts - count for layer in layers)
-        if sum(most) < removed:
-            raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
-        for budget in budgets:
-            begin = time.perf_counter()
-            numbers = even_numbers(removed, most)
-            if budget == UNEVEN:
-                numbers, _ = divide(model, constants, removed, guarded, calibration.heldout_batches, progress)
-            variant = replacing(layers, constants, numbers, guarded)
-            seconds = measured + time.perf_counter() - begin
-            yield Substituted(f"{CONSTANTS}, {budget}", count, variant, seconds)
-
-
-def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
-    """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
-    tensors, parameters, nbytes = model.checkpoint.tensors, 0, 0
-    for name, role in model.layout.roles.items():
-        if not is_replaced(role, variant):
-            parameters, nbytes = parameters + tensors[name].parameters, nbytes + tensors[name].nbytes
-    more = sum(found.values.numel() for found in variant.values())
-    return Size(parameters + more, nbytes + more * model.partial.dtype.itemsize)
-
-
 @dataclass(slots=True)
 class _Table:
     """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows show."""
 
     model: OpenModel
+    calibration: Calibration
     evaluator: Evaluator
     sets: Sequence[EvaluationSet]
     progress: Progress
     seed: int
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
-
-    def heldout(self, figures: Figures, source: int | None) -> Figures:
-        """Figures of the sequences that are held out of a calibration source, or of all."""
-        first, end = len(self.sets), len(self.evaluator.names)
-        return figures.of(range(first, end) if source is None else (first + source,))
 
     def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
         """A row of a model's figures."""
@@ -193,35 +137,35 @@ class _Table:
             **more,
         )
 
-    def evaluated(self, planned: Planned, contender: Contender, calibration: Calibration) -> list[Row]:
-        """Carry a plan out with each correction layer by layer without writing it, and evaluate what comes out.
+    def planned(self, planned: Planned, contender: Contender) -> list[Row]:
+        """Carry a plan out with each correction layer by layer without writing it, and evaluate the result.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is held out.
         """
-        data, source = planned.calibration or calibration, None
+        heldout = range(len(self.sets), len(self.evaluator.names))
+        corrections = list(contender.corrections)
         if planned.source is not None:
-            source = calibration.source_names.index(planned.source)
-        same = planned.source is not None and not contender.strategy.needs - WEIGHTS  # the plan for all, again
-        rows: list[Row] = []
-        if same and not any(correction.wanted for correction in contender.corrections):
-            return rows
-        plain, uncorrected = self._carried_out(planned, contender, Correct(method="none"), data)
-        for correction in contender.corrections:
+            place = self.calibration.source_names.index(planned.source)
+            heldout = heldout[place : place + 1]
+            if not contender.strategy.needs - WEIGHTS:  # the plan for all sources, again
+                corrections = [correction for correction in corrections if correction.wanted]
+        if not corrections:
+            return []
+        rows = list[Row]()
+        plain, uncorrected = self._carried_out(planned, contender, Correct(method="none"))
+        for correction in corrections:
             if not correction.wanted:
-                rows += [] if same else [plain]
+                rows.append(plain)
                 continue
-            row, corrected = self._carried_out(planned, contender, correction, data)
-            if accepts(self.heldout(corrected, source), self.heldout(uncorrected, source)):
-                row = replace(
-                    plain, correction=row.correction, seconds=row.seconds, peak_memory=row.peak_memory, undone=True
-                )
+            row, corrected = self._carried_out(planned, contender, correction)
+            if accepts(corrected.of(heldout), uncorrected.of(heldout)):
+                undone = replace(plain, correction=row.correction, undone=True)
+                row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
             rows.append(row)
         return rows
 
-    def _carried_out(
-        self, planned: Planned, contender: Contender, correction: Correct, data: Calibration
-    ) -> tuple[Row, Figures]:
-        plan, begin = planned.plan, time.perf_counter()
+    def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
+        plan, data, begin = planned.plan, planned.calibration or self.calibration, time.perf_counter()
         plans = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
             plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
@@ -247,30 +191,68 @@ class _Table:
         )
         return row, riding.figures[0]
 
-    def substituted(self, made: Substituted, correction: Correct, calibration: Calibration) -> Row:
-        """Run a model in which constants stand for experts, without writing it, and evaluate it."""
-        begin, error = time.perf_counter(), None
-        with PeakMemory() as peak:
-            if not correction.wanted:
-                visitor, phase = Substituting(self.model, [made.variant]), f"{made.name}, {made.experts}"
-                figures = self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0]
-            else:
-                measuring = self.evaluator.measuring(self.model.partial.model)
-                with tempfile.TemporaryDirectory() as folder, measuring as riding:
-                    work = (correction, Path(folder), self.progress, self.seed)
-                    layers = correct_constants(InOrder(self.model, calibration, made.variant, *work), riding)
-                figures, error = riding.figures[0], _layer_error(layers.values())
-        return self.row(
-            figures,
-            made.experts,
-            stored_substituted(self.model, made.variant),
-            name=made.name,
-            strategy=CONSTANTS,
-            correction=correction.method,
-            error=error,
-            seconds=made.seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
-            peak_memory=peak.anonymous,
-        )
+    def constants(self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]) -> Iterator[Row]:
+        """For each count of experts as many in every layer, then as many in all where the model loses least.
+
+        Constants stand for the others; each model is run with each correction, without writing it.
+        """
+        model, heldout, layers = self.model, self.calibration.heldout_batches, self.model.architecture.layers
+        begin = time.perf_counter()
+        measured = measure(model, self.calibration, self.progress, self.seed)
+        shared = time.perf_counter() - begin
+        most = [spare(layer, protected) for layer in layers]
+        budgets = [EVEN, UNEVEN]
+        if (held := sum(map(len, heldout))) < FEWEST:
+            logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
+            budgets = [EVEN]
+        for count in counts:
+            removed = sum(layer.experts - count for layer in layers)
+            if sum(most) < removed:
+                raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
+            for budget in budgets:
+                begin = time.perf_counter()
+                numbers = even_numbers(removed, most)
+                if budget == UNEVEN:
+                    numbers, _ = divide(model, measured, removed, protected, heldout, self.progress)
+                variant = replacing(layers, measured, numbers, protected)
+                seconds = shared + time.perf_counter() - begin
+                for correction in corrections:
+                    begin, name = time.perf_counter(), f"{CONSTANTS}, {budget}"
+                    with PeakMemory() as peak:
+                        figures, error = self._substituted(variant, correction, f"{name}, {count}")
+                    yield self.row(
+                        figures,
+                        count,
+                        stored_substituted(model, variant),
+                        name=name,
+                        strategy=CONSTANTS,
+                        correction=correction.method,
+                        error=error,
+                        seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+                        peak_memory=peak.anonymous,
+                    )
+
+    def _substituted(self, variant: Substitutes, correction: Correct, phase: str) -> tuple[Figures, float | None]:
+        """Figures and layer error of the model with these constants, refitted by the correction."""
+        if not correction.wanted:
+            visitor = Substituting(self.model, [variant])
+            return self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0], None
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            self.evaluator.measuring(self.model.partial.model) as riding,
+        ):
+            work = (correction, Path(folder), self.progress, self.seed)
+            layers = correct_constants(InOrder(self.model, self.calibration, variant, *work), riding)
+        return riding.figures[0], _layer_error(layers.values())
+
+
+def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
+    """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
+    kept = Size.of(
+        model.checkpoint.tensors[name] for name, role in model.layout.roles.items() if not is_replaced(role, variant)
+    )
+    more = sum(constants.values.numel() for constants in variant.values())
+    return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
 
 
 def compare_models(
@@ -296,7 +278,7 @@ def compare_models(
             own = (calibration.batches[number] for number in numbers if calibration.source_of(number) == place)
             held.append(EvaluationSet(name, tuple(own)))
     evaluator = Evaluator(original, [*sets, *held])
-    table = _Table(original, evaluator, sets, progress, seed)
+    table = _Table(original, calibration, evaluator, sets, progress, seed)
     with PeakMemory() as peak:
         figures = evaluator.keep(progress, "original")
     unchanged: dict[str, Any] = {"strategy": "original", "correction": "none", "error": 0.0, "seconds": 0.0}
@@ -307,14 +289,13 @@ def compare_models(
         wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
         begin = time.perf_counter()
         planner = variant.planner or Planner(variant.model, calibration, progress, seed)
-        made = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
-        shared += time.perf_counter() - begin - sum(planned.seconds for planned in made)
-        table = _Table(variant.model, evaluator, sets, progress, seed)
-        for planned in made:
-            rows += table.evaluated(planned, pairs[planned.wish][0], calibration)
+        plans = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
+        shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
+        table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
+        for planned in plans:
+            rows += table.planned(planned, pairs[planned.wish][0])
         if constants and variant.model is original:
-            for found in substituted_models(original, variant.counts, calibration, progress, seed, variant.protected):
-                rows += [table.substituted(found, correction, calibration) for correction in constants]
+            rows += table.constants(variant.counts, variant.protected or {}, constants)
     return Comparison(
         model=original.source.label,
         rows=tuple(rows),
