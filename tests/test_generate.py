@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.cli.commands.generating import collect
+from compressor.cli.commands.outputs import collect
 from compressor.demo.evaluation import demo_checkpoint
 from compressor.generation import generate as generating
 from tests import small

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.options import STRATEGY, given
+import compressor
+from compressor.cli.options import STRATEGY, Running, flag, given
 from compressor.cli.terminal import progress_bars, tell
+from compressor.distributed.ranks import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.words import counted, human_bytes, human_count, ranges
@@ -20,10 +22,7 @@ if TYPE_CHECKING:  # loaded only where there is a GGUF file
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
 Imatrix = Annotated[
     Path | None,
-    typer.Option(
-        help="Of a GGUF model: an importance matrix of llama-imatrix, by which experts are chosen.",
-        rich_help_panel=STRATEGY,
-    ),
+    flag("Of a GGUF model: an importance matrix of llama-imatrix, by which experts are chosen.", STRATEGY),
 ]
 
 
@@ -44,34 +43,29 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
     return True
 
 
-def plan_of_file(
-    model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, overwrite: bool, as_json: bool
-) -> None:
+def plan_of_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, running: Running) -> None:
     """`plan` on a GGUF file."""
-    import compressor
     from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_files, write_plans
 
-    check_files([output], overwrite)
-    made = compressor.plan_gguf(model, **_asked(step_flags, imatrix))
-    write_plans([output], [made])
-    tell(as_json, made.to_dict(), plan_blocks(made, output))
+    refuse_several("a GGUF file")
+    check_files([output], running.overwrite)
+    plan = compressor.plan_gguf(model, **_choosing(step_flags, imatrix))
+    write_plans([output], [plan])
+    tell(running.as_json, plan.to_dict(), plan_blocks(plan, output))
 
 
-def compress_file(
-    model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, overwrite: bool, as_json: bool
-) -> None:
+def compress_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, running: Running) -> None:
     """`compress` on a GGUF file."""
-    import compressor
+    refuse_several("a GGUF file")
+    choosing = _choosing(step_flags, imatrix)
+    with progress_bars(running.as_json) as progress:
+        summary = compressor.compress_gguf(model, output, overwrite=running.overwrite, progress=progress, **choosing)
+    show_gguf_summary(summary, running.as_json)
 
-    with progress_bars(as_json) as progress:
-        asked = _asked(step_flags, imatrix)
-        done = compressor.compress_gguf(model, output, overwrite=overwrite, progress=progress, **asked)
-    show_gguf_summary(done, as_json)
 
-
-def _asked(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
-    flags = {name: step_flags.get(name) for name in CHOOSING if name != "imatrix"}
+def _choosing(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
+    flags = {name: step_flags[name] for name in CHOOSING if name != "imatrix"}
     return {**flags, "strategy": flags["strategy"] or "auto", "imatrix": imatrix}
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli.commands import gating, generating, items, making, measuring, outputs, showing
+from compressor.cli.commands import gating, items, making, measuring, outputs
 from compressor.cli.options import spread
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed.ranks import here
@@ -119,12 +119,12 @@ for command in (
     on_ranks(gating.gate),
     alone(items.reference),
     alone(outputs.export),
-    alone(generating.generate),
+    alone(outputs.generate),
     alone(outputs.report),
     alone(outputs.push),
-    alone(showing.steps),
-    alone(showing.strategies),
-    alone(showing.demo),
+    alone(measuring.steps),
+    alone(measuring.strategies),
+    alone(measuring.demo),
 ):
     app.command()(spread(command))
 app.add_typer(items.app, name="comoe")

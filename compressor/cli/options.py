@@ -1,19 +1,20 @@
-"""Options of the command line, from the fields of dataclasses and steps: named, documented and given a default once."""
+"""Options of the command line, from annotations and from the fields of steps: named, documented and defaulted once."""
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
 
 from compressor.errors import CompressionError
 from compressor.gates.verdict import Verdict
-from compressor.pathways.options import KERNELS, METHOD, OPTIMIZERS, OWN, PathwayOptions, Routing
+from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
+from compressor.recipe.recipe import GateOptions
 from compressor.recipe.step import TextOptions
 
 if TYPE_CHECKING:
@@ -22,46 +23,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Parameter = inspect.Parameter
-BY_FILE = ("calibration",)  # fields that a recipe alone gives, or that have options of their own
+Number = TypeVar("Number", int, float)
 KEEP, STRATEGY, CALIBRATION, STEPS = "What to keep", "Strategy", "Calibration", "Steps"
 EXPERTS, TRAINING = "Experts", "Training"
 GATE, ROUTING, PUBLISHING, RUNNING = "Gate", "Routing", "Publishing", "Running"
 PANELS = (KEEP, STRATEGY, CALIBRATION, STEPS, EXPERTS, TRAINING, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
 
 
-def described(default: Any, panel: str | None, text: str, **more: Any) -> Any:
-    """A field with the help of its option and the panel it is shown in; `more` is what `typer.Option` takes.
-
-    `name` calls the option otherwise than the field, `kind` is what the command line gives where that is less.
-    """
-    return field(default=default, metadata={"help": text, "panel": panel, **more})
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Annotates a parameter of a command, a dict: it gets these options by name."""
-
-    options: Callable[[], list[Parameter]]
+def flag(text: str, panel: str | None = None, *names: str, **more: Any) -> Any:
+    """Describe an option: its help, its panel, and its names where they are not the parameter's."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes, for each parameter annotated with a dataclass, an option for each described field.
+    """Return the command with an option for each field of its dataclass parameters.
 
-    `Annotated[Shape, NAMES]` takes the options of these fields alone. The function gets an instance of the dataclass.
+    `Annotated[Shape, NAMES]` takes these fields alone, and `Annotated[dict[str, Any], OPTIONS]` the listed options.
+    The function gets an instance of the dataclass, or the dict.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
     shapes: dict[str, tuple[Any, list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if isinstance(flags := next(iter(getattr(hints[name], "__metadata__", ())), None), Flags):
-            shapes[name] = (dict, [option.name for option in flags.options()])
-            parameters += flags.options()
-            continue
         shape, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if not is_dataclass(shape):
+        if get_origin(shape) is dict:
+            options = more[0]
+        elif is_dataclass(shape):
+            options = _dataclass_options(shape, *more)
+        else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
-        options = dataclass_options(shape, *more)  # type: ignore[arg-type]
         shapes[name] = (shape, [option.name for option in options])
         parameters += options
     parameters.sort(key=_place)
@@ -79,48 +70,13 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def step_options(
-    step: type[BaseModel], panel: str, only: Mapping[str, str] | None = None, bare: bool = False
-) -> list[Parameter]:
-    """The options of the command line that a step's fields are; `only` names fields, by the option's name.
-
-    With `bare` an option that is not given is None, whatever the field's default.
-    """
-    wanted = only or {name: name for name in step.model_fields if name not in BY_FILE}
-    found = []
-    for name, own in wanted.items():
-        entry = step.model_fields[own]
-        kind, default = plain_kind(entry.annotation), None if bare else entry.default
-        flag, shown = f"--{name.replace('_', '-')}", default is not None
-        option = typer.Option(flag, rich_help_panel=panel, help=entry.description, show_default=shown)
-        hint: Any = kind if shown and not bare else kind | None
-        annotation: Any = Annotated[hint, option]
-        found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    return found
-
-
-def plain_kind(annotation: Any) -> Any:
-    """What the command line gives for a field: one of bool, int, float and str; the field itself checks it."""
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    if get_origin(annotation) is Literal or len(kinds) > 1:
-        return str
-    return kinds[0] if kinds[0] in (bool, int, float, str) else str
-
-
-def dataclass_options(shape: type, only: Collection[str] = (), panel: str | None = None) -> list[Parameter]:
-    """The options that a dataclass's described fields are, or those of these names; a `panel` for fields without."""
-    hints, found = get_type_hints(shape), []
-    for entry in fields(shape):
-        if "help" not in entry.metadata or (only and entry.name not in only):
-            continue
-        more = {"panel": panel, **entry.metadata}
-        name = more.pop("name", None)
-        kind: Any = more.pop("kind", hints[entry.name])
-        more.pop("choices", None)  # the dataclass checks them
-        option = typer.Option(*([name] if name else []), rich_help_panel=more.pop("panel"), **more)
-        annotation: Any = Annotated[kind, option]
-        found.append(Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=annotation))
-    return found
+def _dataclass_options(shape: Any, only: Collection[str] = ()) -> list[Parameter]:
+    hints = get_type_hints(shape, include_extras=True)
+    return [
+        Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=hints[entry.name])
+        for entry in fields(shape)
+        if not only or entry.name in only
+    ]
 
 
 def _place(parameter: Parameter) -> int:
@@ -129,79 +85,136 @@ def _place(parameter: Parameter) -> int:
     return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
 
 
+def field_options(
+    model: Any, panel: str, only: Mapping[str, str] | None = None, bare: bool = False, mention: bool = False
+) -> list[Parameter]:
+    """Make options of the described fields of a pydantic model or a dataclass; `only` maps options to fields.
+
+    With `bare` an option that is not given is None, whatever the field's default; with `mention` its help names that.
+    """
+    described: dict[str, tuple[Any, Any, str | None]]
+    if issubclass(model, BaseModel):
+        described = {
+            name: (each.annotation, each.default, each.description) for name, each in model.model_fields.items()
+        }
+    else:
+        hints = get_type_hints(model)
+        described = {each.name: (hints[each.name], each.default, each.metadata.get("help")) for each in fields(model)}
+    wanted = only or {name: name for name, (_, _, text) in described.items() if text and name != "calibration"}
+    options = []
+    for name, field in wanted.items():
+        annotation, default, text = described[field]
+        kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+        kind: Any = kinds[0] if kinds in ([bool], [int], [float]) else str  # what else it is, the field itself checks
+        if mention and default is not None:
+            text = f"{str(text).rstrip('.')} (default: {default})."
+        default = None if bare else default
+        described_flag = flag(str(text), panel, f"--{name.replace('_', '-')}", show_default=default is not None)
+        annotated: Any = Annotated[kind | None if default is None else kind, described_flag]
+        options.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated))
+    return options
+
+
 def given(context: typer.Context) -> set[str]:
     """The parameters that stand on the command line, by name."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
-Out = Annotated[Path, typer.Option("--output", "-o", help="Where to write.")]
+Out = Annotated[Path, flag("Where to write.", None, "--output", "-o")]
+Settings = Annotated[
+    list[str] | None,
+    flag("step.option=value for any option of a step, see `moe-compress steps`; may be repeated.", STEPS, "--set"),
+]
+GATE_OPTIONS = field_options(
+    GateOptions,
+    GATE,
+    {name: name for name in ("max_drop", "confidence", "limit", "include_path", "batch_size")},
+    bare=True,
+    mention=True,
+)
+PATHWAY_OPTIONS = field_options(
+    PathwayOptions,
+    ROUTING,
+    {
+        f"pathway_{entry.name}" if entry.name in ("layers", "experts", "tokens") else entry.name: entry.name
+        for entry in fields(PathwayOptions)
+    },
+    bare=True,
+    mention=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What commands that read a model and write have in common."""
+    """Where and in which dtype a model computes, and how a command writes and prints."""
 
-    revision: str | None = described(None, RUNNING, "Branch, tag or commit of a Hub id.")
-    overwrite: bool = described(
-        False, RUNNING, "Replace an existing output once the new one is complete.", name="--overwrite"
+    device: Annotated[str, flag("auto, cpu, cuda, cuda:1 ...", RUNNING)] = "auto"
+    dtype: Annotated[str, flag("For computing: auto (the checkpoint's), float32, bfloat16 or float16.", RUNNING)] = (
+        "auto"
     )
-    as_json: bool = described(False, RUNNING, "Print JSON instead of a table.", name="--json")
+    revision: Annotated[str | None, flag("Branch, tag or commit of a Hub id.", RUNNING)] = None
+    overwrite: Annotated[
+        bool, flag("Replace an existing output once the new one is complete.", RUNNING, "--overwrite")
+    ] = False
+    as_json: Annotated[bool, flag("Print JSON instead of a table.", RUNNING, "--json")] = False
+
+    def reading(self, progress: Progress) -> dict[str, Any]:
+        """Arguments of a function that reads a model and computes."""
+        return {"device": self.device, "dtype": self.dtype, "revision": self.revision, "progress": progress}
 
 
-@dataclass(frozen=True, slots=True)
-class Computing:
-    """Where and in which dtype a model computes."""
-
-    device: str = described("auto", RUNNING, "auto, cpu, cuda, cuda:1 ...")
-    dtype: str = described("auto", RUNNING, "For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
-
-    def arguments(self, running: Running, progress: Progress) -> dict[str, Any]:
-        """What commands that compute and write pass on."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "revision": running.revision,
-            "overwrite": running.overwrite,
-            "progress": progress,
-        }
+Writing = Annotated[Running, ("revision", "overwrite", "as_json")]  # of what computes nothing, or elsewhere
+Printing = Annotated[Running, ("as_json",)]
 
 
 @dataclass(frozen=True, slots=True)
 class TextFlags:
     """Calibration text."""
 
-    calibration: list[str] | None = described(None, CALIBRATION, str(TextOptions.model_fields["data"].description))
-    samples: int | None = described(
-        None, CALIBRATION, f"{TextOptions.model_fields['samples'].description} (default: 128)", min=1
+    calibration: Annotated[list[str] | None, flag(str(TextOptions.model_fields["data"].description), CALIBRATION)] = (
+        None
     )
-    sequence_length: int | None = described(
-        None, CALIBRATION, f"{TextOptions.model_fields['sequence_length'].description} (default: 512)", min=2
-    )
-    seed: int | None = described(
-        None, CALIBRATION, "For the choice of calibration text and everything else that is drawn (default: 0)."
-    )
+    samples: Annotated[int | None, flag("Calibration sequences (default: 128).", CALIBRATION, min=1)] = None
+    sequence_length: Annotated[int | None, flag("Tokens in each of them (default: 512).", CALIBRATION, min=2)] = None
+    seed: Annotated[
+        int | None,
+        flag("For the choice of calibration text and everything else that is drawn (default: 0).", CALIBRATION),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """Sources and sizes, as far as they were given."""
-        found = {"data": self.calibration, "samples": self.samples, "sequence_length": self.sequence_length}
-        return {name: value for name, value in found.items() if value is not None}
+        named = {"data": self.calibration, "samples": self.samples, "sequence_length": self.sequence_length}
+        return without_none(named)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a function that reads calibration text."""
+        return {"calibration": TextOptions(**self.given()), "seed": self.seed or 0}
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
     """Options of the strategy: any by --option, some by a flag of their own."""
 
-    merge: str | None = described(None, STRATEGY, "How grouped experts become one: uniform, max, frequency or learned.")
-    no_merge_routers: bool = described(
-        False, STRATEGY, "Keep one member's router row instead of merging rows.", name="--no-merge-routers"
+    merge: Annotated[
+        str | None, flag("How grouped experts become one: uniform, max, frequency or learned.", STRATEGY)
+    ] = None
+    no_merge_routers: Annotated[
+        bool, flag("Keep one member's router row instead of merging rows.", STRATEGY, "--no-merge-routers")
+    ] = False
+    representation: Annotated[str | None, flag("model-centric: compare surrogate or vectorized weights.", STRATEGY)] = (
+        None
     )
-    representation: str | None = described(None, STRATEGY, "model-centric: compare surrogate or vectorized weights.")
-    similarity: str | None = described(None, STRATEGY, "data-centric: linear-cka, rbf-cka or mean-output.")
-    option: list[str] | None = described(
-        None, STRATEGY, "name=value for an option of any strategy; may be repeated.", name="--option"
-    )
+    similarity: Annotated[str | None, flag("data-centric: linear-cka, rbf-cka or mean-output.", STRATEGY)] = None
+    option: Annotated[
+        list[str] | None, flag("name=value for an option of any strategy; may be repeated.", STRATEGY, "--option")
+    ] = None
 
     def given(self, strategy: str) -> dict[str, Any]:
         """The options that were given; the strategy refuses what it does not have."""
@@ -209,200 +222,149 @@ class StrategyOptions:
         from compressor.recipe.plugins import read_option
         from compressor.recipe.registry import option_fields
 
-        if all(getattr(self, name) in (None, False) for name in self.__slots__):
+        if self == StrategyOptions():
             return {}
-        known = option_fields(strategy)
-        found: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
+        named: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
         if self.merge is not None and self.merge not in METHODS:
             raise CompressionError(f"there is no merge {self.merge!r}; known are {', '.join(METHODS)}")
-        if "merge" in known:
-            found |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
+        if "merge" in option_fields(strategy):
+            named |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
         elif self.merge is not None or self.no_merge_routers:
             logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
-        found |= dict(read_option(text, f"--option {text!r} should be name=value") for text in self.option or ())
-        return {name: value for name, value in found.items() if value is not None}
+        named |= dict(read_option(text, f"--option {text!r} should be name=value") for text in self.option or ())
+        return without_none(named)
 
 
 @dataclass(frozen=True, slots=True)
-class GateOptions:
-    """What a gate is asked for, apart from its tasks."""
+class GateRun:
+    """How a gate evaluates, and what it counts as where it decides nothing."""
 
-    max_drop: float | None = described(
-        None,
-        GATE,
-        "The largest drop of a score to put up with (of a perplexity: its relative rise); by default 0.01, and 0.05 "
-        "with --demo.",
-    )
-    confidence: float | None = described(None, GATE, "Of the gate's verdict, between 0.5 and 1 (default: 0.95).")
-    limit: int | None = described(None, GATE, "Items of each task, the first ones (default: all).")
-    include_path: Path | None = described(None, GATE, "A folder with lm-eval task files of your own.")
-    batch_size: str | None = described(None, GATE, "Of the evaluation: auto or a number (default: auto).")
-    stream: bool | None = described(
-        None,
-        GATE,
-        "Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does "
-        "not fit into memory).",
-        name="--stream/--no-stream",
-    )
-    inconclusive: str | None = described(
-        None, GATE, "Let a gate that decides nothing count as pass or fail (default: exit status 3)."
-    )
+    stream: Annotated[
+        bool | None,
+        flag(
+            "Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model "
+            "does not fit into memory).",
+            GATE,
+            "--stream/--no-stream",
+        ),
+    ] = None
+    inconclusive: Annotated[
+        str | None, flag("Let a gate that decides nothing count as pass or fail (default: exit status 3).", GATE)
+    ] = None
 
-    @property
-    def decided(self) -> Verdict:
-        """What an inconclusive gate counts as."""
+    def __post_init__(self) -> None:
         if self.inconclusive not in (None, "pass", "fail"):
             raise CompressionError(
                 f"--inconclusive {self.inconclusive!r} should be pass or fail; leave it out for exit status 3"
             )
-        return cast(Verdict, self.inconclusive or "inconclusive")
 
-    def given(self) -> dict[str, Any]:
-        """What was given of it that a recipe has, too."""
-        names = ("max_drop", "confidence", "limit", "batch_size")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return found | ({} if self.include_path is None else {"include_path": str(self.include_path)})
+    def decided(self, verdict: Verdict) -> Verdict:
+        """What the verdict counts as."""
+        return cast(Verdict, self.inconclusive or verdict) if verdict == "inconclusive" else verdict
 
     def request(
-        self,
-        tasks: Sequence[str],
-        device: str,
-        dtype: str = "auto",
-        cache_dir: Path | None = None,
-        max_drop: float = 0.01,
+        self, gate: Mapping[str, Any], device: str, dtype: str = "auto", cache_dir: Path | None = None
     ) -> "GateRequest":
-        """What a gate is asked for, checked; `max_drop` is the margin where none is given."""
+        """Check and return what a gate tests; `gate` holds fields of a recipe's gate, None where not given."""
         from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
-        from compressor.files import default_folder
         from compressor.gates.run import GateRequest
 
+        include = gate.get("include_path")
         options = EvaluationOptions(
-            tasks=tuple(tasks),
-            limit=self.limit,
-            include_path=self.include_path,
-            batch_size=read_batch_size(self.batch_size or "auto"),
+            tasks=tuple(gate["tasks"]),
+            limit=gate.get("limit"),
+            include_path=None if include is None else Path(include),
+            batch_size=read_batch_size(str(gate.get("batch_size") or "auto")),
             device=device,
             dtype=dtype,
             stream=self.stream,
         )
-        margin = max_drop if self.max_drop is None else self.max_drop
-        return GateRequest(options, margin, self.confidence or 0.95, cache_dir or default_folder())
+        limits = {"max_drop": gate.get("max_drop"), "confidence": gate.get("confidence"), "cache": cache_dir}
+        return GateRequest(options, **without_none(limits))
 
 
 @dataclass(frozen=True, slots=True)
 class UnderGate:
     """How `compress` goes through a gate."""
 
-    gate: str | None = described(
-        None, GATE, "lm-eval tasks, separated by commas: leave the output in place only if it passes them."
-    )
-    keep_failed: bool = described(
-        False, GATE, "With --gate: leave the output in place also if it fails.", name="--keep-failed"
-    )
-    search: bool = described(
-        False, GATE, "With --gate: find the smallest number of experts that passes.", name="--search"
+    gate: Annotated[
+        str | None,
+        flag("lm-eval tasks, separated by commas: leave the output in place only if it passes them.", GATE),
+    ] = None
+    keep_failed: Annotated[
+        bool, flag("With --gate: leave the output in place also if it fails.", GATE, "--keep-failed")
+    ] = False
+    search: Annotated[bool, flag("With --gate: find the smallest number of experts that passes.", GATE, "--search")] = (
+        False
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """Where `compress` publishes what it has made."""
+    """Where `compress` publishes its output."""
 
-    push_to_hub: str | None = described(
-        None, PUBLISHING, "Publish the output there; with --gate only if it passes.", metavar="REPO_ID"
-    )
-    private: bool = described(False, PUBLISHING, "With --push-to-hub: to a private repository.", name="--private")
+    push_to_hub: Annotated[
+        str | None, flag("Publish the output there; with --gate only if it passes.", PUBLISHING, metavar="REPO_ID")
+    ] = None
+    private: Annotated[bool, flag("With --push-to-hub: to a private repository.", PUBLISHING, "--private")] = False
 
     def __post_init__(self) -> None:
         if self.push_to_hub is None and self.private:
             raise CompressionError("--private goes with --push-to-hub; name the repository")
 
 
-USUAL = PathwayOptions()
-JUDGED = ", ".join(name for name in OPTIMIZERS if name != "oracle")
-FIELDS = {"pathway_layers": "layers", "pathway_experts": "experts", "pathway_tokens": "tokens"}  # called otherwise
-
-
 @dataclass(frozen=True, slots=True)
-class RoutingOptions:
-    """How the compressed model is routed; what is not given is as `PathwayOptions` has it."""
+class RoutingFlags:
+    """How the compressed model is routed, apart from the options of pathways."""
 
-    routing: str | None = described(
-        None, ROUTING, "c3po: the compressed model answers on pathways optimised by those of a reference set."
-    )
-    reference: Path | None = described(
-        None, ROUTING, "The compressed model's own reference set, a folder of `moe-compress reference`."
-    )
-    optimizer: str | None = described(None, ROUTING, f"{JUDGED} (default: {USUAL.optimizer}).")
-    neighbours: int | None = described(
-        None, ROUTING, f"Nearest items of the reference set (default: {USUAL.neighbours})."
-    )
-    radius: float | None = described(None, ROUTING, "Instead: all items within this distance, from 0 to 2.")
-    pathway_layers: int | None = described(None, ROUTING, f"The last MoE layers (default: {USUAL.layers}).")
-    pathway_experts: int | None = described(
-        None, ROUTING, f"Of each layer, the experts of largest weight that are moved (default: {USUAL.experts})."
-    )
-    pathway_tokens: str | None = described(
-        None, ROUTING, f"last (of the prompt), or scored: all that an answer hangs on (default: {USUAL.tokens})."
-    )
-    kernel: str | None = described(None, ROUTING, f"{', '.join(KERNELS)} (default: {USUAL.kernel}).")
-    bandwidth: float | None = described(None, ROUTING, "Of the kernel (default: the neighbours' mean distance).")
-    share: float | None = described(
-        None, ROUTING, "Of the way to the neighbours, 0 to 1 (default: a line search for kernel, a half for mode)."
-    )
-    steps: int | None = described(None, ROUTING, f"Of mode and ngd (default: {USUAL.steps}).")
-    rate: float | None = described(
-        None, ROUTING, f"Of the first step of ngd, in logits for a nat (default: {USUAL.rate:g})."
-    )
-    embedding: str | None = described(
-        None, ROUTING, f"How prompts are compared, as the reference set was told (default: {OWN})."
-    )
+    routing: Annotated[
+        str | None,
+        flag("c3po: the compressed model answers on pathways optimised by those of a reference set.", ROUTING),
+    ] = None
+    reference: Annotated[
+        Path | None,
+        flag("The compressed model's own reference set, a folder of `moe-compress reference`.", ROUTING),
+    ] = None
+    embedding: Annotated[
+        str | None, flag(f"How prompts are compared, as for the reference set (default: {OWN}).", ROUTING)
+    ] = None
 
-    def routing_of(self, of_two: bool) -> Routing | None:
-        """What is asked for, checked; None if both models are to answer as they are. `of_two`: models that exist."""
-        given = {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) is not None}
-        method = given.pop("routing", None)
-        if method is None:
-            if given:
+    def read(self, pathways: Mapping[str, Any], of_two: bool) -> Routing | None:
+        """Check and return the routing; None if both models answer as they are. `of_two`: two models are named."""
+        if self.routing is None:
+            if given := without_none({**asdict(self), **pathways}):
                 name = f"--{next(iter(given)).replace('_', '-')}"
                 raise CompressionError(f"{name} goes with --routing {METHOD}; add that, or leave {name} out")
             return None
-        if method != METHOD:
-            raise CompressionError(f"there is no routing {method!r}; known is {METHOD}")
-        if (reference := given.pop("reference", None)) is None:
+        if self.routing != METHOD:
+            raise CompressionError(f"there is no routing {self.routing!r}; known is {METHOD}")
+        if self.reference is None:
             raise CompressionError(
                 f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
                 "reference` and name it with --reference"
             )
         if not of_two:
             raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
-        embedding = given.pop("embedding", OWN)
-        options = PathwayOptions(**{FIELDS.get(name, name): value for name, value in given.items()})
-        return Routing(reference, options, embedding)
+        options = {name.removeprefix("pathway_"): value for name, value in without_none(pathways).items()}
+        return Routing(self.reference, PathwayOptions(**options), self.embedding or OWN)
 
 
 def listed(text: str | None, option: str) -> list[str] | None:
     """'a, b' -> ['a', 'b']; None stays."""
     if text is None:
         return None
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
         raise CompressionError(f"{option} names none; name some, or leave it out for the default")
-    return found
+    return names
 
 
-def counts(text: str | None, option: str) -> list[int]:
+def numbers(text: str | None, option: str, kind: type[Number]) -> list[Number]:
     """'6,4' -> [6, 4]; of nothing, none."""
-    return [int(value) for value in _numbers(text, option, int, "whole numbers separated by commas, as 6,4")]
-
-
-def shares(text: str | None, option: str) -> list[float]:
-    """'0.25,0.5' -> [0.25, 0.5]; of nothing, none."""
-    return _numbers(text, option, float, "shares separated by commas, as 0.25,0.5")
-
-
-def _numbers(text: str | None, option: str, kind: type[int] | type[float], wanted: str) -> list[Any]:
     try:
         return [kind(part) for part in listed(text, option) or ()]
     except ValueError as error:
+        wanted = (
+            "whole numbers separated by commas, as 6,4" if kind is int else "shares separated by commas, as 0.25,0.5"
+        )
         raise CompressionError(f"{option} {text!r} should be {wanted}") from error

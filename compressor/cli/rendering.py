@@ -194,10 +194,10 @@ def _default(value: Any) -> str:
     return "-" if value is None or value == {} else value if isinstance(value, str) else json.dumps(value)
 
 
-def show_needs(table: Sequence[tuple[str, str, str]], as_json: bool) -> None:
+def show_needs(statistics: Mapping[str, Any], as_json: bool) -> None:
     """Name, shape and meaning of each statistic."""
-    rows = tuple((name, shape or "-", meaning) for name, shape, meaning in table)
-    content = [dict(zip(NEEDS_COLUMNS, row, strict=True)) for row in table]
+    content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in statistics.items()]
+    rows = tuple((entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content)
     tell(as_json, content, [Table("Statistics", NEEDS_COLUMNS, rows, frozenset(NEEDS_COLUMNS))])
 
 

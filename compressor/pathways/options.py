@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from compressor.errors import CompressionError
+from compressor.recipe.plugins import option
 
 Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
@@ -19,17 +20,19 @@ OWN = "own"  # prompts are embedded by the mean of the model's own token embeddi
 class PathwayOptions:
     """How pathways are optimised; the defaults are the paper's, where it names one."""
 
-    optimizer: Optimizer = "ngd"
-    neighbours: int = 3  # nearest items of the reference set
-    radius: float | None = None  # instead: all items within this distance of embeddings of length one, from 0 to 2
-    layers: int = 5  # the last MoE layers
-    experts: int = 20  # of each layer, those of largest own weight, which alone are moved
-    tokens: Tokens = "last"
-    kernel: Kernel = "gaussian"
-    bandwidth: float | None = None  # of the kernel: by default the neighbours' mean distance
-    share: float | None = None  # of the way to the neighbours: by default a line search (kernel), a half (mode)
-    steps: int = 10  # of mode and ngd
-    rate: float = 1.0  # of the first step of ngd and oracle, in logits per nat
+    optimizer: Optimizer = option("ngd", "How pathways are optimised: mode, kernel or ngd.")  # or, to study it, oracle
+    neighbours: int = option(3, "Nearest items of the reference set.")
+    radius: float | None = option(None, "Instead: all items within this distance of their embeddings, from 0 to 2.")
+    layers: int = option(5, "The last MoE layers.")
+    experts: int = option(20, "Of each layer, the experts of largest weight, which alone are moved.")
+    tokens: Tokens = option("last", "Which are moved: last (of the prompt), or scored: all that an answer depends on.")
+    kernel: Kernel = option("gaussian", "gaussian, linear, polynomial or matern.")
+    bandwidth: float | None = option(None, "Bandwidth of the kernel (default: the neighbours' mean distance).")
+    share: float | None = option(
+        None, "Share of the way to the neighbours, 0 to 1 (default: a line search for kernel, a half for mode)."
+    )
+    steps: int = option(10, "Steps of mode and ngd.")
+    rate: float = option(1.0, "Size of the first step of ngd, in logits per nat.")
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""

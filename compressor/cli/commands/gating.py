@@ -4,19 +4,29 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import compressor
 from compressor.cli.commands.outputs import push_made
-from compressor.cli.options import Computing, GateOptions, Publishing, RoutingOptions, Running, UnderGate, listed
+from compressor.cli.options import (
+    GATE_OPTIONS,
+    PATHWAY_OPTIONS,
+    GateRun,
+    Publishing,
+    RoutingFlags,
+    Running,
+    UnderGate,
+    flag,
+    listed,
+    without_none,
+)
 from compressor.cli.terminal import command_line, progress_bars
 from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError
-from compressor.gates.verdict import EXIT_STATUS, GateResult, Verdict
+from compressor.gates.verdict import EXIT_STATUS, GateResult
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
 
@@ -25,25 +35,31 @@ DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
 
 
 def gate(
-    options: GateOptions,
-    routed: RoutingOptions,
-    computing: Computing,
+    options: Annotated[dict[str, Any], GATE_OPTIONS],
+    gate_run: GateRun,
+    routing_flags: RoutingFlags,
+    pathways: Annotated[dict[str, Any], PATHWAY_OPTIONS],
     running: Running,
-    base: Annotated[str | None, typer.Argument(help="The original: a checkpoint folder or a Hub id.")] = None,
+    base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="lm-eval tasks separated by commas (default: mmlu,boolq,openbookqa,rte).")
+        str | None, flag("lm-eval tasks separated by commas (default: mmlu,boolq,openbookqa,rte).")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New folder for gate.json, gate.xml (JUnit) and gate.md.")
+        Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.", None, "--output", "-o")
     ] = None,
-    compressed_revision: Annotated[str | None, typer.Option(help="The same of the compressed model.")] = None,
+    compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     demo: Annotated[
         bool,
-        typer.Option("--demo", help="Use the demo's five tasks, and without models the demo model, compressed here."),
+        flag(
+            f"Use the demo's five tasks and a largest drop of {DEMO_MAX_DROP}, and without models the demo model, "
+            "compressed here.",
+            None,
+            "--demo",
+        ),
     ] = False,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Where results are kept for the next gate (default: the user's cache folder).")
+        Path | None, flag("Where results are kept for the next gate (default: the user's cache folder).")
     ] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
@@ -52,11 +68,10 @@ def gate(
     from compressor.gates.report import NAMES, write_gate
     from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
 
-    decided = options.decided
-    chosen = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
-    margin = {"max_drop": DEMO_MAX_DROP} if demo else {}
-    wanted = options.request(chosen, computing.device, computing.dtype, cache_dir, **margin)
-    routing = routed.routing_of(of_two=compressed is not None)
+    requested = {"max_drop": DEMO_MAX_DROP if demo else None, **without_none(options)}
+    requested["tasks"] = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
+    wanted = gate_run.request(requested, running.device, running.dtype, cache_dir)
+    routing = routing_flags.read(pathways, of_two=compressed is not None)
     if base is None:
         refuse_several("the demo's compression", "name two models")
     if output is not None:
@@ -79,7 +94,7 @@ def gate(
     if here().is_first:
         summarise(result)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(_status(result, decided))
+    raise typer.Exit(EXIT_STATUS[gate_run.decided(result.verdict)])
 
 
 def compress_under_gate(
@@ -87,9 +102,8 @@ def compress_under_gate(
     output: Path,
     formats: Sequence[str],
     under_gate: UnderGate,
-    options: GateOptions,
+    gate_run: GateRun,
     publishing: Publishing,
-    computing: Computing,
     running: Running,
 ) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
@@ -100,52 +114,37 @@ def compress_under_gate(
     from compressor.gates.report import NAMES, write_gate
 
     assert recipe.gate is not None
-    asked = recipe.gate
-    include = None if asked.include_path is None else Path(asked.include_path)
-    filled = replace(
-        options,
-        max_drop=asked.max_drop,
-        confidence=asked.confidence,
-        limit=asked.limit,
-        include_path=include,
-        batch_size=str(asked.batch_size),
-    )
-    wanted = filled.request(asked.tasks, computing.device)
-    decided = options.decided
+    wanted = gate_run.request(recipe.gate.model_dump(), running.device)
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
     here().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     with progress_bars(running.as_json) as progress:
-        found = compress_gated(
+        gated = compress_gated(
             recipe,
             output,
             wanted,
-            inconclusive=decided,
+            inconclusive=gate_run.decided("inconclusive"),
             keep_failed=under_gate.keep_failed,
             search=under_gate.search,
             overwrite=running.overwrite,
             progress=progress,
-            device=computing.device,
+            device=running.device,
             after=additions(formats, progress),
             terms=",".join(formats),
             command=command_line(),
         )
-        result = found.decisive.result
+        result = gated.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []
-    status, pushed = here().broadcast(lambda: _status(result, decided)), None
+    status, pushed = here().broadcast(lambda: EXIT_STATUS[gate_run.decided(result.verdict)]), None
     if not here().is_first:
         raise typer.Exit(status)
     summarise(result)
-    if found.outcome is not None and status == EXIT_STATUS["pass"]:
+    if gated.outcome is not None and status == EXIT_STATUS["pass"]:
         report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
         pushed = push_made(output, publishing, report, running.as_json)
-    show_gated(found, running.as_json, written, pushed)
+    show_gated(gated, running.as_json, written, pushed)
     raise typer.Exit(status)
-
-
-def _status(result: GateResult, decided: Verdict) -> int:
-    return EXIT_STATUS[decided if result.verdict == "inconclusive" else result.verdict]
 
 
 @contextmanager
@@ -154,7 +153,7 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
     if base is not None and compressed is not None:
         yield base, compressed
     elif base is not None or not demo:
-        raise CompressionError("name two models, the original and the compressed one, or pass --demo for an example")
+        raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     else:
         from compressor.cli.demonstration import LENGTH, SAMPLES
         from compressor.demo.evaluation import demo_checkpoint

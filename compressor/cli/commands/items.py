@@ -2,47 +2,34 @@
 tune a model by LoRA experts and ask it."""
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import compressor
-from compressor.cli.options import (
-    EXPERTS,
-    TRAINING,
-    Computing,
-    Flags,
-    Model,
-    Out,
-    Running,
-    dataclass_options,
-    described,
-    listed,
-    spread,
-)
+from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Running, field_options, flag, listed, spread
 from compressor.cli.terminal import alone, progress_bars, tell
-from compressor.comoe.options import ComoeConfig, TuningOptions
-
-TARGETS = ",".join(ComoeConfig().targets)
+from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFlags:
-    """Which items are asked."""
+    """Which items a model answers."""
 
-    tasks: str | None = described(
-        None, None, "lm-eval tasks of multiple choice, separated by commas; `comoe train` asks their training splits."
-    )
-    data: Path | None = described(
-        None, None, "Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
-    )
-    limit: int | None = described(None, None, "Items of each task, the first ones (default: all).")
-    include_path: Path | None = described(None, None, "A folder with lm-eval task files of your own.")
+    tasks: Annotated[
+        str | None,
+        flag("lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."),
+    ] = None
+    data: Annotated[
+        Path | None,
+        flag("Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."),
+    ] = None
+    limit: Annotated[int | None, flag("Items of each task, the first ones (default: all).")] = None
+    include_path: Annotated[Path | None, flag("A folder with lm-eval task files of your own.")] = None
 
-    def given(self) -> dict[str, Any]:
-        """What the functions behind these commands take."""
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a function that reads items."""
         return {**asdict(self), "tasks": listed(self.tasks, "--tasks") or ()}
 
 
@@ -54,40 +41,41 @@ app = typer.Typer(
 def reference(
     model: Model,
     output: Out,
-    computing: Computing,
     running: Running,
     items: ItemFlags,
     embedding: Annotated[
-        str, typer.Option(help="How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
+        str, flag("How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
     ] = "own",
 ) -> None:
-    """Ask a model items and keep those that it answers right, each with the experts that it visits."""
+    """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
     from compressor.cli.rendering import written_line
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
 
     with progress_bars(running.as_json) as progress:
-        made = compressor.reference(
+        reference_set = compressor.reference(
             model,
             output,
-            **items.given(),
+            **items.arguments(),
             embedding=embedding,
-            **computing.arguments(running, progress),
+            overwrite=running.overwrite,
+            **running.reading(progress),
         )
-    tell(running.as_json, plain_json(made), (*reference_blocks(made.facts, made.asked), *written_line(made.files)))
+    tell(
+        running.as_json,
+        plain_json(reference_set),
+        (*reference_blocks(reference_set.facts, reference_set.asked), *written_line(reference_set.files)),
+    )
 
 
 def train(
     model: Model,
     output: Out,
-    computing: Computing,
     running: Running,
-    config: Annotated[dict[str, Any], Flags(partial(dataclass_options, ComoeConfig, panel=EXPERTS))],
-    options: Annotated[dict[str, Any], Flags(partial(dataclass_options, TuningOptions, panel=TRAINING))],
+    config: Annotated[dict[str, Any], field_options(ComoeConfig, EXPERTS)],
+    options: Annotated[dict[str, Any], field_options(TuningOptions, TRAINING)],
     items: ItemFlags,
-    targets: Annotated[
-        str, typer.Option(help="How the names of the linear layers end.", rich_help_panel=EXPERTS)
-    ] = TARGETS,
+    targets: Annotated[str, flag("How the names of the linear layers end.", EXPERTS)] = ",".join(TARGETS),
 ) -> None:
     """Train LoRA experts with a router beside a model's linear layers, on questions with answers.
 
@@ -97,52 +85,53 @@ def train(
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
-    named = tuple(listed(targets, "--targets") or ())
+    names = tuple(listed(targets, "--targets") or ())
     options["contrastive_tokens"] = options["contrastive_tokens"] or None
     with progress_bars(running.as_json) as progress:
-        made = compressor.train_comoe(
+        trained = compressor.train_comoe(
             model,
             output,
-            **items.given(),
-            config=ComoeConfig(**config, targets=named, seed=options["seed"]),
+            **items.arguments(),
+            config=ComoeConfig(**config, targets=names, seed=options["seed"]),
             options=TuningOptions(**options),
-            **computing.arguments(running, progress),
+            overwrite=running.overwrite,
+            **running.reading(progress),
         )
-    tell(running.as_json, plain_json(made), (*training_blocks(made), *written_line(made.files)))
+    tell(running.as_json, plain_json(trained), (*training_blocks(trained), *written_line(trained.files)))
 
 
 def evaluate(
     model: Model,
-    adapters: Annotated[Path, typer.Option(help="The folder that `comoe train` has written.")],
-    computing: Computing,
+    adapters: Annotated[Path, flag("The folder that `comoe train` has written.")],
     running: Running,
     items: ItemFlags,
-    base: Annotated[bool, typer.Option("--base", help="Ask the model without adapters, too.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Items of a batch.")] = 16,
+    base: Annotated[bool, flag("Evaluate the model without adapters, too.", None, "--base")] = False,
+    batch_size: Annotated[int, flag("Items of a batch.")] = 16,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a report with pictures into this new folder.")
+        Path | None, flag("Write a report with pictures into this new folder.", None, "--output", "-o")
     ] = None,
 ) -> None:
     """Ask a model with LoRA experts, and show which experts work on which task.
 
-    Of choices the likeliest counts; without choices, what the model writes by itself.
+    The most probable choice counts; without choices, what the model generates.
     """
     from compressor.cli.rendering import written_line
     from compressor.comoe.report import NAMES, evaluation_blocks
     from compressor.records import plain_json
 
     with progress_bars(running.as_json) as progress:
-        made = compressor.evaluate_comoe(
+        evaluation = compressor.evaluate_comoe(
             model,
             adapters,
-            **items.given(),
+            **items.arguments(),
             base=base,
             output=output,
             batch_size=batch_size,
-            **computing.arguments(running, progress),
+            overwrite=running.overwrite,
+            **running.reading(progress),
         )
     files = [] if output is None else [output / name for name in NAMES]
-    tell(running.as_json, plain_json(made), (*evaluation_blocks(made), *written_line(files)))
+    tell(running.as_json, plain_json(evaluation), (*evaluation_blocks(evaluation), *written_line(files)))
 
 
 for command in (train, evaluate):

@@ -1,17 +1,16 @@
-"""`inspect`, `compare` and `attribute`: the commands that look at models and strategies and change nothing."""
+"""The commands that change no model: `inspect`, `compare`, `attribute`, and `steps`, `strategies` and `demo`."""
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import compressor
-from compressor.cli.options import CALIBRATION, KEEP, Computing, Model, Running, TextFlags, counts, listed, shares
+from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, TextFlags, flag, listed, numbers
 from compressor.cli.terminal import progress_bars
 from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError
-from compressor.recipe.step import TextOptions
 
 MONE = "mone"
 
@@ -20,7 +19,7 @@ def inspect(
     context: typer.Context,
     model: Model,
     running: Annotated[Running, ("revision", "as_json")],
-    experts: Annotated[int | None, typer.Option(help="Show what keeping this many would leave.")] = None,
+    experts: Annotated[int | None, flag("Show what keeping this many would leave.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
     from compressor.cli import rendering
@@ -34,58 +33,34 @@ def inspect(
 def compare(
     model: Model,
     text: TextFlags,
-    computing: Computing,
     running: Running,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="New folder for comparison.json, comparison.md and comparison.png.")
+        Path, flag("New folder for comparison.json, comparison.md and comparison.png.", None, "--output", "-o")
     ] = Path("comparison"),
-    experts: Annotated[
-        str | None, typer.Option(help="Experts to keep, one count or several: 6,4.", rich_help_panel=KEEP)
-    ] = None,
-    protect: Annotated[
-        str | None, typer.Option(help="As for `compress`: auto, graph:N, or a JSON list.", rich_help_panel=KEEP)
-    ] = None,
-    ratio: Annotated[
-        str | None,
-        typer.Option(help="Shares of the experts to remove instead, such as 0.25,0.5.", rich_help_panel=KEEP),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(help="Parts that each expert is split into first, such as 1,2,4.", rich_help_panel=KEEP)
-    ] = "1",
-    split_by: Annotated[
-        str, typer.Option(help="How its neurons are dealt out: energy or clusters.", rich_help_panel=KEEP)
-    ] = "energy",
+    experts: Annotated[str | None, flag("Experts to keep, one count or several: 6,4.", KEEP)] = None,
+    protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
+    ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
+    split: Annotated[str, flag("Sub-experts that each expert becomes first, such as 1,2,4.", KEEP)] = "1",
+    split_by: Annotated[str, flag("How its neurons are partitioned: energy or clusters.", KEEP)] = "energy",
     top_k: Annotated[
-        str | None,
-        typer.Option(
-            help="Experts that a token visits in the output, one number or several (default: as many as now).",
-            rich_help_panel=KEEP,
-        ),
+        str | None, flag("num_experts_per_tok of the output, one number or several (default: as many as now).", KEEP)
     ] = None,
     strategies: Annotated[
-        str | None,
-        typer.Option(help="Names separated by commas, with options as name:option=value (default: all installed)."),
+        str | None, flag("Names separated by commas, with options as name:option=value (default: all installed).")
     ] = None,
     correct: Annotated[
-        str | None,
-        typer.Option(help="Corrections to try with each, such as none,ridge,tune (default: none and its own)."),
+        str | None, flag("Corrections to try with each, such as none,ridge,tune (default: none and its own).")
     ] = None,
     evaluate: Annotated[
-        list[str] | None,
-        typer.Option(help="Text to measure on; may be repeated (default: calibration text that no plan saw)."),
+        list[str] | None, flag("Text to measure on; may be repeated (default: calibration text that no plan saw).")
     ] = None,
-    evaluation_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure on, at most.")] = 64,
+    evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[
-        str, typer.Option("--format", help="safetensors, or mone: rows with constants for experts, too.")
+        str, flag("safetensors, or mone: rows with constants for experts, too.", None, "--format")
     ] = "safetensors",
-    random_seeds: Annotated[int, typer.Option(min=1, help="Random drops to compare with.")] = 3,
+    random_seeds: Annotated[int, flag("Random drops to compare with.", min=1)] = 3,
     per_source: Annotated[
-        bool,
-        typer.Option(
-            "--per-source",
-            help="Plan for each calibration source alone, too: a row each.",
-            rich_help_panel=CALIBRATION,
-        ),
+        bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION, "--per-source")
     ] = False,
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
@@ -93,58 +68,51 @@ def compare(
     from compressor.comparison.report import NAMES, write_reports
     from compressor.files import check_folder
 
-    kept = counts(experts, "--experts")
-    removed, parts, visited = shares(ratio, "--ratio"), counts(split, "--split"), counts(top_k, "--top-k")
+    variants: dict[str, Any] = {
+        "experts": numbers(experts, "--experts", int),
+        "ratios": numbers(ratio, "--ratio", float),
+        "splits": numbers(split, "--split", int),
+        "top_ks": numbers(top_k, "--top-k", int),
+    }
     if format not in ("safetensors", MONE):
         raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
     here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
-        found = compressor.compare(
+        comparison = compressor.compare(
             model,
-            calibration=TextOptions(**text.given()),
-            seed=text.seed or 0,
-            device=computing.device,
-            dtype=computing.dtype,
-            constants=format == MONE,
-            protect=protect,
-            experts=kept,
-            ratios=removed,
-            splits=parts,
+            **variants,
             split_by=split_by,
-            top_ks=visited,
+            protect=protect,
+            constants=format == MONE,
             strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"),
             evaluate=evaluate or (),
             evaluation_samples=evaluation_samples,
             random_seeds=random_seeds,
             per_source=per_source,
-            revision=running.revision,
-            progress=progress,
+            **text.arguments(),
+            **running.reading(progress),
         )
-        written = write_reports(found, output, running.overwrite) if here().is_first else []
-    show_comparison(found, running.as_json, written)
+        written = write_reports(comparison, output, running.overwrite) if here().is_first else []
+    show_comparison(comparison, running.as_json, written)
 
 
 def attribute(
     model: Model,
     text: TextFlags,
-    computing: Computing,
     running: Running,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="New folder for hubs.json, attribution.json, pictures and the graph."),
+        Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.", None, "--output", "-o")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Strongest senders to show.")] = 10,
+    top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
     threshold: Annotated[
-        float, typer.Option(min=0, help="Modified z-score among a layer's experts above which one is a hub.")
+        float, flag("Modified z-score among a layer's experts above which one is a hub.", min=0)
     ] = 3.5,
-    keys: Annotated[
-        int, typer.Option(min=0, help="Sequences on which the strongest heads are split by key token.")
-    ] = 0,
+    keys: Annotated[int, flag("Sequences on which the strongest heads are split by key token.", min=0)] = 0,
     edges: Annotated[
-        str, typer.Option(help="What the graph's edges lead to: routers, or every later expert's score, too: experts.")
+        str, flag("What the graph's edges lead to: routers, or every later expert's score, too: experts.")
     ] = "routers",
-    edges_kept: Annotated[int, typer.Option(min=1, help="Strongest edges to experts' scores to keep.")] = 2000,
+    edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
 ) -> None:
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.report import NAMES, findings, write_attribution
@@ -158,17 +126,52 @@ def attribute(
     with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
         attribution = compressor.attribute(
             model,
-            calibration=TextOptions(**text.given()),
-            seed=text.seed or 0,
-            device=computing.device,
-            dtype=computing.dtype,
             keys=keys,
             top=top,
             edges_kept=edges_kept if edges == "experts" else 0,
-            revision=running.revision,
-            progress=progress,
+            **text.arguments(),
+            **running.reading(progress),
         )
-        found, written = findings(attribution, threshold, top), list[Path]()
+        results, written = findings(attribution, threshold, top), list[Path]()
         if output is not None and here().is_first:
-            written = write_attribution(found, output, running.overwrite)
-    show_attribution(found, running.as_json, written)
+            written = write_attribution(results, output, running.overwrite)
+    show_attribution(results, running.as_json, written)
+
+
+def steps(running: Printing) -> None:
+    """List the steps of a recipe that are installed, built-in and third-party, with their options."""
+    from compressor.cli.rendering import show_steps
+    from compressor.recipe.recipe import working_steps
+
+    show_steps(list(working_steps()), running.as_json)
+
+
+def strategies(
+    running: Printing,
+    needs: Annotated[bool, flag("List the statistics that a strategy may ask for instead.", None, "--needs")] = False,
+) -> None:
+    """List the strategies that are installed, built-in and third-party."""
+    from compressor.cli import rendering
+    from compressor.recipe.registry import working_strategies
+    from compressor.statistics.statistics import STATISTICS
+
+    if needs:
+        return rendering.show_needs(STATISTICS, running.as_json)
+    rendering.show_strategies(list(working_strategies()), running.as_json)
+
+
+def demo(
+    running: Printing,
+    experts: Annotated[int, flag("Experts to keep in every layer of the demo model.")] = 12,
+    output: Annotated[
+        Path | None, flag("Keep the compressed models in this new folder.", None, "--output", "-o")
+    ] = None,
+    quick: Annotated[bool, flag("One strategy, on a tenth of the questions.", None, "--quick")] = False,
+) -> None:
+    """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
+    from compressor.cli.demonstration import run_demo
+    from compressor.cli.rendering import show_demo
+
+    with progress_bars(running.as_json) as progress:
+        rows = run_demo(experts, output, progress, quick)
+    show_demo(rows, running.as_json)

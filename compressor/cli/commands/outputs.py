@@ -1,58 +1,47 @@
-"""The commands on what was made: `export` to another format, `report` as a page, `push` to the Hugging Face Hub."""
+"""The commands on outputs: `export` to another format, `generate` text, `report` as a page, `push` to the Hub."""
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compressor.cli.options import Computing, Model, Out, Publishing, Running, TextFlags
-from compressor.cli.terminal import progress_bars
+from compressor.cli.options import Model, Out, Printing, Publishing, Running, TextFlags, Writing, flag, without_none
+from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError
 from compressor.files import alone
 from compressor.publishing.hub import AGAIN
+from compressor.words import readable
 
 if TYPE_CHECKING:
     from compressor.publishing.push import PushSummary
 
+INTERRUPTED = 130
 ONNX = "ONNX"
 
 
 def export(
     checkpoint: Model,
     output: Out,
-    running: Running,
-    format: Annotated[
-        str, typer.Option("--format", help="onnx, or the name of another exporter that is installed.")
-    ] = "onnx",
-    option: Annotated[
-        list[str] | None, typer.Option("--option", help="name=value for an option of the exporter; may be repeated.")
-    ] = None,
-    opset: Annotated[
-        int | None, typer.Option(help="Version of the ONNX operators (default: 20).", rich_help_panel=ONNX)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: fp32 or fp16 (default: fp32).", rich_help_panel=ONNX)
-    ] = None,
+    running: Writing,
+    format: Annotated[str, flag("onnx, or the name of another exporter that is installed.")] = "onnx",
+    option: Annotated[list[str] | None, flag("name=value for an option of the exporter; may be repeated.")] = None,
+    opset: Annotated[int | None, flag("Version of the ONNX operators (default: 20).", ONNX)] = None,
+    dtype: Annotated[str | None, flag("Of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
     quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="The experts' weights: none, int8 (by row) or int4 (by 32) (default: none).", rich_help_panel=ONNX
-        ),
+        str | None, flag("The experts' weights: none, int8 (by row) or int4 (by 32) (default: none).", ONNX)
     ] = None,
-    no_past: Annotated[
-        bool, typer.Option("--no-past", help="No cache as inputs and outputs.", rich_help_panel=ONNX)
-    ] = False,
+    no_past: Annotated[bool, flag("No cache as inputs and outputs.", ONNX, "--no-past")] = False,
     stream: Annotated[
         bool | None,
-        typer.Option(
+        flag(
+            "Verify with one layer in memory at a time, or with the whole model (default: layer by layer where the "
+            "model does not fit).",
+            ONNX,
             "--stream/--no-stream",
-            help="Verify with one layer in memory at a time, or with the whole model (default: layer by layer where "
-            "the model does not fit).",
-            rich_help_panel=ONNX,
         ),
     ] = None,
 ) -> None:
@@ -63,9 +52,8 @@ def export(
     from compressor.recipe.plugins import read_option
     from compressor.recipe.registry import exporter_options
 
-    flags: dict[str, Any] = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": False if no_past else None}
-    flags["stream"] = stream
-    settings = {name: value for name, value in flags.items() if value is not None}
+    past = False if no_past else None
+    settings = without_none({"opset": opset, "dtype": dtype, "quantize": quantize, "past": past, "stream": stream})
     for text in option or ():
         name, value = read_option(text, f"--option {text!r} should be name=value")
         if name == "overwrite":
@@ -79,27 +67,91 @@ def export(
     show_export(format, output, summary, running.as_json)
 
 
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    running: Annotated[Running, ("device", "dtype", "revision", "as_json")],
+    max_new_tokens: Annotated[int, flag("Tokens to generate, at most.")] = 128,
+    temperature: Annotated[float, flag("0 takes the most probable token; more samples.")] = 0.0,
+    top_p: Annotated[float | None, flag("Sample from the fewest tokens that hold this probability.")] = None,
+    top_k: Annotated[int | None, flag("Sample from this many of the most probable tokens.")] = None,
+    seed: Annotated[int, flag("For sampling.")] = 0,
+    chat: Annotated[bool, flag("Put the prompt into the chat template, as a user's message.", None, "--chat")] = False,
+) -> None:
+    """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
+    from compressor.generation.generate import GenerationOptions, prepare
+
+    options = GenerationOptions(
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        chat,
+        device=running.device,
+        dtype=running.dtype,
+        revision=running.revision,
+    )
+    text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
+    with progress_bars(running.as_json) as progress:
+        continuation = prepare(model, text, options, progress)
+    pieces, interrupted = collect(continuation, show=not running.as_json)
+    if running.as_json:
+        rates = {
+            "seconds_to_first_token": continuation.first_seconds,
+            "tokens_per_second": continuation.tokens_per_second,
+        }
+        print_json(
+            {
+                "prompt": text,
+                "text": "".join(pieces),
+                "prompt_tokens": len(continuation.prompt),
+                "tokens": len(continuation.tokens),
+                "stopped": continuation.stopped,
+                **{name: None if rate is None else float(f"{rate:.3g}") for name, rate in rates.items()},
+            }
+        )
+    if interrupted:
+        raise SystemExit(INTERRUPTED)  # there is nothing to go on with, as main() would say of other commands
+
+
+def collect(pieces: Iterable[str], show: bool) -> tuple[list[str], bool]:
+    """The pieces, each printed as it comes if `show`; also whether Ctrl-C cut them short.
+
+    A terminal gets no control characters, which a prompt injected into the model may make it generate.
+    """
+    collected, interrupted, is_terminal = list[str](), False, sys.stdout.isatty()
+    try:
+        for piece in pieces:
+            collected.append(piece)
+            if show:
+                print(readable(piece).replace("\r", "") if is_terminal else piece, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if show:
+            print(flush=True)
+    return collected, interrupted
+
+
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
     text: Annotated[TextFlags, ("calibration",)],
-    computing: Computing,
     running: Running,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
-    model: Annotated[str | None, typer.Option(help="The source checkpoint, if it is not where it was.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Sequences to measure on (default: as many as make 16,384 tokens).")
-    ] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens in each, of a text named here.")] = None,
-    hubs: Annotated[Path | None, typer.Option(help="A hubs.json made by `moe-compress attribute`.")] = None,
+    output: Annotated[Path, flag("The page to write.", None, "--output", "-o")] = Path("report.html"),
+    model: Annotated[str | None, flag("The source checkpoint, if it is not where it was.")] = None,
+    samples: Annotated[int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")] = None,
+    sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
+    hubs: Annotated[Path | None, flag("A hubs.json made by `moe-compress attribute`.")] = None,
     gate: Annotated[
-        Path | None, typer.Option(metavar="GATE.JSON", help="The gate's result (default: gate.json in the folder).")
+        Path | None, flag("The gate's result (default: gate.json in the folder).", metavar="GATE.JSON")
     ] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Run no text: show what the folder says and the run noted.")
+        bool, flag("Run no text: show what the folder and the record of the run say.", None, "--no-measure")
     ] = False,
-    figures: Annotated[Path | None, typer.Option(help="New folder for the page's figures as PNG.")] = None,
+    figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
 ) -> None:
-    """Write one self-contained HTML page: what was done, sizes, similarities, visits, errors, hubs, gate, timings."""
+    """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
     from compressor.report.data import report_data
     from compressor.report.measuring import kept_measures, measure
     from compressor.report.page import check_report, write_report
@@ -107,7 +159,7 @@ def report(
     if not checkpoint.is_dir():
         raise CompressionError(f"{checkpoint} is not a folder; name one that moe-compress has written")
     check_report(output, figures, running.overwrite)
-    data = report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is told before anything runs
+    report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
     with alone(output):
         if no_measure:
             measured = kept_measures(checkpoint, "run")
@@ -121,8 +173,8 @@ def report(
                     samples,
                     sequence_length,
                     progress,
-                    computing.device,
-                    computing.dtype,
+                    running.device,
+                    running.dtype,
                 )
         data = report_data(checkpoint, measured, hubs, gate)
         written = write_report(data, output, figures, running.overwrite)
@@ -137,19 +189,15 @@ def report(
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
     repo_id: Annotated[str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME; made if it is missing.")],
-    running: Annotated[Running, ("as_json",)],
-    private: Annotated[
-        bool, typer.Option("--private", help="Make the repository private; never use a public one.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch to push to; made if missing.")] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    message: Annotated[str | None, typer.Option(help="Of the commit (default: how the model was made).")] = None,
-    tag: Annotated[str | None, typer.Option(help="A tag for the commit.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Verify and list what would be sent; send nothing.")
-    ] = False,
+    running: Printing,
+    private: Annotated[bool, flag("Make the repository private; never use a public one.", None, "--private")] = False,
+    revision: Annotated[str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")] = None,
+    create_pr: Annotated[bool, flag("Open a pull request instead.", None, "--create-pr")] = False,
+    message: Annotated[str | None, flag("Of the commit (default: how the model was made).")] = None,
+    tag: Annotated[str | None, flag("A tag for the commit.")] = None,
+    dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.", None, "--dry-run")] = False,
     require_gate: Annotated[
-        Path | None, typer.Option(metavar="GATE.JSON", help="Push only what passed this gate, and as it was then.")
+        Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
     ] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
@@ -171,15 +219,8 @@ def push(
     show_push(summary, running.as_json)
 
 
-def check_access(repo_id: str, private: bool) -> None:
-    """Refuse before hours of work what a push after them would be refused for: the name, the login, the repository."""
-    from compressor.publishing import push as pushing
-
-    pushing.check_access(repo_id, private)
-
-
 def push_made(output: Path, publishing: Publishing, require_gate: Path | None, as_json: bool) -> "PushSummary | None":
-    """Push what was just made, if that is asked for; a fault says that the output is whole and how to push it alone."""
+    """Push a finished output where --push-to-hub says; an error says that the output is whole and how to push it."""
     if publishing.push_to_hub is None:
         return None
     from compressor.publishing.push import push as publish
@@ -190,12 +231,12 @@ def push_made(output: Path, publishing: Publishing, require_gate: Path | None, a
             return publish(output, repo_id, private=private, require_gate=require_gate)
     except CompressionError as error:
         again = f"moe-compress push {output} {repo_id}{' --private' if private else ''}"
-        said = str(error)
-        if AGAIN in said:
-            said = said.replace(AGAIN, f"then run {again}, which goes on where it stopped")
+        message = str(error)
+        if AGAIN in message:
+            message = message.replace(AGAIN, f"then run {again}, which goes on where it stopped")
         else:
-            said = f"{said} (then: {again})"
-        raise CompressionError(f"{output} is made and whole, but was not pushed: {said}") from None
+            message = f"{message} (then: {again})"
+        raise CompressionError(f"{output} is made and whole, but was not pushed: {message}") from None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.testing import CliRunner
 
-from compressor.cli.options import KEEP, RUNNING, STEPS, Flags, described, given, spread, step_options
+from compressor.cli.options import KEEP, RUNNING, STEPS, field_options, flag, given, spread
 from compressor.cli.step_flags import FLAGS
 from compressor.recipe.plugins import STEPS as GROUP
 from compressor.recipe.plugins import names
@@ -16,11 +16,8 @@ from compressor.steps.distill.step import Distill
 
 @dataclass(frozen=True)
 class Shape:
-    """Two described fields and one that is not."""
-
-    number: int = described(3, RUNNING, "A number.", min=1)
-    words: list[str] | None = described(None, KEEP, "Words.", name="--word")
-    hidden: str = "kept"
+    number: Annotated[int, flag("A number.", RUNNING, min=1)] = 3
+    words: Annotated[list[str] | None, flag("Words.", KEEP, "--word")] = None
 
 
 def call(*arguments: str, only: tuple[str, ...] = ()) -> Any:
@@ -44,11 +41,10 @@ def call(*arguments: str, only: tuple[str, ...] = ()) -> Any:
 
 def test_a_dataclass_becomes_its_options() -> None:
     assert call("here") == ("here", Shape(), False, {"place"})
-    place, shape, plain, said = call("here", "--number", "5", "--word", "a", "--word", "b", "--plain")
+    place, shape, plain, named = call("here", "--number", "5", "--word", "a", "--word", "b", "--plain")
     assert (place, shape, plain) == ("here", Shape(5, ["a", "b"]), True)
-    assert said == {"place", "number", "words", "plain"}
+    assert named == {"place", "number", "words", "plain"}
     assert call("here", "--number", "0") == 2
-    assert call("here", "--hidden", "x") == 2
 
 
 def test_some_of_its_fields() -> None:
@@ -80,7 +76,7 @@ def test_every_option_of_a_step_is_described_and_every_flag_is_one() -> None:
 def test_a_step_s_fields_are_options_with_their_defaults() -> None:
     seen: list[dict[str, Any]] = []
 
-    def command(options: Annotated[dict[str, Any], Flags(lambda: step_options(Distill, STEPS))]) -> None:
+    def command(options: Annotated[dict[str, Any], field_options(Distill, STEPS)]) -> None:
         """Say it."""
         seen.append(options)
 
