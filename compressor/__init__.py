@@ -22,62 +22,30 @@ if TYPE_CHECKING:
     from compressor.steps.routers.step import Routers
     from compressor.steps.split.step import Split
 
-_HOMES = {  # where a public name lives; its module, and torch with it, is loaded when the name is first used
-    "CompressionError": "errors",
-    **dict.fromkeys(("apply", "change", "compress", "plan", "plan_per_source"), "api.compressing"),
-    **dict.fromkeys(("apply_gguf", "compress_gguf", "plan_gguf"), "api.gguf_files"),
-    **dict.fromkeys(("GgufInspection", "inspect_gguf"), "gguf_files.blocks"),
-    "GgufSummary": "gguf_files.writing",
-    **dict.fromkeys(("ReferenceSummary", "attribute", "compare", "gate", "inspect", "reference"), "api.measuring"),
-    **dict.fromkeys(("evaluate_comoe", "train_comoe"), "api.tuning"),
-    "Outcome": "pipeline.outcome",
-    "Recipe": "recipe.recipe",
-    "Step": "recipe.step",
-    "Plan": "recipe.steps_plan",
-    "Constants": "steps.constants.step",
-    "Correct": "steps.correct.step",
-    "Distill": "steps.distill.step",
-    "Prune": "steps.prune.step",
-    "Routers": "steps.routers.step",
-    "Split": "steps.split.step",
+_HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
+    "api.compressing": ("apply", "change", "compress", "plan", "plan_per_source"),
+    "api.gguf_files": ("apply_gguf", "compress_gguf", "plan_gguf"),
+    "api.measuring": ("ReferenceSummary", "attribute", "compare", "gate", "inspect", "reference"),
+    "api.tuning": ("evaluate_comoe", "train_comoe"),
+    "errors": ("CompressionError",),
+    "gguf_files.blocks": ("GgufInspection", "inspect_gguf"),
+    "gguf_files.writing": ("GgufSummary",),
+    "pipeline.outcome": ("Outcome",),
+    "recipe.recipe": ("Recipe",),
+    "recipe.step": ("Step",),
+    "recipe.steps_plan": ("Plan",),
+    **{
+        f"steps.{step.lower()}.step": (step,)
+        for step in ("Constants", "Correct", "Distill", "Prune", "Routers", "Split")
+    },
 }
-__all__ = [
-    "CompressionError",
-    "Constants",
-    "Correct",
-    "Distill",
-    "GgufInspection",
-    "GgufSummary",
-    "Outcome",
-    "Plan",
-    "Prune",
-    "Recipe",
-    "ReferenceSummary",
-    "Routers",
-    "Split",
-    "Step",
-    "apply",
-    "apply_gguf",
-    "attribute",
-    "change",
-    "compare",
-    "compress",
-    "compress_gguf",
-    "evaluate_comoe",
-    "gate",
-    "inspect",
-    "inspect_gguf",
-    "plan",
-    "plan_gguf",
-    "plan_per_source",
-    "reference",
-    "train_comoe",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
     """The public name, loaded on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    for module, names in _HOMES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The one door for authors of plugins: everything here is public, and nothing else need be imported.
+"""Public API for authors of plugins: everything imported here, and nothing else need be.
 
 A step of a recipe is a class that derives from `Step`, a strategy a module with `NEEDS` and
 `plan(stats, keep, protected[, options])`, an exporter one with `export(checkpoint, output, options, progress)`; entry
@@ -36,68 +36,7 @@ from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.plugins import option
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
 from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
-from compressor.statistics.statistics import (
-    HELDOUT,
-    RECONSTRUCTION,
-    LayerStatistics,
-    LayerWeights,
-    RouterArguments,
-)
+from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
 from compressor.ties import FLOAT32, SQUARED, exceeds, least, rounded
 
-__all__ = [
-    "CLOSENESS",
-    "FLOAT32",
-    "HELDOUT",
-    "METHODS",
-    "RECONSTRUCTION",
-    "SQUARED",
-    "CompressionError",
-    "Exporter",
-    "Group",
-    "Grouping",
-    "KeptErrors",
-    "LayerAt",
-    "LayerPlan",
-    "LayerStatistics",
-    "LayerWeights",
-    "MoeLayer",
-    "Needs",
-    "Progress",
-    "Projections",
-    "Result",
-    "Routed",
-    "RouterArguments",
-    "Step",
-    "Strategy",
-    "Tensors",
-    "TextPart",
-    "apply_expert",
-    "check_count",
-    "closeness",
-    "competing",
-    "exceeds",
-    "expert_parameters",
-    "fast_squared_distances",
-    "group_experts",
-    "keep_best",
-    "kept_share",
-    "least",
-    "linear_cka",
-    "load_strategy",
-    "mean_output_distances",
-    "mean_output_noise",
-    "merge_groups",
-    "merge_needs",
-    "noise",
-    "option",
-    "original",
-    "pairwise_distances",
-    "projections",
-    "rbf_cka",
-    "reconstruct",
-    "relative_error",
-    "rescaled_error",
-    "rounded",
-    "routing_blocks",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]
