@@ -20,7 +20,7 @@ It prints:
     openings of others: 2
         2 compressor.pipeline.run.opened
     openings of the base: 1
-        1 compressor.pipeline.run_context.open_run
+        1 compressor.pipeline.task.open_run
     texts tokenised: 1
         1 compressor.pipeline.task.read, 27,136 tokens
 """

@@ -7,8 +7,7 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.run_context import open_run
-from compressor.pipeline.task import first_state, prepare
+from compressor.pipeline.task import first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.step import Step, TextOptions

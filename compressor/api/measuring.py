@@ -30,8 +30,7 @@ from compressor.pathways.reference import (
     trusted_reference,
     write_reference,
 )
-from compressor.pipeline.run_context import find_model, open_run
-from compressor.pipeline.task import HELDOUT, sources_of
+from compressor.pipeline.task import HELDOUT, find_model, open_run, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import TextOptions

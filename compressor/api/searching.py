@@ -26,8 +26,7 @@ from compressor.gates.run import GateRequest, plan_base, run_gate
 from compressor.gates.verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.run_context import find_model
-from compressor.pipeline.task import content_of, of_stage
+from compressor.pipeline.task import content_of, find_model, of_stage
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from compressor.checkpoint.reader import Size
@@ -17,13 +18,11 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.files import alone, clear, work_folder
 from compressor.memory import PeakMemory
-from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
 from compressor.mtp.head import Head
 from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
-from compressor.pipeline.run_context import find_model, open_run
-from compressor.pipeline.task import Task, filled, first_state, prepare
+from compressor.pipeline.task import Task, filled, find_model, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_yaml
@@ -113,12 +112,17 @@ def run(
             key = here().broadcast(task.key)
             known = terms.accept is None or terms.terms is not None
             place = request_key(key, recipe.output.max_shard_bytes, terms.terms) if known else None
-            if (found := _in_place(terms, place, task, opened.peak)) is not None:
-                return found
+        in_place = partial(_in_place, terms, place, task, opened.peak)
+        if (outcome := in_place()) is not None:
+            return outcome
+        needed = output_size(task.seen, task.experts).bytes
+        if any(step.name == "correct" for step in task.steps):
+            needed *= 2  # refitted layers wait beside the output
         with held(terms.out) as work:
-            if (found := _in_place(terms, place, task, opened.peak)) is not None:  # another run of it has just ended
-                return found
-            here().broadcast(lambda: _check_place(task, terms))
+            if (outcome := in_place()) is not None:  # another run of it has just ended
+                return outcome
+            here().broadcast(lambda: check_target(terms.out, terms.overwrite))
+            here().broadcast(lambda: check_space(terms.out, needed))
             work.resume(key)
             state = first_state(task, opened, work, observer)
             stage = make_all(state)
@@ -138,7 +142,7 @@ def earlier_plan(model: OpenModel) -> Plan | None:
 
 
 def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
-    """Refuse an output in a checkpoint that is read, or one that would replace it."""
+    """Refuse an output inside a checkpoint that is read, or one that would replace it."""
     target = terms.out.resolve()
     for model in models:
         folder = model.source.folder
@@ -150,15 +154,8 @@ def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
             )
 
 
-def _check_place(task: Task, terms: Terms) -> None:
-    """Refuse an output place that cannot work, before anything expensive is done; refitted layers wait there too."""
-    check_target(terms.out, terms.overwrite)
-    needed = output_size(task.seen, task.experts).bytes
-    check_space(terms.out, 2 * needed if any(step.name == "correct" for step in task.steps) else needed)
-
-
 def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> Outcome | None:
-    """What there is to say of an output that is in place and the one asked for; None if there is none such."""
+    """Return the outcome of an output that is in place and the one requested; None if there is none."""
     if place is None or terms.overwrite:
         return None
 
@@ -217,47 +214,43 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     if terms.accept is not None:
         terms.accept(work.output)
     outcome = replace(outcome, seconds=dict(state.clock.seconds), peak_memory=peak.anonymous, acceptance=acceptance)
-    _record(state, outcome, terms, work.output)  # a run that is killed once the output is in place has it, too
-    if place is not None and here().is_first:
-        note_request(work.output, place)
+    if here().is_first:  # recorded before the rename, for a run that is killed right after it
+        identity = None if state.text is None else state.text.identity
+        run_record = RunRecord(
+            model.source.name,
+            model.source.revision,
+            state.plan.calibration if identity is None else identity,
+            outcome.seconds,
+            outcome.peak_memory,
+            None if terms.command is None else tuple(terms.command),
+            acceptance=acceptance,
+            base=None if state.plan.base is None else state.base.source.name,
+        )
+        record_run(work.output, run_record)
+        if state.observer is not None:
+            state.observer.keep(work.output, identity)
+        if place is not None:
+            note_request(work.output, place)
     return outcome
-
-
-def _record(state: State, outcome: Outcome, terms: Terms, folder: Path) -> None:
-    """Leave what reports want to know of the run, and the output does not say, in the user's cache."""
-    if not here().is_first:
-        return
-    source, words = state.source.source, None if terms.command is None else tuple(terms.command)
-    known = RunRecord(
-        source.name,
-        source.revision,
-        state.plan.calibration if state.text is None else state.text.identity,
-        outcome.seconds,
-        outcome.peak_memory,
-        words,
-        acceptance=outcome.acceptance,
-        base=None if state.plan.base is None else state.base.source.name,
-    )
-    record_run(folder, known)
-    if state.observer is not None:
-        state.observer.keep(folder, None if state.text is None else state.text.identity)
 
 
 def make_all(state: State) -> Stage:
     """Carry out what is not done."""
     work, stage = state.work, None
     assert work is not None
-    for numbers in [each for each in state.plan.stages if each[0] >= state.first]:
+    for numbers in state.plan.stages:
+        if numbers[0] < state.first:
+            continue
         state.number = numbers[0]
         for number in numbers:
-            if (noted := work.steps.get(number)) is not None:  # by a run that was killed
-                entry = read_as(PlannedStep, noted, "journal.json")
+            if (recorded := work.steps.get(number)) is not None:  # by a run that was killed
+                entry = read_as(PlannedStep, recorded, "journal.json")
                 state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
         if state.step_at(numbers[0]).order is not None:
             stage = _layer_stage(state, numbers, stage, work)
             continue
         if stage is None:  # the whole model is changed first: a copy of it
-            stage = _written(state, numbers, work, None)
+            stage = _written(state, numbers, work)
         if state.plan.steps[numbers[0]].result is None:
             _whole_step(state, stage, work)
     assert stage is not None
@@ -303,24 +296,24 @@ def decide(state: State, numbers: Sequence[int]) -> None:
         step.take(decided, state)
 
 
-def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step] | None) -> Stage:
-    """The stage's layer files, written where they are not there yet."""
+def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step] = ()) -> Stage:
+    """Write the layer files of the stage that are not there yet."""
     folder, plan = work.stage(numbers[0]), state.stage_plan()
     heads = check_plan(plan, state.model)
     job = None
-    for number, step in zip(numbers, steps or (), strict=False):
+    for number, step in zip(numbers, steps, strict=False):
         state.number, job = number, job or step.job(state)
     state.number = numbers[0]
     if job is None:
         cut = state.cut() if state.step_of("correct") is not None else None
-        job = make_job(state.model, plan, cut, _change(state, steps or ()))
+        job = make_job(state.model, plan, cut, _change(state, steps))
     if folder.name not in work.written:
-        labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps or (), strict=False)]
+        labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
         state.progress.start("write", len(job.units))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)
         work.mark_written(folder)
-        if not any(step.verified_by_kept for step in steps or ()):
+        if not any(step.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
     return Stage(folder, job, state.model, plan, heads)
 
@@ -330,41 +323,39 @@ def _change(state: State, steps: Sequence[Step]) -> LayerChange | None:
     changing = [step for step in steps if type(step).layer is not Step.layer]
     if not changing:
         return None
-    by_layer: dict[str, list[MoeLayer]] = {}
-    for layer in state.model.architecture.layers:
-        by_layer.setdefault(layer.unit, []).append(layer)
 
     def change(name: str, tensors: Tensors) -> Tensors:
-        found = dict(tensors)
+        moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
+        current = dict(tensors)
         for step in changing:
-            made = step.layer(LayerAt(name, by_layer.get(name, []), found), state) or {}
-            for key, value in made.items():
-                if key not in found or value.shape != found[key].shape:
+            changed = step.layer(LayerAt(name, moe_layers, current), state) or {}
+            for key, value in changed.items():
+                if key not in current or value.shape != current[key].shape:
                     raise CompressionError(
                         f"step {step.name} gives {key} of {name}, which is no tensor of that shape; mend its layer()"
                     )
-            found |= made
-        return {key: value for key, value in found.items() if value is not tensors[key]}
+            current |= changed
+        return {key: value for key, value in current.items() if value is not tensors[key]}
 
     return change
 
 
 def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
-    """Have a step change the checkpoint as it is now, and note what came of it."""
+    """Have a step change the checkpoint as it is now, and record its figures."""
     number = state.number
     step = state.step_at(number)
     state.model = stage.opened(state.base)
     with state.clock.phase(step.name):
-        made = step.whole(state)
-    if made is None:
+        result = step.whole(state)
+    if result is None:
         return
 
     def put_all() -> None:
-        for tensors in made.tensors:
+        for tensors in result.tensors:
             put_tensors(stage.folder, tensors, f"{number}-{step.name}")
 
     here().broadcast(put_all)
     stage.model = None  # its files are others now
-    state.plan = state.plan.with_entry(number, result=dict(made.figures), text=state.own_text)
+    state.plan = state.plan.with_entry(number, result=dict(result.figures), text=state.own_text)
     work.record(number, state.plan.steps[number].to_dict())
     work.drop_kept(number)

@@ -1,22 +1,28 @@
-"""A recipe settled on an opened model: stages, every refusal that needs no text and no weight, the key, the text."""
+"""A recipe resolved on an opened model: stages, every refusal that needs no text and no weight, the key, the text."""
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.utils.deterministic
+
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
 from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources
 from compressor.distributed.ranks import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.files import file_digest
-from compressor.model.opened import OpenModel
-from compressor.pipeline.run_context import Run
+from compressor.memory import PeakMemory
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe, recipe_of_plan
 from compressor.recipe.step import Needs, Step, TextOptions
@@ -30,8 +36,54 @@ HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit noth
 
 
 @dataclass(slots=True)
+class Run:
+    """One run on a model."""
+
+    model: OpenModel
+    progress: Progress
+    clock: Clock
+    peak: PeakMemory
+
+
+def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
+    """Locate a model; of several processes the first one downloads it."""
+    return here().first_before_others(lambda: locate(model, revision, progress))
+
+
+@contextmanager
+def open_run(
+    model: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+    deterministic: bool = False,
+) -> Iterator[Run]:
+    """Locate or download a model and open it lazily; until the block ends memory is watched.
+
+    With `deterministic` torch keeps to deterministic operations, and warns where it has none.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    clock = Clock()
+    try:
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which CUDA's products may differ
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            memory.fill_uninitialized_memory = False  # nothing is read that was not written
+        with PeakMemory() as peak:
+            with clock.phase("open"):
+                opened = open_model(find_model(model, revision, progress), dtype, device)
+            yield Run(opened, progress or Silent(), clock, peak)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
+
+
+@dataclass(slots=True)
 class Task:
-    """A recipe with its steps settled on an opened model."""
+    """A recipe with its steps resolved on an opened model."""
 
     recipe: Recipe
     model: OpenModel
@@ -120,7 +172,7 @@ def check_order(steps: Sequence[Step]) -> None:
 
 
 def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None) -> Task:
-    """Settle the steps on a model; every refusal that needs no text and no weight is made here."""
+    """Resolve the steps on a model; every refusal that needs no text and no weight is made here."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
     if base is not model:
@@ -131,11 +183,10 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
             f"{base.source.label}; run on that base, or plan again"
         )
     stages, resolved = stage_numbers(recipe.steps), list[Step]()
-    for number, step in enumerate(recipe.steps):
-        if plan is not None:
-            resolved.append(step)
-        elif (made := step.resolved(model, of_stage(recipe.steps, stages[number]))) is not None:
-            resolved.append(made)
+    for stage, step in zip(stages, recipe.steps, strict=True):
+        settled = step if plan is not None else step.resolved(model, of_stage(recipe.steps, stage))
+        if settled is not None:
+            resolved.append(settled)
     if not resolved:
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
     check_order(resolved)
@@ -189,11 +240,11 @@ def read_texts(task: Task) -> Texts:
         if not any(need.text or need.part is not None for need in needs.values()):
             return None
         if repeated is not None:
-            made = repeat_text(repeated, tokenizer(), task.model.vocabulary)
+            text = repeat_text(repeated, tokenizer(), task.model.vocabulary)
         else:
-            made = read_text(_spec(options, needs, task.recipe.seed), tokenizer(), task.model.vocabulary)
-        here().assert_same_on_all(made.identity["sha256"], "calibration text")
-        return made
+            text = read_text(_spec(options, needs, task.recipe.seed), tokenizer(), task.model.vocabulary)
+        here().assert_same_on_all(text.identity["sha256"], "calibration text")
+        return text
 
     shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
     known = None if task.plan is None else task.plan.calibration
@@ -207,10 +258,10 @@ def read_texts(task: Task) -> Texts:
 
 
 def _spec(options: TextOptions, needs: Mapping[str, Needs], seed: int) -> TextSpec:
-    wanted = {name: need.part for name, need in needs.items() if need.part is not None}
     parts = {
         name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
-        for name, part in wanted.items()
+        for name, need in needs.items()
+        if (part := need.part) is not None
     }
     fit = any(need.text for need in needs.values())
     fewest = max((need.heldout for need in needs.values()), default=0) if fit else 0
@@ -231,13 +282,16 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     entries = () if before is None else before.steps
     first_stage = max((entry.stage for entry in entries), default=-1) + 1
     stages = stage_numbers(task.steps, first_stage)
-    if task.plan is None:
-        planned = [
-            PlannedStep(step.name, _options_of(step), stage=stage)
-            for step, stage in zip(task.steps, stages, strict=True)
-        ]
-    else:
+    if task.plan is not None:
         planned = [replace(entry, result=None) for entry in task.plan.steps]
+    else:
+        planned = []
+        for step, stage in zip(task.steps, stages, strict=True):
+            options = step.to_dict()
+            if step.calibration is not None and step.calibration.data is not None:  # files without their folders
+                names = [Path(name).name if os.path.isfile(name) else name for name in step.calibration.data]
+                options["calibration"] = {**options["calibration"], "data": names}
+            planned.append(PlannedStep(step.name, options, stage=stage))
     source = Source.of(model) if before is None else before.source
     base = None if task.base.fingerprint == source.fingerprint or task.base is model else Source.of(task.base)
     if before is not None:
@@ -249,20 +303,8 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
 
 
-def _options_of(step: Step) -> dict[str, Any]:
-    """A step's options as a plan has them, texts by name without folders."""
-    found = step.to_dict()
-    if step.calibration is not None and step.calibration.data is not None:
-        names = [Path(name).name if os.path.isfile(name) else name for name in step.calibration.data]
-        found["calibration"] = {**found["calibration"], "data": names}
-    return found
-
-
 def filled(task: Task, plan: Plan, label: str) -> Recipe:
-    """The recipe that asks for an output again, as far as its plan tells: with every step done so far, without folders.
-
-    Experts that were protected because data showed them stay as they were asked for.
-    """
-    own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}
+    """The recipe that makes an output again: every step so far, without folders, `protect` as it was requested."""
     base = {} if plan.base is None else {"base": plan.base.label}
-    return recipe_of_plan(plan).model_copy(update={**own, **base})
+    own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}
+    return recipe_of_plan(plan).model_copy(update=own | base)
