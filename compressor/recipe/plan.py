@@ -59,12 +59,12 @@ class Group:
 
     @property
     def untouched(self) -> bool:
-        """Whether the merged expert is bit for bit one member."""
+        """True if the merged expert is bit for bit one member."""
         return self.coefficients == self.router_coefficients == (1.0,) and self.scale == 1.0
 
     @property
     def aligned(self) -> bool:
-        """Whether neurons change their order: there is a head, and more than one member counts."""
+        """True if neurons change their order: there is a head, and more than one member counts."""
         return self.head is not None and sum(coefficient != 0 for coefficient in self.coefficients) > 1
 
 
@@ -90,7 +90,6 @@ class LayerPlan:
             raise CompressionError(f"{self.module}: {fault}")
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong, with the remedy."""
         seen = set[int]()
         for group in self.groups:
             if not group.members:
@@ -143,8 +142,7 @@ class LayerPlan:
     @property
     def dropped(self) -> tuple[int, ...]:
         """Experts in no group."""
-        grouped = self.slots()
-        return tuple(expert for expert in range(self.experts) if expert not in grouped)
+        return tuple(expert for expert, slot in enumerate(self.remap()) if slot < 0)
 
     @property
     def merged(self) -> tuple[tuple[int, ...], ...]:
@@ -153,7 +151,7 @@ class LayerPlan:
 
     @property
     def is_drop(self) -> bool:
-        """Whether no weight changes: every group is one untouched expert."""
+        """True if no weight changes: every group is one untouched expert."""
         return all(group.untouched for group in self.groups)
 
     def slots(self) -> dict[int, int]:
@@ -208,28 +206,27 @@ class CompressionPlan:
     calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
     layers: tuple[LayerPlan, ...]
     seed: int = 0
-    sequential: bool = False  # each layer was planned on what the compressed earlier ones put out
+    sequential: bool = False  # each layer was planned on what the compressed earlier ones output
     correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
     mtp: str | None = None  # "keep" or "drop": what is done with multi-token-prediction heads that are understood
     constants: Mapping[str, Any] | None = None  # which stand for the experts that are dropped, and the budget
     split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
-    top_k: int | None = None  # experts that a token visits in the output, where they are fewer than before
+    top_k: int | None = None  # experts that a token is routed to in the output, where they are fewer than before
 
     def __post_init__(self) -> None:
         if fault := next(self._faults(), ""):
             raise CompressionError(fault)
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong, in one sentence with the remedy."""
         if self.correction is not None and self.calibration is None:
             yield "a correction needs calibration data; restore calibration or write null for both"
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             yield "calibration should name its source; restore it, or write null if no data was read"
-        asked = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
+        correction = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
         for name in ("method", "dtype"):
-            if not isinstance(asked[name], str):
-                yield f"the correction's {name} should be text, it is {asked[name]!r}; restore it"
+            if not isinstance(correction[name], str):
+                yield f"the correction's {name} should be text, it is {correction[name]!r}; restore it"
         if self.split is not None:
             check_split(self.split)
         if self.mtp not in (None, "keep", "drop"):
@@ -267,10 +264,10 @@ class CompressionPlan:
             yield "constants are measured on calibration data; restore calibration or plan again"
         if self.split is not None:
             yield "a plan with constants can have no split; take it out"
-        kept, said = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
-        if kept != said or (self.layers and kept // len(self.layers) != self.experts):
-            told = f"{said!r} in all and {self.experts} in each"
-            yield f"its layers keep {kept} experts, but the plan says {told}; make them equal"
+        kept, total = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
+        if kept != total or (self.layers and kept // len(self.layers) != self.experts):
+            promised = f"{total!r} in all and {self.experts} in each"
+            yield f"its layers keep {kept} experts, but the plan says {promised}; make them equal"
         for layer in self.layers:
             if layer.dropped and not layer.constants:
                 remedy = "name them in 'constants'"
@@ -278,12 +275,12 @@ class CompressionPlan:
 
     @property
     def is_drop(self) -> bool:
-        """Whether the whole plan is a pure drop (or keeps everything), and no weight is refitted."""
+        """True if the whole plan is a pure drop (or keeps everything), and no weight is refitted."""
         return self.correction is None and all(layer.is_drop for layer in self.layers)
 
     @property
     def stored_as_is(self) -> bool:
-        """Whether the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
+        """True if the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
         return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
 
 
@@ -293,8 +290,8 @@ def check_split(split: Mapping[str, Any]) -> None:
         raise CompressionError(f"the split's parts are {split['parts']}, not 2 to {MOST_PARTS}; restore it")
     if not isinstance(split.get("calibration"), Mapping | None):
         raise CompressionError("the split's calibration should be an object or null; restore it")
-    told = split.get("neurons")
-    if not isinstance(told, Mapping) or not all(isinstance(text, str) for text in told.values()):
+    neurons = split.get("neurons")
+    if not isinstance(neurons, Mapping) or not all(isinstance(text, str) for text in neurons.values()):
         raise CompressionError("the split should say for each module where its neurons go; split or plan again")
 
 
@@ -323,18 +320,15 @@ def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerpri
     """Refuse a plan that was made for another model, or whose facts about the model were edited."""
     check_source(plan.source, fingerprint)
     known = {layer.name: layer for layer in layers}
-    for layer_plan in plan.layers:
-        if (layer := known.get(layer_plan.module)) is None:
-            raise CompressionError(
-                f"the plan speaks of {layer_plan.module}, which this model does not have; plan again"
-            )
+    for planned in plan.layers:
+        if (layer := known.pop(planned.module, None)) is None:
+            raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
         for fact in LAYER_FACTS:
-            if getattr(layer_plan, fact) != getattr(layer, fact):
+            if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
                 raise CompressionError(
-                    f"{layer.name}: the plan says {fact} {getattr(layer_plan, fact)}, the model has "
-                    f"{getattr(layer, fact)}; restore it"
+                    f"{layer.name}: the plan says {fact} {stated}, the model has {actual}; restore it"
                 )
-    if missing := sorted(set(known) - {layer_plan.module for layer_plan in plan.layers}):
+    if missing := sorted(known):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")
 
 

@@ -75,10 +75,8 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the steps of each stage: layerwise ones that follow each other, or one on the whole model."""
-        return tuple(
-            tuple(number for number, _ in group)
-            for _, group in groupby(enumerate(self.steps), key=lambda pair: pair[1].stage)
-        )
+        numbers = groupby(range(len(self.steps)), key=lambda number: self.steps[number].stage)
+        return tuple(tuple(group) for _, group in numbers)
 
     def staged(self, numbers: Sequence[int]) -> CompressionPlan | None:
         """What the layerwise steps of a stage do to every expert; None where it is not decided, or of another kind."""
@@ -87,12 +85,12 @@ class Plan:
         if chosen is None or chosen.plan is None:
             return None
         decided, options, where = chosen.plan, chosen.options, f"the plan of {chosen.name}"
-        if unknown := sorted(set(decided) - DECISIONS):
+        if unknown := sorted(decided.keys() - DECISIONS):
             known = ", ".join(sorted(DECISIONS))
             raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {known}")
         if missing := sorted({"experts", "layers"} - set(decided)):
             raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
-        refuse_crowds(decided["layers"])
+        _refuse_crowds(decided["layers"])
         refit, split = own.get(CORRECT), own.get(SPLIT)
         constants = correction = None
         if chosen.name == CONSTANTS:
@@ -122,12 +120,12 @@ class Plan:
     @cached_property
     def stage(self) -> CompressionPlan:
         """What becomes of the source's experts over all stages together, for those who show it."""
-        found = [made for stage in self.stages if (made := self.staged(stage)) is not None]
-        if not found:
-            split = next((dict(step.plan) for step in self.steps if step.name == SPLIT and step.plan), None)
-            experts = 0 if split is None else int(split["experts"]) * int(split["parts"])
-            return CompressionPlan(self.source, experts, KEPT_WHOLE, {}, self.calibration, (), split=split)
-        return reduce(_composed, found)
+        plans = [plan for stage in self.stages if (plan := self.staged(stage)) is not None]
+        if plans:
+            return reduce(_composed, plans)
+        split = next((dict(step.plan) for step in self.steps if step.name == SPLIT and step.plan), None)
+        experts = 0 if split is None else int(split["experts"]) * int(split["parts"])
+        return CompressionPlan(self.source, experts, KEPT_WHOLE, {}, self.calibration, (), split=split)
 
     def of(self, name: str) -> tuple[PlannedStep, ...]:
         """All steps of a name, in order."""
@@ -230,7 +228,7 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     content = {name: value for name, value in entry.items() if name != "dropped"}
     if isinstance(entry.get("constants"), list):
         content["constants"] = sorted(set(entry["constants"]))
-    if isinstance(groups := entry.get("groups"), list):  # routers merge like weights, where nothing else is said
+    if isinstance(groups := entry.get("groups"), list):  # routers merge like weights unless the plan says otherwise
         content["groups"] = [
             {"router_coefficients": group.get("coefficients"), **group} if isinstance(group, dict) else group
             for group in groups
@@ -242,42 +240,42 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     grouped, gone = plan.slots(), set(plan.dropped)
     for expert in entry.get("dropped") or ():
         if expert in grouped:
-            raise CompressionError(
-                f"{module}: expert {expert} is in a group and in 'dropped'; take it out of one of them"
-            )
-        if expert not in gone:
-            raise CompressionError(
-                f"{module}: 'dropped' names expert {expert!r}, which does not exist; "
-                f"experts are numbered 0 to {plan.experts - 1}"
-            )
+            fault = f"expert {expert} is in a group and in 'dropped'; take it out of one of them"
+        elif expert not in gone:
+            fault = f"'dropped' names expert {expert!r}, which does not exist; "
+            fault += f"experts are numbered 0 to {plan.experts - 1}"
+        else:
+            continue
+        raise CompressionError(f"{module}: {fault}")
     return plan
 
 
-def refuse_crowds(layers: Any) -> None:
+def _refuse_crowds(layers: Any) -> None:
     """Refuse more layers or experts than any model has, before they are looked at one by one."""
-    if isinstance(layers, list) and len(layers) > MOST_LAYERS:
+    if not isinstance(layers, list):
+        return
+    if len(layers) > MOST_LAYERS:
         raise CompressionError(f"{len(layers):,} layers are more than any model has; restore the plan")
-    counts = [entry.get("experts") for entry in layers if isinstance(entry, dict)] if isinstance(layers, list) else []
+    counts = (entry.get("experts") for entry in layers if isinstance(entry, dict))
     if sum(count for count in counts if isinstance(count, int) and 0 < count <= MOST_EXPERTS) > MOST_IN_ALL:
         raise CompressionError(f"its layers have more than {MOST_IN_ALL:,} experts together; restore the plan")
 
 
 def few(content: Any, name: str) -> Any:
-    """The same object or list, unless it has more entries than a plan's may have."""
+    """Return the object or list, refusing one with more entries than a plan's may have."""
     if isinstance(content, Mapping | Sequence) and not isinstance(content, str) and len(content) > MOST_FIGURES:
         raise CompressionError(f"{name}: {len(content):,} entries are more than {MOST_FIGURES}; take some out")
     return content
 
 
-def decisions(made: CompressionPlan) -> dict[str, Any]:
+def decisions(plan: CompressionPlan) -> dict[str, Any]:
     """What a stage's prune or constants step decided, as its entry in the plan has it."""
-    protected = {name: list(experts) for name, experts in made.protected.items()}
+    protected = {name: list(experts) for name, experts in plan.protected.items()}
+    optional = {"protected": protected or None, "top_k": plan.top_k, "mtp": plan.mtp}
     return {
-        "experts": made.experts,
-        **({"protected": protected} if protected else {}),
-        **({} if made.top_k is None else {"top_k": made.top_k}),
-        **({} if made.mtp is None else {"mtp": made.mtp}),
-        "layers": [layer_to_dict(layer) for layer in made.layers],
+        "experts": plan.experts,
+        **{name: value for name, value in optional.items() if value is not None},
+        "layers": [layer_to_dict(layer) for layer in plan.layers],
     }
 
 

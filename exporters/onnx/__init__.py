@@ -101,17 +101,15 @@ def require_packages() -> None:
     """Refuse to start where the optional packages are missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise CompressionError(
-            f"ONNX export needs the package {missing[0]}; install the extra with pip install 'moe-compressor[onnx]'"
-        )
+        raise CompressionError(f"ONNX export needs the package {missing[0]}; pip install 'moe-compressor[onnx]'")
 
 
 def export(
     folder: Path, out: Path, options: ExportOptions | None = None, progress: Progress | None = None
 ) -> ExportSummary:
-    """Export the checkpoint in `folder` to the folder `out`; raises `CompressionError` and leaves nothing if it fails.
+    """Export the checkpoint in `folder` to `out`: graph, weights, configs, tokenizer, and a record of the verification.
 
-    `out` holds the graph, its weights, the configs and tokenizer, and a record of the verification.
+    Raises `CompressionError` and leaves nothing if it fails.
     """
     options, progress = options or ExportOptions(), progress or Silent()
     require_packages()
@@ -147,27 +145,25 @@ def export(
 
 
 def read_summary(out: Path) -> ExportSummary:
-    """What `export` said of its work, from the record that it left."""
+    """Return what `export` returned, from the record that it left in `out`."""
     record, kinds = read_object(out / RECORD), get_type_hints(ExportSummary)
     recorded = {name: value_as(record[name], kinds[name], name) for name in RECORDED}
     return ExportSummary(folder=out, **_sizes(out), **recorded)
 
 
 def _sizes(folder: Path) -> dict[str, Any]:
-    """Bytes of the graph, and whether its weights lie in a file of their own."""
     files = [path for path in (folder / GRAPH, folder / WEIGHTS) if path.exists()]
     return {"nbytes": sum(path.stat().st_size for path in files), "external": len(files) > 1}
 
 
 def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what it says, also of a part of the model, of how weights are quantised: the graph's are not."""
+    """A config, and the configs inside it, without how weights are quantised: the graph's are not."""
     kept = {name: value for name, value in raw.items() if name != "quantization_config"}
     return {name: plain_config(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
-    """Configs, tokenizer and the record. No timings and no folders, so that equal runs give equal records."""
-    _write_json(content / "config.json", plain_config(opened.checkpoint.raw_config))
+    """Write configs, tokenizer and the record, without times and folders, so that equal runs give equal records."""
     files = carried_files(opened.source.folder)
     carried = sorted(files)
     compression = opened.source.folder / COMPRESSION
@@ -176,17 +172,14 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
     for name, source in files.items():
         (content / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, content / name)
-    asked, found = asdict(options), asdict(summary)
+    result = asdict(summary)
     record = {
         "tool": TOOL,
         "versions": versions(PACKAGES),
         "source": opened.source.label,
         "files": carried,
-        "options": {name: value for name, value in asked.items() if name not in UNRECORDED},
-        **{name: found[name] for name in RECORDED},
+        "options": {name: value for name, value in asdict(options).items() if name not in UNRECORDED},
+        **{name: result[name] for name in RECORDED},
     }
-    _write_json(content / RECORD, record)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, values in (("config.json", plain_config(opened.checkpoint.raw_config)), (RECORD, record)):
+        (content / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

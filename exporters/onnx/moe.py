@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.functional import pad
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
@@ -46,7 +45,7 @@ class Activation:
     limit: float | None = None
 
     def apply(self, inner: Tensor) -> Tensor:
-        """What the formula says, [T, 2I] as concatenated gate and up (or [T, I]) -> [T, I]."""
+        """Concatenated gate and up [T, 2I] (or [T, I]) -> [T, I]."""
         if self.kind != "swiglu":
             return UNGATED[self.kind](inner)
         gate, up = inner.chunk(2, dim=-1)
@@ -64,7 +63,7 @@ UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _probe(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """The module's own gate on gate [T, I] and up [T, I], fused as its first projection would give them, [T, 2I]."""
+    """Apply the module's own gate to gate [T, I] and up [T, I], fused as its first projection gives them, [T, 2I]."""
     fused = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
     with torch.no_grad():
         value: Tensor = experts._apply_gate(fused)
@@ -72,7 +71,7 @@ def _probe(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _fit_gate(experts: Any) -> Activation | None:
-    """Alpha, beta and limit of a gate of the swiglu family, read off its own values; None for one of another family."""
+    """Read alpha, beta and limit of a gate of the swiglu family off its own values; None for another family."""
     zero, one, far = torch.zeros(1, 1), torch.ones(1, 1), torch.full((1, 1), FAR)
     slope = _probe(experts, one, one) - _probe(experts, one, zero)  # of u, at g = 1: sigmoid(alpha)
     if not bool(0 < slope < 1):
@@ -144,37 +143,34 @@ def node_tensors(experts: Any) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in found.items()}
 
 
-def _filled(value: Tensor, *sides: int, by: float = 0) -> Tensor:
-    """A tensor with so many entries more at the end of its last axes, the last one first."""
-    return pad(value, [count for side in sides for count in (0, side)], value=by) if any(sides) else value
-
-
 def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
     """A rounded module's tensors as the node wants them, zeros added so that both widths are whole blocks.
 
     Packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half as wide for 4 bits), scales float32 [E, rows] or
-    [E, rows, B] by the weight's name and `_scales`, the biases if any. What the added rows of the first projection
-    give is multiplied by the added columns of the second, which are 0; the added rows of the second are cut off.
+    [E, rows, B] by the weight's name and `_scales`, the biases if any. Outputs of the first projection's added rows
+    meet the second's added columns, which are 0; outputs of the second's added rows are cut off.
     """
     first, second, *biases = parameter_names(experts)
     plain, scales = node_tensors(experts), getattr(experts, SCALES)
     hidden, inner = (scheme.padding(plain[name].shape[-1]) for name in (first, second))
     inner_rows = inner * (2 if experts.has_gate else 1)
-    found = {}
+    tensors = {}
     for name, columns, rows in ((first, hidden, inner_rows), (second, inner, hidden)):
-        own = first_rows(experts, scales[name]) if name == first else scales[name]
-        found[name] = pack(_filled(codes(plain[name].float(), own, scheme), columns, rows), scheme)
-        own = _filled(own, 0, rows, by=1)
-        found[f"{name}_scales"] = own if scheme.block else own[..., 0]
+        scale = first_rows(experts, scales[name]) if name == first else scales[name]
+        tensors[name] = pack(
+            nn.functional.pad(codes(plain[name].float(), scale, scheme), (0, columns, 0, rows)), scheme
+        )
+        scale = nn.functional.pad(scale, (0, 0, 0, rows), value=1)
+        tensors[f"{name}_scales"] = scale if scheme.block else scale[..., 0]
     for name, rows in zip(biases, (inner_rows, hidden), strict=False):
-        found[name] = _filled(plain[name], rows)
-    return {name: value.contiguous() for name, value in found.items()}
+        tensors[name] = nn.functional.pad(plain[name], (0, rows))
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
-    """The node of a supported module (weight, scales if rounded, and bias of each projection), and its tensors by name.
+    """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by name.
 
-    MoE, or QMoE of a module that `round_experts` has rounded.
+    For each projection these are weight, scales if rounded, and bias.
     """
     kind = activation(experts)
     assert kind is not None
@@ -244,13 +240,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     tensors = [None if name is None else getattr(self, name) for name in route.tensors]
     while tensors[-1] is None:
         tensors.pop()
-    given = nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
+    inputs = nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
     output: Tensor = torch.onnx.ops.symbolic(
         f"com.microsoft::{route.name}",
-        [given, logits, *tensors],
+        [inputs, logits, *tensors],
         {"k": top_k_index.shape[-1], "normalize_routing_weights": 1, **route.attributes},
         dtype=hidden_states.dtype,
-        shape=given.shape,
+        shape=inputs.shape,
         version=1,
     )
     output = output[:, : hidden_states.shape[-1]] if route.padding else output
@@ -267,10 +263,7 @@ class LayerRoute:
 
 
 def use_nodes(model: nn.Module, fallback: str = FALLBACKS[0], scheme: Scheme | None = None) -> tuple[LayerRoute, ...]:
-    """Bring every experts module into its node's layout, one after the other and in place, ready to be traced.
-
-    The model computes nothing sensible afterwards: a traced node has no values in torch.
-    """
+    """Bring every experts module into its node's layout in place, to be traced: a node has no values in torch."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -22,21 +22,16 @@ class Scheme:
     block: int | None = None
 
     @property
-    def lowest(self) -> int:
-        """The lowest code."""
-        return -(1 << self.bits - 1)
-
-    @property
     def highest(self) -> int:
-        """The highest code."""
+        """The highest code; the lowest is -highest - 1."""
         return (1 << self.bits - 1) - 1
 
     def padding(self, width: int) -> int:
-        """How many zeros a row of this width needs to consist of whole blocks."""
+        """Zeros that a row of this width needs to consist of whole blocks."""
         return -width % (self.block or 1)
 
     def count(self, width: int) -> int:
-        """How many scales a row of this width has."""
+        """Scales of a row of this width."""
         return (width + self.padding(width)) // (self.block or width)
 
     def describe(self) -> str:
@@ -56,7 +51,7 @@ def blocks(weight: Tensor, scheme: Scheme) -> Tensor:
 
 def _steps(values: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """The nearest codes of [..., B, S] for the scales [..., B], as whole floating-point numbers."""
-    return (values / scales[..., None]).round_().clamp_(scheme.lowest, scheme.highest)
+    return (values / scales[..., None]).round_().clamp_(-scheme.highest - 1, scheme.highest)
 
 
 def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -95,5 +90,5 @@ def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 def pack(found: Tensor, scheme: Scheme) -> Tensor:
     """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the first one low."""
-    unsigned = (found.to(torch.int16) - scheme.lowest).to(torch.uint8)
+    unsigned = (found.to(torch.int16) + scheme.highest + 1).to(torch.uint8)
     return unsigned if scheme.bits == 8 else unsigned[..., 0::2] | unsigned[..., 1::2] << 4

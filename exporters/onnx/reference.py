@@ -1,13 +1,12 @@
-"""What the stock model answers to everything that an ONNX graph will be asked: many shapes, chunks, padding, decoding.
+"""The stock model's logits on everything that an ONNX graph is verified on: many shapes, chunks, padding, decoding.
 
-It is asked first, one decoder layer in memory at a time, and its answers are kept, so that model and graph need not be
-in memory together.
+They come first, one decoder layer in memory at a time, so that model and graph need not be in memory together.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,27 +26,21 @@ PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 pl
 PADDED_LENGTH = 12
 PROMPT = 8
 TOKENS = 64
-CONTINUED = "token by token"  # the question of a text of which the likeliest tokens are compared, too
-NUDGED = 4  # of the questions: 2 x 33, enough tokens to meet an unlucky one
+CONTINUED = "token by token"  # the case of a text of which the argmax tokens are compared, too
+NUDGED = 4  # of the cases: 2 x 33, enough tokens to meet an unlucky one
 NUDGED_NAME = "nudged"
 PROMPT_SEED, TEXT_SEED, NUDGE_SEED = 13, 15, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Some tokens [B, S] with their mask [B, S], cut into chunks."""
+class Case:
+    """Some tokens [B, S] with their mask [B, S], cut into chunks, and once observed the stock model's logits."""
 
     name: str
     tokens: Tensor
     mask: Tensor
     chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case(Question):
-    """A question with the stock model's logits [B, S, V]."""
-
-    logits: Tensor
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, S, V]
 
     @property
     def real(self) -> Tensor:
@@ -98,24 +91,22 @@ def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None 
 def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
     """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of tokens [B, S]."""
     if logits.shape[:2] != tokens.shape:
-        raise CompressionError(
-            f"{type(model).__name__} does not give one row of logits for each token; only language models that "
-            "do can be exported"
-        )
+        name = type(model).__name__
+        raise CompressionError(f"{name} cannot be exported: it does not give one row of logits for each token")
     return logits.float().clone()
 
 
-def questions(model: Any, past: bool, tokens: int) -> tuple[Question, ...]:
-    """Everything that stock model and graph are asked; of a model that generates, also so many tokens after a prompt.
+def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
+    """Everything that stock model and graph compute; of a model that generates, also so many tokens after a prompt.
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
-    config, found = model.config, list[Question]()
+    config, found = model.config, list[Case]()
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
     def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
         mask = torch.ones_like(tokens) if mask is None else mask
-        found.append(Question(name, tokens, mask, chunks or (tokens.shape[1],)))
+        found.append(Case(name, tokens, mask, chunks or (tokens.shape[1],)))
 
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
@@ -148,7 +139,7 @@ Shown = Callable[[PartialModel, str], None]
 
 
 class _WidenedModel(PartialModel):
-    """A model whose tensors outside the layers are brought into float32 as they are loaded, without another change."""
+    """A model whose tensors outside the layers are brought into float32 as they are loaded."""
 
     units: tuple[str, ...] = ()
 
@@ -172,21 +163,20 @@ def unit_of(key: str, units: Sequence[str]) -> str | None:
     return next((unit for unit in units if key.startswith(f"{unit}.")), None)
 
 
-class _Asked(LayerVisitor):
-    """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits."""
+class _Observer(LayerVisitor):
+    """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits in the cases."""
 
-    def __init__(self, partial: PartialModel, asked: Sequence[Question], shown: Shown) -> None:
-        self.partial, self.asked, self.shown = partial, asked, shown
-        self.logits: list[Tensor] = [torch.empty(0)] * len(asked)
+    def __init__(self, partial: PartialModel, cases: Sequence[Case], shown: Shown | None) -> None:
+        self.partial, self.cases, self.shown = partial, [*cases], shown
 
-    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def arguments(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of the model's forward for the batch that runs."""
-        asked = self.asked[self.at.batch]
-        return args, kwargs | model_inputs(model, asked.tokens, 0, asked.mask)
+        case = self.cases[self.at.batch]
+        return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 
     def replaced(self, unit: str, own: Forward) -> Forward:
-        """The layer's own forward, of nudged values where the batch that runs is asked so."""
-        if self.asked[self.at.batch].name != NUDGED_NAME:
+        """The layer's own forward, of nudged values for the nudged batch."""
+        if self.cases[self.at.batch].name != NUDGED_NAME:
             return own
 
         def moved(*args: Any, **kwargs: Any) -> Any:
@@ -196,11 +186,13 @@ class _Asked(LayerVisitor):
         return moved
 
     def loaded(self, unit: str) -> None:
-        self.shown(self.partial, unit)
+        if self.shown is not None:
+            self.shown(self.partial, unit)
         widen(self.partial.model, self.partial.keys_under(unit))
 
     def finished(self, batch: int, output: Any) -> None:
-        self.logits[batch] = per_token(self.partial.model, self.asked[batch].tokens, output.logits)
+        case = self.cases[batch]
+        self.cases[batch] = replace(case, logits=per_token(self.partial.model, case.tokens, output.logits))
 
 
 def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, shown: Shown | None = None) -> Reference:
@@ -212,14 +204,11 @@ def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, show
     partial = _WidenedModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
     partial.units = units
     widen(partial.model, (name for name, value in partial.model.named_buffers() if value.device.type != "meta"))
-    asked = questions(partial.model, past, tokens)
-    visitor = _Asked(partial, [*asked, replace(asked[NUDGED], name=NUDGED_NAME)], shown or (lambda partial, unit: None))
-    batches, phase = [each.tokens for each in visitor.asked], "the stock model, layer by layer"
-    with partial.model.register_forward_pre_hook(visitor.given, with_kwargs=True):
+    cases = questions(partial.model, past, tokens)
+    visitor = _Observer(partial, [*cases, replace(cases[NUDGED], name=NUDGED_NAME)], shown)
+    batches, phase = [case.tokens for case in visitor.cases], "the stock model, layer by layer"
+    with partial.model.register_forward_pre_hook(visitor.arguments, with_kwargs=True):
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
-    *logits, moved = visitor.logits
-    cases = tuple(
-        Case(each.name, each.tokens, each.mask, each.chunks, said) for each, said in zip(asked, logits, strict=True)
-    )
-    change = float((logits[NUDGED] - moved).abs().max())
-    return Reference(type(partial.model).__name__, cases, change if math.isfinite(change) else 0.0)
+    *answered, nudged = visitor.cases
+    change = float((answered[NUDGED].logits - nudged.logits).abs().max())
+    return Reference(type(partial.model).__name__, tuple(answered), change if math.isfinite(change) else 0.0)

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +46,10 @@ NOISY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed."""
+    """How an initialiser is made of a tensor of the traced model: its name, and the order of its axes if changed.
+
+    Called, it stands in for the absent values before the optimiser, which looks for equal small tensors.
+    """
 
     source: str
     order: tuple[int, ...] | None = None
@@ -55,27 +58,22 @@ class Recipe:
         """The initialiser's values, contiguous."""
         return (value if self.order is None else value.permute(self.order)).contiguous()
 
-    def turned(self, order: tuple[int, ...]) -> "Recipe":
-        """The same with its axes in another order."""
-        return replace(self, order=order if self.order is None else tuple(self.order[axis] for axis in order))
-
     def __call__(self) -> Any:
-        """A stand-in for the values, for the optimiser looks for equal small tensors: it equals only itself."""
         import onnx_ir
 
         return onnx_ir.tensor(np.frombuffer(repr(self).encode(), np.uint8))
 
 
 def recipe_of(value: Any) -> Recipe | None:
-    """How an initialiser is made; None for one whose values are there, and for other values."""
+    """The recipe of an initialiser whose values are absent; None for any other value."""
     raw = getattr(getattr(value, "const_value", None), "raw", None)
     return raw if isinstance(raw, Recipe) else None
 
 
 def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, FakeTensorMode]:
-    """The stock model of an empty `partial` to be traced, with the mode of its absent weights.
+    """The stock model of an empty `partial` with its small tensors, and the mode of its absent weights.
 
-    Small tensors are read. Both weights of experts are there or neither, rounded by a scheme. Tied ones stay tied.
+    Both weights of experts are there or neither, rounded by a scheme. Tied weights stay tied.
     """
     absent = {key for key, value in partial.empty.items() if value.numel() > SMALL}
     experts = dict(experts_modules(partial.model))
@@ -85,13 +83,13 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
     absent |= {key for key in partial.empty if partial.tied.get(key, key) in absent}
     partial.load(key for key in partial.empty if key not in absent)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    standing: dict[str, nn.Parameter] = {}
+    stand_ins: dict[str, nn.Parameter] = {}
     for key in sorted(absent):
         source, value = partial.tied.get(key, key), partial.empty[key]
-        if source not in standing:
+        if source not in stand_ins:
             with mode:
-                standing[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
-        set_tensor(partial.model, key, standing[source])
+                stand_ins[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
+        set_tensor(partial.model, key, stand_ins[source])
     if scheme is not None:
         for module in experts.values():
             round_experts(module, scheme)
@@ -131,17 +129,16 @@ def present_name(name: str) -> str:
 
 
 def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
-    """Which axes differ between two samples' cache tensors, and with what they grow."""
+    """Return the axes in which two samples' cache tensors differ, and with what they grow."""
     batches, pasts = zip(*SAMPLES, strict=True)
     known = {batches: "batch", pasts: "past"}
-    grown = [(axis, sizes) for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1]
-    for _, sizes in grown:
-        if sizes not in known:
-            raise CompressionError(
-                f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
-                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
-            )
-    return {axis: known[sizes] for axis, sizes in grown}
+    grown = {axis: sizes for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1}
+    if strange := [sizes for sizes in grown.values() if sizes not in known]:
+        raise CompressionError(
+            f"the cache tensor {path} grows from {strange[0][0]} to {strange[0][1]} entries while the past grows from "
+            f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
+        )
+    return {axis: known[sizes] for axis, sizes in grown.items()}
 
 
 def sample_length(config: Any) -> int:
@@ -161,7 +158,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     """Example inputs in the model's own dtype; of the cache, the shapes at two sizes tell which axes are dynamic.
 
     In the `mode` of absent weights only shapes are worked out, and the cache is filled with zeros. Without one the
-    model has to compute, so its experts must not be in a node's layout yet.
+    model computes, so its experts must not be in a node's layout yet.
     """
     from transformers.exporters.utils import get_leaf_tensors
 
@@ -183,10 +180,8 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
         samples.append(model_inputs(model, tokens[:, length:], length))
     one, two = (get_leaf_tensors({CACHE: cache}) for cache in caches)
     if set(one) != set(two) or not one:
-        raise CompressionError(
-            f"the cache of {type(model).__name__} does not consist of tensors that can be graph inputs; "
-            "export it with --no-past"
-        )
+        name = type(model).__name__
+        raise CompressionError(f"the cache of {name} is not made of tensors alone; export it with --no-past")
     tensors = {graph_name(path): _axes(path, value, two[path]) for path, value in one.items()}
     for layer in caches[0].layers:
         for name, value in vars(layer).items():
@@ -197,7 +192,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch and onnxscript print and warn while they export."""
+    """Silence what torch and onnxscript print and warn while they export."""
     silent = contextlib.redirect_stdout(io.StringIO())
     with warnings.catch_warnings(action="ignore"), silent, quiet_transformers(), contextlib.ExitStack() as stack:
         for logger in map(logging.getLogger, NOISY):
@@ -272,12 +267,16 @@ def turn_absent(program: Any) -> None:
     import onnx_ir
 
     for node in list(program.graph):
-        if not (_is(node, "Transpose") and recipe_of(node.inputs[0]) and len(node.inputs[0].uses()) == 1):
+        if (node.domain, node.op_type) != ("", "Transpose"):
             continue
-        (value,), (output,), stored = node.inputs, node.outputs, node.inputs[0].const_value
+        value = node.inputs[0]
+        if (recipe := recipe_of(value)) is None or len(value.uses()) > 1:
+            continue
+        (output,), stored = node.outputs, value.const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
+        before = recipe.order or range(len(order))
         lazy = onnx_ir.LazyTensor(
-            stored.raw.turned(order),
+            Recipe(recipe.source, tuple(before[axis] for axis in order)),
             dtype=stored.dtype,
             shape=onnx_ir.Shape([stored.shape[axis] for axis in order]),
             name=output.name,
@@ -329,31 +328,19 @@ def export_reason(error: BaseException) -> str:
 def divide_by_roots(program: Any) -> int:
     """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place; returns how many there were.
 
-    Both are plain ONNX. A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
+    A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
+    from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
-    found = 0
-    for node in program.graph.all_nodes():
-        for place, value in enumerate(node.inputs if _is(node, "Mul") else ()):
-            inverse = value.producer()
-            if _is(inverse, "Reciprocal") and _is(inverse.inputs[0].producer(), "Sqrt"):
-                other, root = node.inputs[1 - place], inverse.inputs[0]
-                node.op_type = "Div"
-                node.replace_input_with(0, other)
-                node.replace_input_with(1, root)
-                found += 1
-                break
+    product, quotient = lambda op, x, v: op.Mul(x, op.Reciprocal(op.Sqrt(v))), lambda op, x, v: op.Div(x, op.Sqrt(v))
+    count = RewriteRuleSet([RewriteRule(product, quotient, remove_nodes=False)], commute=True).apply_to_model(program)
     RemoveUnusedNodesPass()(program)
-    return found
-
-
-def _is(node: Any, kind: str) -> bool:
-    return node is not None and node.domain == "" and node.op_type == kind
+    return count
 
 
 def _rename(program: Any, inputs: TraceInputs) -> None:
-    """Names of inputs, outputs and axes; the traces of Python files go, for they name folders of this machine."""
+    """Rename inputs, outputs and axes; the traces of Python files go, for they name folders of this machine."""
     graph = program.graph
     for value in graph.inputs:
         value.name = graph_name(value.name.removeprefix("input."))
@@ -377,12 +364,11 @@ def _rename(program: Any, inputs: TraceInputs) -> None:
 
 
 def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
-    """What each traced symbol stands for, read off the inputs' axes."""
+    """Read what each traced symbol stands for off the inputs' axes."""
     found: dict[str, str] = {}
     for value in graph.inputs:
         length = "total" if cache and value.name == "attention_mask" else "sequence"
-        axes = cache.get(value.name, {0: "batch", 1: length})
-        for axis, name in axes.items():
+        for axis, name in cache.get(value.name, {0: "batch", 1: length}).items():
             size = value.shape[axis]
             if isinstance(size, int):
                 raise CompressionError(

@@ -1,9 +1,8 @@
-"""Whether an ONNX graph computes what the stock model does: it is asked everything that was asked of that.
+"""Verify that an ONNX graph computes what the stock model does, on all of its cases.
 
-A graph that fits into memory answers in one session. Another is cut on disk into parts that follow one another: what
-comes before the layers, each layer, and what comes after. All questions pass a part before the next one is loaded. A
-question that comes in steps, with the cache of one handed to the next, passes each part step by step, for a layer's
-cache is needed by that layer alone.
+A graph that fits into memory runs in one session. Another is cut on disk into parts that follow one another: what
+comes before the layers, each layer, and what comes after. All cases pass a part before the next one is loaded. A case
+in chunks, with the cache of one handed to the next, passes each part chunk by chunk: a layer alone needs its cache.
 """
 
 import re
@@ -31,28 +30,26 @@ SHAPES = ("Shape", "Size")  # what asks a tensor for no value
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far logits may be off: this much, and this much of the largest logit if that is more.
+    """How far logits may be off: `absolute`, or `relative` times the largest logit if that is more.
 
-    A model that blows up roundings is as far from itself in another order of adding: where one unit in the last place
-    of its layers' inputs moves its own logits, a graph may be off by `units` times as much, up to a thousandth of the
-    largest logit. A fault of a graph moves them by far more.
-
-    In rounded arithmetic a router's near tie may be broken differently, and the token gets another expert: such tokens
-    may lie beyond, up to a `share` of those compared.
+    A model that amplifies rounding is as far from itself in another order of adding: a graph may be off by `units`
+    times what one unit in the last place of the layers' inputs moves the logits, up to a thousandth of the largest. A
+    fault of a graph moves them by far more. In rounded arithmetic a router's near tie may be broken differently, and
+    the token gets another expert: up to a `share` of the tokens may lie beyond.
     """
 
     absolute: float
     relative: float
     share: float = 0.0
-    units: float = 8.0  # graphs that are right, of models that blow up roundings, came to 2 to 3
+    units: float = 8.0  # correct graphs of models that amplify rounding came to 2 to 3
 
     def of(self, reference: Reference) -> float:
-        """The bound for the logits of a model that answered so."""
+        """The bound for the logits of a graph."""
         largest = reference.largest
         return max(self.absolute, self.relative * largest, min(self.units * reference.sensitivity, MOST * largest))
 
 
-MOST = 1e-3  # of the largest logit, however much a model blows up roundings
+MOST = 1e-3  # of the largest logit, however much a model amplifies rounding
 EXACT = Tolerance(1e-4, 1e-5)
 HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
@@ -78,10 +75,9 @@ class Verification:
 def compare(
     logits: Iterable[Tensor], reference: Reference, tolerance: Tolerance, label: str = STOCK, how: str = WHOLE
 ) -> Verification:
-    """Hold a graph's logits [B, S, V], case by case, against the stock model's.
+    """Compare a graph's logits [B, S, V] of each case with the stock model's, with the same rounded weights if any.
 
-    Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties. For a graph
-    with rounded weights, `reference` is made with the same rounded weights; `label` says so.
+    Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties.
     """
     bound, answers = tolerance.of(reference), iter(logits)
     cases: list[tuple[str, float]] = []
@@ -128,7 +124,7 @@ def _gaps(found: Tensor, case: Case) -> Tensor:
 
 
 def _right_for(case: Case, right: Sequence[tuple[str, float]], error: CompressionError) -> str:
-    """For which shapes a graph is right that fails for another, and what that means."""
+    """Say for which shapes a graph is right that fails for another, and what that means."""
     if not right or not case.name.startswith(PREFILL):
         return ""
     shapes = ", ".join(name.removeprefix(f"{PREFILL} ") for name, _ in right)
@@ -181,23 +177,22 @@ def open_session(path: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some nodes of a graph as a model of its own: what it takes from the parts before it, and gives to those after."""
+    """Some nodes of a graph as a model of its own."""
 
     model: Any  # None: the whole graph as it lies on disk
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # taken from the parts before
+    outputs: tuple[str, ...]  # given to the parts after
 
 
 def _levels(
     graph: Any, reads: Mapping[Any, set[Any]], owners: Mapping[str, str], units: Sequence[str]
 ) -> dict[Any, int]:
-    """Of each node the part that it belongs to: no earlier than what it reads, and than the layer whose weights it has.
+    """Number each node's part: no earlier than what it reads, and than the layer whose weights it has.
 
-    0 comes before all layers, 1 is the first; behind the last, whoever reads another tensor is in a part of its own.
+    0 comes before all layers, 1 is the first; behind the last, whatever reads another tensor is in a part of its own.
     """
     numbers = {None: 0} | {unit: number for number, unit in enumerate(units, start=1)}
-    owned = {name: unit_of(owners.get(name, name), units) for name in graph.initializers}
-    weights = {value: numbers[owned[name]] for name, value in graph.initializers.items()}
+    weights = {value: numbers[unit_of(owners.get(name, name), units)] for name, value in graph.initializers.items()}
     presents = {value.name: value for value in graph.outputs}
     past = dict.fromkeys(graph.inputs, 0)
     while True:
@@ -287,10 +282,10 @@ class Graph:
         groups = [[case] for case in cases] if len(self.parts) == 1 else [list(cases)]
         progress.start("verifying", len(groups) * len(self.parts))
         for group in groups:
-            questions = [self._steps(case) for case in group]
+            chunked = [self._steps(case) for case in group]
             for number, part in enumerate(self.parts):
                 session = self._load(part)
-                for steps in questions:
+                for steps in chunked:
                     for before, step in zip([None, *steps], steps, strict=False):
                         self._pass(session, part, before, step)
                         if before is not None:  # its values are needed by its successor, and by later parts
@@ -298,7 +293,7 @@ class Graph:
                     steps[-1].forget(self.last, number)
                 del session
                 progress.advance(f"part {number + 1} of {len(self.parts)}")
-            for steps in questions:
+            for steps in chunked:
                 values = [torch.utils.dlpack.from_dlpack(step.values[LOGITS]).float() for step in steps]
                 yield torch.cat(values, dim=1)
 
@@ -307,8 +302,8 @@ class Graph:
         steps = []
         for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
             mask, past = case.mask[:, :end], end - tokens.shape[1]
-            given = {TOKENS: tokens, MASK: mask, POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]}
-            values = {name: ort_value(value) for name, value in given.items() if name in self.inputs}
+            inputs = {TOKENS: tokens, MASK: mask, POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]}
+            values = {name: ort_value(value) for name, value in inputs.items() if name in self.inputs}
             steps.append(Step(list(tokens.shape), past, values))
         return steps
 
@@ -324,9 +319,9 @@ class Graph:
             place.unlink(missing_ok=True)
 
     def _pass(self, session: Any, part: Part, before: Step | None, step: Step) -> None:
-        """Run one part on one step, with the cache that the step before left, or an empty one.
+        """Run one part on one step, with the cache that the step before left, or zeros of its shape.
 
-        Where the part comes before the one that uses a cache's values, they are zeros of its shape.
+        Zeros of a cache with a past are for parts that come before the one that uses its values.
         """
         fed = {}
         for name in part.inputs:

@@ -32,8 +32,7 @@ INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where op
 class GraphFile:
     """A graph in the making: `program` is an onnx_ir model whose large weights are absent.
 
-    They lie in a file of their own beside the graph where all tensors together have more than `external_bytes`, and in
-    the graph itself otherwise.
+    They go to a file of their own if all tensors together have more than `external_bytes`, and to the graph otherwise.
     """
 
     def __init__(self, program: Any, folder: Path, external_bytes: int) -> None:
@@ -91,11 +90,10 @@ class GraphFile:
 def write_graph(
     opened: OpenModel, folder: Path, options: "ExportOptions", progress: Progress
 ) -> tuple[GraphFile, tuple[LayerRoute, ...], Reference, Reference | None]:
-    """Trace the model, ask the stock one everything, and write each layer's weights while the questions pass it.
+    """Trace the model, observe the stock one, and write each layer's weights while its cases pass them.
 
-    Returns the graph, how each MoE layer is written, the answers of the stock model (with rounded weights where they
-    are rounded), and those before rounding if so. Two layers, the graph and the embedding are the most that is in
-    memory.
+    Returns the graph, how each MoE layer is written, the stock model's logits (with rounded weights where they are
+    rounded), and those before rounding if so. At most two layers, the graph and the embedding are in memory.
     """
     scheme = options.scheme
     inner = opened.partial
@@ -116,20 +114,18 @@ def write_graph(
     nodes = {route.layer for route in routes if route.reason is None}
 
     def shown(partial: PartialModel, unit: str) -> None:
-        wanted = list(by_unit.get(unit, ()))
+        tensors = dict[str, Tensor]()  # of MoE nodes, which are not those of the model
         for name, experts in experts_modules(partial.model):
             if not name.startswith(f"{unit}."):
                 continue
             if scheme is not None:
                 round_experts(experts, scheme)
             if name in nodes:
-                tensors = moe_node(experts, scheme)[1]
-                for source in [source for source in wanted if source.rpartition(".")[0] == name]:
-                    graph.put(source, tensors.pop(source.rpartition(".")[2]))
-                    wanted.remove(source)
+                tensors |= {f"{name}.{key}": value for key, value in moe_node(experts, scheme)[1].items()}
             vars(experts).pop(SCALES, None)
-        for source in wanted:
-            graph.put(source, getattr(*parent_and_name(partial.model, source)))
+        for source in by_unit.get(unit, ()):
+            value = tensors.pop(source) if source in tensors else getattr(*parent_and_name(partial.model, source))
+            graph.put(source, value)
         give_back()
 
     original = None if scheme is None else observe(opened, False, 0, progress)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporters.onnx.reference import Case, Question, Reference, model_inputs, per_token, questions
+from exporters.onnx.reference import Case, Reference, model_inputs, per_token, questions
 
-Answer = Callable[[Question], Tensor]
+Answer = Callable[[Case], Tensor]
 
 
 @torch.no_grad()
-def answer(model: Any, asked: Question) -> Tensor:
+def answer(model: Any, asked: Case) -> Tensor:
     """Logits [B, S, V] of the whole question at once."""
     output = model(**model_inputs(model, asked.tokens, 0, asked.mask), use_cache=False)
     return per_token(model, asked.tokens, output.logits)

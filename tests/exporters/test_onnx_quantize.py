@@ -45,7 +45,7 @@ def naive_scale(values: list[float], scheme: Scheme) -> tuple[float, float]:
     found = []
     for ratio in RATIOS:
         scale = full * ratio
-        nearest = [min(scheme.highest, max(scheme.lowest, round(value / scale))) for value in values]
+        nearest = [min(scheme.highest, max(-scheme.highest - 1, round(value / scale))) for value in values]
         found.append((sum((n * scale - v) ** 2 for n, v in zip(nearest, values, strict=True)), scale))
     error, scale = min(found, key=lambda pair: pair[0])
     return scale, error
@@ -71,7 +71,7 @@ def test_rounding_is_that_of_torch(scheme: Scheme) -> None:
     value, scales = rounded(weight, scheme)
     flat, steps = weight.view(-1, scheme.block or 64), scales.flatten()
     zeros = torch.zeros(len(steps), dtype=torch.int32)
-    wanted = torch.fake_quantize_per_channel_affine(flat, steps, zeros, 0, scheme.lowest, scheme.highest)
+    wanted = torch.fake_quantize_per_channel_affine(flat, steps, zeros, 0, -scheme.highest - 1, scheme.highest)
     torch.testing.assert_close(value, wanted.view(4, 64))
 
 
@@ -89,7 +89,7 @@ def test_what_is_not_cut_off_is_within_half_a_step(case: tuple[Tensor, Scheme]) 
     weight, scheme = case
     value, scales = rounded(weight, scheme)
     step = scales.repeat_interleave(scheme.block or weight.shape[1], -1)[:, : weight.shape[1]]
-    inside = (weight >= step * scheme.lowest) & (weight <= step * scheme.highest)
+    inside = (weight >= step * (-scheme.highest - 1)) & (weight <= step * scheme.highest)
     slack = 1 + 1e-4
     assert bool(((value - weight).abs() <= step / 2 * slack)[inside].all())
     assert bool(((value - weight).abs() <= weight.abs() * (1 - min(RATIOS)) + step * slack).all())
