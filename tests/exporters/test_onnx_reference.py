@@ -43,5 +43,5 @@ def test_a_short_context_cuts_what_is_generated() -> None:
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(CompressionError, match="DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one row"):
+    with pytest.raises(CompressionError, match="DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one"):
         observe(zoo.build("diffusion_gemma"), past=False)
