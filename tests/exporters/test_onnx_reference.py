@@ -43,5 +43,6 @@ def test_a_short_context_cuts_what_is_generated() -> None:
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(CompressionError, match="DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one"):
+    message = "DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one row of logits"
+    with pytest.raises(CompressionError, match=message):
         observe(zoo.build("diffusion_gemma"), past=False)
