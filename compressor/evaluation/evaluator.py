@@ -6,7 +6,7 @@ the model does after its head is done to both.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -77,7 +77,7 @@ class Figures:
 
     def of(self, domains: Collection[int]) -> "Figures":
         """Figures of the sequences of these evaluation sets alone."""
-        rows = torch.tensor([int(number) in domains for number in self.domain], dtype=torch.bool)
+        rows = torch.isin(self.domain, torch.tensor([*domains]))
         return Figures(*(value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)))
 
     @property
@@ -128,8 +128,10 @@ class Evaluator:
     """
 
     def __init__(self, base: OpenModel, sets: Sequence[EvaluationSet]) -> None:
-        require_head(base.partial.model)
         self.base, self.names = base, tuple(entry.name for entry in sets)
+        self.head = require_head(base.partial.model)
+        self._head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
+        self._same_head = {self.head: True}  # of a variant: whether its weights are the base's
         self.batches: list[Tensor] = []  # so small that their logits are, too
         self.domains: list[int] = []  # of each batch
         for number, entry in enumerate(sets):
@@ -138,7 +140,6 @@ class Evaluator:
                 self.batches += parts
                 self.domains += [number] * len(parts)
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
-        self._same_head: dict[nn.Module, bool] = {}
         self._held = 0  # bytes in memory
 
     @classmethod
@@ -173,9 +174,9 @@ class Evaluator:
 
     @contextmanager
     def measuring(self, model: nn.Module) -> Iterator["Riding"]:
-        """Measure a variant in a pass that somebody else makes, or `model` whole in memory; the base is kept already.
+        """Measure a variant in another pass, or `model` whole in memory; the base is kept already.
 
-        The visitor that is given has the figures when the block has ended.
+        The visitor has the figures when the block has ended.
         """
         with self._riding(model, [(0, number) for number in range(len(self.batches))]) as riding:
             yield riding
@@ -208,13 +209,13 @@ class Evaluator:
         one of its own otherwise.
         """
         numbers = range(len(self.batches)) if only is None else only
-        shown = progress or Silent()
+        progress = progress or Silent()
         if model.partial is not self.base.partial and self.missing(numbers):
-            self._keep(shown)
+            self._keep(progress)
         missing = [(None, number) for number in self.missing(numbers)]
         places = [*missing, *((variant, number) for variant in range(variants) for number in numbers)]
         with self._riding(model.partial.model, places, 0, visitor) as riding:
-            riding.alone_in(model, shown, phase).run(riding, *([] if visitor is None else [visitor]))
+            riding.alone_in(model, progress, phase).run(riding, *([] if visitor is None else [visitor]))
         riding.add_up()
         return riding.figures
 
@@ -244,25 +245,20 @@ class Evaluator:
                 yield riding
         finally:
             if not self._same_head.get(head, True):
-                self.base.partial.release(self._base_head()[0])
-
-    def _base_head(self) -> tuple[str, nn.Module]:
-        head = require_head(self.base.partial.model)
-        return next(name for name, module in self.base.partial.model.named_modules() if module is head), head
+                self.base.partial.release(self._head_name)
 
     def base_logits(self, head: nn.Module, number: int, device: torch.device, more: Sequence[Any]) -> Tensor:
         """The base's logits of a batch beside a variant's `head`, which serves for both where its weights are equal."""
-        name, own = self._base_head()
-        if own is not head and not self._same_head.get(head, False):
-            self.base.partial.load(self.base.partial.keys_under(name))
+        if not self._same_head.get(head):
+            self.base.partial.load(self.base.partial.keys_under(self._head_name))
             if head not in self._same_head:
-                theirs, ours = (dict(module.named_parameters()) for module in (own, head))
-                self._same_head[head] = theirs.keys() == ours.keys() and all(
-                    torch.equal(value, ours[key]) for key, value in theirs.items()
+                base, variant = (dict(module.named_parameters()) for module in (self.head, head))
+                self._same_head[head] = base.keys() == variant.keys() and all(
+                    torch.equal(value, variant[key]) for key, value in base.items()
                 )
                 if self._same_head[head]:
-                    self.base.partial.release(name)
-        used = own if own is not head and not self._same_head[head] else head
+                    self.base.partial.release(self._head_name)
+        used = head if self._same_head[head] else self.head
         logits: Tensor = used.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
         return logits
 
@@ -271,7 +267,7 @@ class Evaluator:
 class Riding(LayerVisitor):
     """Held-out batches in a pass, from the number `first` on: (variant, batch) of each, the base's variant being None.
 
-    What was found, by all ranks together, is in `figures` when the pass has ended: of each variant, or of the base.
+    When the pass has ended, `figures` are those of each variant, or of the base, from all ranks.
     """
 
     evaluator: Evaluator
@@ -330,18 +326,15 @@ class Riding(LayerVisitor):
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        seen: dict[int | None, dict[int, list[list[float]]]] = {}
-        for (variant, number), found in (entry for each in here().all_gather(self._seen) for entry in each.items()):
-            seen.setdefault(variant, {})[number] = found
-        variants: list[int | None] = [*sorted(variant for variant in seen if variant is not None)] or [None]
-        self.figures = [self._figures(seen.get(variant, {})) for variant in variants]
-
-    def _figures(self, seen: Mapping[int, list[list[float]]]) -> Figures:
+        seen = {key: values for each in here().all_gather(self._seen) for key, values in each.items()}
         batches, domains = self.evaluator.batches, self.evaluator.domains
-        numbers = sorted(seen)
-        kl, loss, flips = (
-            torch.tensor([v for n in numbers for v in seen[n][kind]], dtype=torch.float64) for kind in range(3)
-        )
-        counts = [(batches[n].shape[1] - 1, domains[n]) for n in numbers for _ in range(len(batches[n]))]
-        tokens, domain = torch.tensor(counts, dtype=torch.int64).view(-1, 2).T
-        return Figures(kl, loss, flips, tokens, domain)
+        self.figures = []
+        for variant in sorted({variant for variant, _ in seen if variant is not None}) or [None]:
+            numbers = sorted(number for each, number in seen if each == variant)
+            kl, loss, flips = (
+                torch.tensor([v for n in numbers for v in seen[variant, n][kind]], dtype=torch.float64)
+                for kind in range(3)
+            )
+            counts = [(batches[n].shape[1] - 1, domains[n]) for n in numbers for _ in range(len(batches[n]))]
+            tokens, domain = torch.tensor(counts, dtype=torch.int64).view(-1, 2).T
+            self.figures.append(Figures(kl, loss, flips, tokens, domain))

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,9 +184,10 @@ def test_batches_are_the_sets_in_order_and_small_enough(shapes: list[list[tuple[
             made.append(counter[begin : begin + rows * length].view(rows, length))
             begin += rows * length
         entries.append(EvaluationSet(str(number), tuple(made)))
+    known: Any = SimpleNamespace(vocabulary=11, partial=SimpleNamespace(model=_Head(1, 1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluating, "LOGITS", limit)
-        evaluator = Evaluator(_Known(), entries)  # type: ignore[arg-type]
+        evaluator = Evaluator(known, entries)
     assert torch.equal(torch.cat([*(ids.flatten() for ids in evaluator.batches), counter[:0]]), counter[:begin])
     assert all(len(ids) == 1 or ids.numel() * 11 <= limit for ids in evaluator.batches)
     for number, entry in enumerate(entries):
@@ -193,16 +195,11 @@ def test_batches_are_the_sets_in_order_and_small_enough(shapes: list[list[tuple[
         assert sum(ids.numel() for owner, ids in owned if owner == number) == sum(ids.numel() for ids in entry.batches)
 
 
-class _Known:
-    """As much of an opened model as batches are cut by."""
+class _Head(torch.nn.Linear):
+    """A model that is its own head."""
 
-    vocabulary = 11
-
-    class partial:  # noqa: N801
-        class model:  # noqa: N801
-            @staticmethod
-            def get_output_embeddings() -> int:
-                return 1
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self
 
 
 def figures(kl: list[float]) -> Figures:
