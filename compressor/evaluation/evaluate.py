@@ -46,7 +46,7 @@ class Answerer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is known of a model's answers before it is asked, and what it is to be asked."""
+    """The stored results of a model, and the tasks that it still has to answer."""
 
     source: ModelSource
     tasks: tuple[EvaluationTask, ...]
@@ -82,14 +82,22 @@ def plan_evaluation(
     }
 
     def stored() -> dict[str, ItemScores]:
-        found = {name: next((found for key in each if (found := store.load(key))), None) for name, each in keys.items()}
-        return {name: scores for name, scores in found.items() if scores is not None}
+        first = {name: next(filter(None, map(store.load, each)), None) for name, each in keys.items()}
+        return {name: scores for name, scores in first.items() if scores is not None}
 
     known = here().broadcast(stored)
     missing = tuple(task for task in tasks if task.name not in known)
     streamed = bool(missing) and answerer is None and streams(source, options)
-    if streamed:
-        refuse_written(source, options, missing)
+    written = [
+        name for task in missing for name, part in task.parts.items() if getattr(part, "OUTPUT_TYPE", None) == WRITTEN
+    ]
+    if streamed and written:  # a streamed model reads all layers anew for every token that it writes
+        taken = f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
+        why = "--stream is asked for" if options.stream else taken
+        raise CompressionError(
+            f"task {written[0]!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
+            "multiple choice or likelihood, or pass --no-stream"
+        )
     return Evaluation(source, tuple(tasks), options, store, keys, known, missing, streamed, answerer)
 
 
@@ -100,11 +108,11 @@ def evaluate(planned: Evaluation, progress: Progress) -> tuple[dict[str, ItemSco
         for key in planned.keys[scores.task] if here().is_first else ():
             planned.store.save(key, scores)
 
-    made = run_tasks(
+    answered = run_tasks(
         planned.source, planned.missing, planned.options, progress, keep, planned.answerer, planned.streamed
     )
-    found = {**planned.known, **made}
-    return {task.name: found[task.name] for task in planned.tasks}, not planned.missing
+    results = {**planned.known, **answered}
+    return {task.name: results[task.name] for task in planned.tasks}, not planned.missing
 
 
 def run_tasks(
@@ -124,8 +132,11 @@ def run_tasks(
         return {}
     require_lm_eval()
     Checkpoint(source.folder)  # whose errors name the file that is wrong
-    found: dict[str, ItemScores] = {}
+    results: dict[str, ItemScores] = {}
     with quiet_lm_eval():
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
         from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
 
         load = answerer.load if answerer is not None else streamed_model if streamed else loaded_model
@@ -138,43 +149,32 @@ def run_tasks(
                 named = f"task {names!r}" if len(together) == 1 else f"the tasks {names}"
                 with faults_told(f"{source.label} could not be evaluated on {named}", *REMEDIES):
                     model.watch(AnswerWatch(source.label, names, progress))
-                    samples = _samples(model, together, options)
+                    evaluated = lm_eval.simple_evaluate(
+                        model=model,
+                        tasks=[task.loaded for task in together],
+                        task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
+                        num_fewshot=options.num_fewshot,
+                        limit=options.limit,
+                        bootstrap_iters=0,
+                        log_samples=True,
+                        random_seed=options.seed,
+                        numpy_random_seed=options.seed % 2**32,
+                        torch_random_seed=options.seed,
+                        fewshot_random_seed=options.seed,
+                    )
                     for task in together:
-                        scores = item_scores(task, samples)
-                        found[task.name] = replace(scores, spent=model.spent, streamed=streamed)
+                        scores = item_scores(task, evaluated["samples"])
+                        results[task.name] = replace(scores, spent=model.spent, streamed=streamed)
                 for task in together:
-                    keep(found[task.name])
-    return found
-
-
-def _samples(
-    model: Any, tasks: Sequence[EvaluationTask], options: EvaluationOptions
-) -> dict[str, list[dict[str, Any]]]:
-    """What lm-eval notes of every item, by part of the task."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    results = lm_eval.simple_evaluate(
-        model=model,
-        tasks=[task.loaded for task in tasks],
-        task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        bootstrap_iters=0,
-        log_samples=True,
-        random_seed=options.seed,
-        numpy_random_seed=options.seed % 2**32,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
-    )
-    return dict(results["samples"])
+                    keep(results[task.name])
+    return results
 
 
 def weight_bytes(source: ModelSource, dtype: str) -> int:
     """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
     checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
-    found = pick_dtype(dtype, config, checkpoint)
-    return sum(value.nbytes for value in build_stored(checkpoint, config, found).parameters())
+    model = build_stored(checkpoint, config, pick_dtype(dtype, config, checkpoint))
+    return sum(value.nbytes for value in model.parameters())
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
@@ -182,17 +182,17 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
 
     Raises `CompressionError` where several ranks are asked not to.
     """
-    if not here().is_alone:
-        if options.stream is False:
-            raise CompressionError(
-                "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
-            )
-        return True
-    return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
+    if here().is_alone:
+        return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
+    if options.stream is False:
+        raise CompressionError(
+            "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
+        )
+    return True
 
 
 def fits(source: ModelSource, dtype: str, device: str) -> bool:
-    """Whether the whole model, computing in this dtype on this device, fits into the memory at hand.
+    """Whether the whole model, computing in this dtype on this device, fits into the available memory.
 
     The weights pass through the machine's memory and, where there is one, through the device's own.
     """
@@ -204,17 +204,3 @@ def fits(source: ModelSource, dtype: str, device: str) -> bool:
     stored = sum(info.nbytes for info in Checkpoint(source.folder).tensors.values())
     # a model this small need not be built to be measured
     return GROWTH * stored <= most or weight_bytes(source, dtype) <= most
-
-
-def refuse_written(source: ModelSource, options: EvaluationOptions, tasks: Sequence[EvaluationTask]) -> None:
-    """Refuse tasks whose answers a streamed model would have to write, which reads all layers anew for every token."""
-    for task in tasks:
-        for name, part in task.parts.items():
-            if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:
-                size = human_bytes(weight_bytes(source, options.dtype))
-                taken = f"{source.label} takes {size} there, more than is free"
-                why = "--stream is asked for" if options.stream else taken
-                raise CompressionError(
-                    f"task {name!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
-                    "multiple choice or likelihood, or pass --no-stream"
-                )

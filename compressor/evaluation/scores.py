@@ -62,18 +62,17 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     metric, kind = choose_metric(task, rows)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
-    found = []
-    for part in task.parts:
-        for row in rows[part]:
-            value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
-            number = row["doc_id"]
-            if not math.isfinite(value):
-                raise CompressionError(
-                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
-                )
-            name = f"{part}/{number}" if task.grouped else str(number)
-            found.append((name, part, -value if negated else value, weight))
-    ids, parts, values, weights = zip(*found, strict=True)
+    scored = []
+    for part, row in ((name, row) for name in task.parts for row in rows[name]):
+        value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
+        number = row["doc_id"]
+        if not math.isfinite(value):
+            raise CompressionError(
+                f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
+            )
+        name = f"{part}/{number}" if task.grouped else str(number)
+        scored.append((name, part, -value if negated else value, weight))
+    ids, parts, values, weights = zip(*scored, strict=True)
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
