@@ -1,8 +1,6 @@
 """The gate's result in words, as blocks, as a figure, as card metrics and as files.
 
-What each task lost, the verdict, what would decide it, and how it was tested; gate.json, gate.xml for CI servers and
-gate.md for people. A result that lies beside the weights it judged, or was handed in for them, is known by what it says
-of their files.
+A result that lies beside the weights it judged, or was handed in for them, is known by what it says of their files.
 """
 
 import json
@@ -19,7 +17,7 @@ from xml.etree import ElementTree as Xml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned
+from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned, Words
 from compressor.document.markdown import markdown
 from compressor.drawing.marks import Dots, draw_dots
 from compressor.drawing.picture import Drawing
@@ -85,15 +83,9 @@ COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
     "at most": lambda task: change(task.upper, task.kind),
     "detectable": lambda task: change(task.detectable, task.kind),
     "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
-    "verdict": lambda task: task.verdict,
 }
 TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
 OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
-
-
-def cells(task: TaskGate) -> dict[str, str]:
-    """A task's figures by column, names as they are."""
-    return {name: show(task) for name, show in COLUMNS.items()}
 
 
 def verdict_line(result: GateResult) -> str:
@@ -147,22 +139,21 @@ def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int 
 
 def advice(result: GateResult) -> list[str]:
     """For each inconclusive task, what would decide it, as a sentence."""
-    found = []
-    for task in result.tasks:
-        if task.verdict != "inconclusive":
-            continue
+    sentences = []
+    for task in (task for task in result.tasks if task.verdict == "inconclusive"):
         count = items_needed(task, result.max_drop, result.confidence, len(result.tasks))
-        if count is None:
-            found.append(f"{task.task}: its drop lies too near the margin for any practical number of items to decide.")
-            continue
-        found.append(
-            f"{task.task}: about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, "
-            f"an estimate for a drop that stays what it is and a probability of {POWER:g}."
+        what = (
+            "its drop lies too near the margin for any practical number of items to decide"
+            if count is None
+            else f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
+            f"a drop that stays what it is and a probability of {POWER:g}"
         )
-    limit = result.options.get("limit")
-    if found and limit is not None:
-        return [*found, f"Where a task has more items, raise --limit, which is {limit}, or leave it out."]
-    return [*found, "The tasks have no more items; --inconclusive settles what that counts as."] if found else []
+        sentences.append(f"{task.task}: {what}.")
+    if not sentences:
+        return []
+    if (limit := result.options.get("limit")) is not None:
+        return [*sentences, f"Where a task has more items, raise --limit, which is {limit}, or leave it out."]
+    return [*sentences, "The tasks have no more items; --inconclusive settles what that counts as."]
 
 
 def method(result: GateResult) -> str:
@@ -221,11 +212,10 @@ def task_table(result: GateResult) -> Table:
         f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence "
         f"{100 * result.confidence:g}%"
     )
-    rows = tuple(
-        tuple(Toned(said, *SIGNS[task.verdict]) if name == "verdict" else said for name, said in cells(task).items())
-        for task in result.tasks
+    rows: tuple[tuple[Words, ...], ...] = tuple(
+        (*(show(task) for show in COLUMNS.values()), Toned(task.verdict, *SIGNS[task.verdict])) for task in result.tasks
     )
-    return Table(caption, tuple(COLUMNS), rows, TEXTS, OPTIONAL)
+    return Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL)
 
 
 def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
@@ -267,9 +257,9 @@ def gate_figure(result: GateResult) -> Figure | None:
     if not 0 < len(result.tasks) <= MOST_DRAWN:
         return None
     size = (WIDTH, ROW * len(result.tasks) + AROUND)
+    columns = ("drop", "at least", "at most")
     drops = [
-        f"{task.task}: drop {change(task.drop, task.kind)}, at least {change(task.lower, task.kind)}, at most "
-        f"{change(task.upper, task.kind)}, {task.verdict}"
+        f"{task.task}: {', '.join(f'{name} {COLUMNS[name](task)}' for name in columns)}, {task.verdict}"
         for task in result.tasks
     ]
     alt = f"{verdict_line(result)} {'; '.join(drops)}."
@@ -342,8 +332,7 @@ def junit(result: GateResult) -> bytes:
         _add_case(suite, result, task)
     _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
-    found: bytes = Xml.tostring(root, encoding="utf-8", xml_declaration=True)
-    return found
+    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
@@ -353,7 +342,7 @@ def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
 def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
     timed = {"time": f"{result.seconds[task.task]:.3f}"} if task.task in result.seconds else {}
     case = _add(suite, "testcase", {"classname": "moe-compress.gate", "name": task.task, **timed})
-    shown = cells(task)
+    shown = {name: show(task) for name, show in COLUMNS.items()}
     message = (
         f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
         f"{margin(result, task)} is allowed"
@@ -363,13 +352,9 @@ def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
     elif task.verdict == "inconclusive":
         status = EXIT_STATUS[task.verdict]
         _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
-    figures = "\n".join(f"{name}: {value}" for name, value in shown.items())
-    _add(
-        case,
-        "system-out",
-        {},
-        f"{figures}\nversion: {task.version}\np of pass: {task.p_pass:.4g}\np of fail: {task.p_fail:.4g}",
-    )
+    shown |= {"verdict": task.verdict, "version": task.version}
+    shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
+    _add(case, "system-out", {}, "\n".join(f"{name}: {value}" for name, value in shown.items()))
 
 
 def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
@@ -453,29 +438,27 @@ def append_summary(result: GateResult, path: Path) -> None:
 
 def card_metrics(result: GateResult) -> list[EvalResult]:
     """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
-    found, sure = list[EvalResult](), f"with confidence {100 * result.confidence:g}%"
-    routed = f", routed by {result.routing.method}" if result.routing is not None else ""
-    for task in result.tasks:
-        if not math.isfinite(task.compressed):
-            continue
-        drop, most = change(task.drop, task.kind), change(task.upper, task.kind)
-        beside = f"base {level(task.base)}, drop {drop}, at most {most} {sure}{routed}"
-        result_of_task = EvalResult(
+    sure = f"with confidence {100 * result.confidence:g}%"
+    sure += f", routed by {result.routing.method}" if result.routing is not None else ""
+    return [
+        EvalResult(
             task_type="text-generation",
             dataset_name=task.task,
             dataset_type=task.task,
             dataset_args={"version": task.version, "items": task.items},
             metric_type=task.metric,
-            metric_name=f"{task.metric} ({beside})",
+            metric_name=(
+                f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at most "
+                f"{change(task.upper, task.kind)} {sure})"
+            ),
             metric_value=float(f"{task.compressed:.6g}"),
             verified=False,
         )
-        found.append(result_of_task)
-    return found
+        for task in result.tasks
+        if math.isfinite(task.compressed)
+    ]
 
 
 def model_index(result: GateResult) -> list[dict[str, Any]]:
     """The metrics as the metadata of a model card have them, under the model's name without its folders."""
-    name = Path(result.compressed).name or result.compressed
-    found: list[dict[str, Any]] = eval_results_to_model_index(name, card_metrics(result))
-    return found
+    return list(eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result)))

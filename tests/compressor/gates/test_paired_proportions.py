@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import binom, multinomial, norm
 
-from compressor.gates.statistics import at_least, at_most, constrained_gain, lower_bound, mcnemar, upper_bound
+from compressor.gates.statistics import at_least, at_most, constrained_gain, lower_bound, upper_bound
 
 tables = st.integers(1, 300).flatmap(
     lambda n: st.tuples(st.integers(0, n), st.integers(0, n), st.just(n)).filter(lambda x: x[0] + x[1] <= x[2])
@@ -117,10 +117,3 @@ def test_level_by_simulation(items: int, flips: float, margin: float) -> None:
     for test in (at_most, at_least):
         wrong = sum(n for (b, c), n in zip(found.tolist(), counts, strict=True) if test(b, c, items, margin) < alpha)
         assert 0.6 * alpha < wrong / runs < alpha + 3 * math.sqrt(alpha * (1 - alpha) / runs)
-
-
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_mcnemar_counts_coin_tosses_as_uneven(lost: int, gained: int) -> None:
-    tosses = lost + gained
-    uneven = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(lost - gained))
-    assert mcnemar(lost, gained) == pytest.approx(uneven / 2**tosses)

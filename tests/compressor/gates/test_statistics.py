@@ -311,3 +311,12 @@ def test_the_simulation_judges_as_the_gate_does() -> None:
         assert (found.p_pass, found.p_fail) == pytest.approx((passing[i], failing[i]))
     for table in (simulate_gate.right_or_wrong, simulate_gate.clustered, simulate_gate.continuous):
         assert sum("true" in line for line in table(random, 5, 0.05)) >= 12
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+@settings(deadline=None)
+def test_mcnemar_counts_coin_tosses_as_uneven(lost: int, gained: int) -> None:
+    tosses = lost + gained
+    uneven = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(lost - gained))
+    found = gate(scores([1] * lost + [0] * gained + [1]), scores([0] * lost + [1] * gained + [1]))
+    assert found.mcnemar == pytest.approx(uneven / 2**tosses)

@@ -10,7 +10,7 @@ import pytest
 
 from compressor.document.html import POLICY, stylesheet
 from compressor.drawing.palette import ROLES
-from compressor.gates.report import cells, verdict_line
+from compressor.gates.report import COLUMNS, verdict_line
 from compressor.gates.verdict import RoutedBy
 from compressor.report.data import Report, load_of
 from compressor.report.figures import figures
@@ -156,7 +156,7 @@ def known_numbers(data: Report) -> set[str]:
     return written | {
         number
         for each in data.gate.tasks
-        for cell in cells(each).values()
+        for cell in (show(each) for show in COLUMNS.values())
         for number in re.findall(r"[-+]?[\d.,]+", cell)
     }
 
