@@ -85,6 +85,12 @@ class TensorInfo:
         """Number of stored elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_plain(self) -> bool:
+        """Return True for floating-point numbers that torch computes with."""
+        dtype = TORCH_DTYPES.get(self.dtype)
+        return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -223,6 +229,12 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """One tensor as a read-only view of its mapped file."""
         return self.read_all([name])[name]
+
+    def read_checked(self, name: str) -> torch.Tensor:
+        """The same; raises `CompressionError` naming the tensor when it holds a NaN."""
+        tensor = self.read(name)
+        refuse_nan(name, self.tensors[name].file, tensor)
+        return tensor
 
     def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Tensors as read-only views of their files; neighbours share a mapping, which ends with its last tensor.

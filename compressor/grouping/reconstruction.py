@@ -19,7 +19,7 @@ from compressor.model.streaming import as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.cutting import merged_parameters
-from compressor.surgery.tensors import has_equal, remap_table, told_apart
+from compressor.surgery.tensors import equal_before, remap_table, told_apart
 
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
@@ -42,7 +42,9 @@ class SmallerRouter:
         sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
         own = {f"{layer.router}.{key}": (key, value.detach()) for key, value in weights.router.state_dict().items()}
         self._sized = {name: (sized[key], value.float()) for key, (name, value) in own.items() if key in sized}
-        self._equal = any(has_equal(value, tensor.dim, layer.experts) for tensor, value in self._sized.values())
+        self._equal = any(
+            bool(equal_before(value, tensor.dim, layer.experts).any()) for tensor, value in self._sized.values()
+        )
         self._tables = {name: value for key, (name, value) in own.items() if key in layer.tables}
         buffers = dict(weights.router.named_buffers())
         self._whole = {name: value for name, value in buffers.items() if f"{layer.router}.{name}" not in own}

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint, TensorInfo
+from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number
@@ -225,13 +225,8 @@ def _templates(model: OpenModel, names: HeadNames) -> Iterator[tuple[str, bool]]
             yield unit, model.layout.quantized
             return
         kinds.setdefault(tuple(sorted(there.items())), unit)
-    plain = all(_is_plain(tensors[names.prefix + name]) for name in names.block)
+    plain = all(tensors[names.prefix + name].is_plain for name in names.block)
     yield from ((unit, False) for unit in (kinds.values() if plain else ()))
-
-
-def _is_plain(info: TensorInfo) -> bool:
-    dtype = TORCH_DTYPES.get(info.dtype)
-    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
@@ -283,7 +278,7 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
     wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}
     for part, shape in wanted.items():
         info = model.checkpoint.tensors[names.parts[part]]
-        if info.shape != shape or not _is_plain(info):
+        if info.shape != shape or not info.is_plain:
             raise CompressionError(f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}")
 
 

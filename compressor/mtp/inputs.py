@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
@@ -89,20 +88,15 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     """
     partial, parts, checkpoint = head.model.partial, head.names.parts, head.checkpoint
 
-    def stored(name: str) -> Tensor:
-        value = checkpoint.read(name)
-        refuse_nan(name, checkpoint.tensors[name].file, value)
-        return value
-
     def loaded(part: str) -> Tensor:
-        return stored(parts[part]).to(partial.device, partial.dtype)
+        return checkpoint.read_checked(parts[part]).to(partial.device, partial.dtype)
 
     def norm(part: str) -> nn.Module:
         made: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
         made.weight = nn.Parameter(loaded(part), requires_grad=False)
         return made
 
-    table, weight = stored(head.embedding), loaded("projection")
+    table, weight = checkpoint.read_checked(head.embedding), loaded("projection")
     embedding_norm, hidden_norm = norm("embedding_norm"), norm("hidden_norm")
 
     def project(tokens: Tensor, hidden: Tensor) -> Tensor:

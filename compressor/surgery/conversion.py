@@ -59,8 +59,8 @@ def convert_unit(
     plan: CompressionPlan,
     small: Any,
     files: CutFiles | None,
+    change: LayerChange | None,
     unit: str,
-    change: LayerChange | None = None,
 ) -> Named:
     """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}

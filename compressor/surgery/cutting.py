@@ -20,7 +20,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
-from compressor.surgery.tensors import is_cut, mix, refuse_overflow, remap_table, told_apart, weighted_members
+from compressor.surgery.tensors import mix, mixed_rows, refuse_overflow, remap_table, told_apart, weighted_members
 
 
 @torch.no_grad()
@@ -93,24 +93,13 @@ def merged_parameters(experts: Any, group: Group) -> Parameters:
     return mixed_parameters(own, weighted_members(group))
 
 
-def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
-    """Surgery on a tensor in the model's own layout: the groups' rows along `dim`, then those of no routed expert."""
-    rows = []
-    for group in plan.groups:
-        members = weighted_members(group, router)
-        if len(members) == 1 and members[0][1] == 1.0:
-            rows.append(value.select(dim, members[0][0]))
-        else:
-            mixed = mix((value.select(dim, expert), share) for expert, share in members)
-            rows.append(refuse_overflow(name, mixed.to(value.dtype)))
-    rows += [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
-    return torch.stack(rows, dim)
-
-
 def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
-    """A router's tensor cut by the plan, its equal rows told apart where a token may visit some of them only."""
-    made = mixed_rows(name, value, dim, plan, True)
-    return told_apart(made, dim, len(plan.groups)) if is_cut(layer, plan) else made
+    """A router's tensor cut by the plan, its equal rows told apart where a token may be routed to some of them only.
+
+    It may where some of an expert's parts go, or where the top-k is no multiple of them.
+    """
+    made, experts = mixed_rows(name, value, dim, plan, True), len(plan.groups)
+    return told_apart(made, dim, experts) if experts < layer.experts or layer.top_k % layer.parts else made
 
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:

@@ -6,7 +6,7 @@ The layers of multi-token-prediction heads are cut like the others; what stands 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import expert_renames, output_config
 from compressor.surgery.conversion import LayerChange, convert_unit, converted_outputs, through_model
 from compressor.surgery.cutting import CutFiles
-from compressor.surgery.tensors import Named, OutputJob, OutputTensor, pieces, plan_outputs, stored_unit
+from compressor.surgery.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def stored_partial(model: OpenModel) -> PartialModel:
 def output_size(model: OpenModel, experts: int) -> Size:
     """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
     if model.stored_parts:
-        return Size.of(model.stored_parts.cut(model, _evenly(model, experts))[0])
+        return Size.of(model.stored_parts.cut(model, _evenly(model, experts)))
     if not model.is_split:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
@@ -123,77 +123,54 @@ def check_plan(plan: CompressionPlan, model: OpenModel) -> tuple[Head, ...]:
 
 
 def left_out_of(model: OpenModel, plan: CompressionPlan) -> tuple[str, ...]:
-    """The source's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    """The base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
     kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
     return tuple(name for name in model.layout.left_out if name not in kept)
 
 
-Made = tuple[list[OutputTensor], Callable[[str], Named]]  # tensors, and by decoder layer their names and bytes
+Conversions = dict[str, Callable[[], Named]]  # by unit: the names and bytes of what is made at once
 
 
-def _picked(model: OpenModel, plan: CompressionPlan) -> Made:
-    """Tensors that are picked and mixed from the stored ones."""
-    outputs = plan_outputs(model.checkpoint, model.layout, plan, model.architecture.units)
-    return outputs, bind(stored_unit, model.checkpoint, outputs)
-
-
-def _converted(
+def _cut(
     model: OpenModel,
-    partial: PartialModel,
+    partial: PartialModel | None,
     plan: CompressionPlan,
-    cut: CutFiles | None,
+    files: CutFiles | None,
     change: LayerChange | None = None,
-) -> Made:
-    """Tensors that are made by loading one decoder layer after the other."""
-    small = build_meta(model.architecture.with_experts(plan.experts), partial.dtype)
-    outputs = converted_outputs(partial, model.architecture, small)
-    return outputs, bind(convert_unit, partial, model.architecture, plan, small, cut, change=change)
+) -> tuple[list[OutputTensor], Conversions]:
+    """All tensors, picked and mixed from the stored ones, or made by loading layer after layer of a `partial` model."""
+    architecture = model.architecture
+    if partial is None:
+        return plan_outputs(model.checkpoint, model.layout, plan, architecture.units), {}
+    small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+    convert = bind(convert_unit, partial, architecture, plan, small, files, change)
+    return converted_outputs(partial, architecture, small), {
+        unit: bind(convert, unit) for unit in ("", *architecture.units)
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadJob:
-    """A head as it is written: what its model of one decoder layer gives under the head's names, and what is copied."""
+def _cut_head(
+    head: Head, plan: CompressionPlan, files: CutFiles | None, dtype: torch.dtype
+) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
+    """A head's decoder layer under its stored names, and what experts' names become (None: dropped).
 
-    outputs: list[OutputTensor]
-    produce: Callable[[], Named]
-    renames: Mapping[str, str | None]  # what the stored name of an expert becomes; None for a dropped one's
-
-
-def _head_job(
-    model: OpenModel, head: Head, plan: CompressionPlan, beside: list[str], files: CutFiles | None, dtype: torch.dtype
-) -> _HeadJob:
-    """Of a head and of the stored tensors `beside` its layer; what goes through its model does so in `dtype`."""
-    own = next(layer for layer in plan.layers if layer.module == head.named.name)
-    alone = replace(plan, layers=(replace(own, module=head.layer.name),), protected={})
+    What goes through the head's model does so in `dtype`.
+    """
+    layer = next(each for each in plan.layers if each.module == head.named.name)
+    alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
     small, unit, name_of = head.model, head.names.unit, head.stored_name
+    partial = None
     if through_model(small.layout, plan):
         partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
-        outputs, of_unit = _converted(small, partial, alone, files)
-    else:
-        outputs, of_unit = _picked(small, alone)
-    copied = [OutputTensor.copy(model.checkpoint.tensors[name], unit) for name in beside]
-    cut = [replace(each, name=name_of(each.name), unit=unit) for each in outputs if each.unit == head.layer.unit]
+    outputs, conversions = _cut(small, partial, alone, files)
 
-    def produce() -> Named:
-        yield from ((name_of(name), content) for name, content in of_unit(head.layer.unit))
-        yield from ((output.name, pieces(head.checkpoint, output)) for output in copied)
+    def converted() -> Named:
+        return ((name_of(name), content) for name, content in conversions[head.layer.unit]())
 
+    own = [replace(each, name=name_of(each.name), unit=unit) for each in outputs if each.unit == head.layer.unit]
     renamed = expert_renames(small.architecture, small.layout, alone).items()
     renames = {name_of(old): None if new is None else name_of(new) for old, new in renamed}
-    return _HeadJob([*cut, *copied], produce, renames)
-
-
-def _head_jobs(
-    model: OpenModel, plan: CompressionPlan, cut: CutFiles | None, dtype: torch.dtype
-) -> dict[str, _HeadJob]:
-    """Of each head that the plan keeps, by its name as a decoder layer; what heads share is copied with the first."""
-    found, copied = dict[str, _HeadJob](), set[str]()
-    for number, head in enumerate(_kept_heads(model, plan)):
-        beside = [name for name in dict.fromkeys(head.names.parts.values()) if name not in copied]
-        copied.update(beside)
-        files = None if cut is None else cut.of_head(number)
-        found[head.names.unit] = _head_job(model, head, plan, beside, files, dtype)
-    return found
+    return own, {unit: converted} if conversions else {}, renames
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
@@ -214,27 +191,40 @@ def make_job(
     model: OpenModel, plan: CompressionPlan, cut: CutFiles | None = None, change: LayerChange | None = None
 ) -> OutputJob:
     """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values."""
-    architecture, layout = model.architecture, model.layout
-    dequantized: str | None = None
-    heads = _head_jobs(model, plan, cut, pick_dtype("auto", model.config, model.checkpoint))
+    architecture, layout, stored = model.architecture, model.layout, model.checkpoint
+    partial: PartialModel | None = None
     if model.stored_parts and plan.is_drop and change is None:
-        outputs, produce = model.stored_parts.cut(model, plan)
-    elif model.is_split or change is not None or through_model(layout, plan):
-        if model.stored_parts:
-            logger.warning("parts are merged, so quantised experts are written in a plain dtype")
-        partial = stored_partial(model)
-        outputs, produce = _converted(model, partial, plan, cut, change)
-        dequantized = str(partial.dtype).removeprefix("torch.") if layout.quantized else None
+        outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
     else:
-        outputs, produce = _picked(model, plan)
-    of_heads = [output for head in heads.values() for output in head.outputs]
-    renames = {old: new for head in heads.values() for old, new in head.renames.items()} if heads else None
-    config, zeroed = output_config(model.checkpoint.raw_config, architecture, layout, plan, dequantized, renames)
+        if model.is_split or change is not None or through_model(layout, plan):
+            partial = stored_partial(model)
+            if model.stored_parts:
+                logger.warning("parts are merged, so quantised experts are written in a plain dtype")
+        outputs, conversions = _cut(model, partial, plan, cut, change)
+    heads, of_heads, renames = _kept_heads(model, plan), dict[str, OutputTensor](), dict[str, str | None]()
+    for number, head in enumerate(heads):
+        files = None if cut is None else cut.of_head(number)
+        own, converted, renamed = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
+        of_heads |= {output.name: output for output in own}
+        for name in head.names.parts.values():  # what heads share is copied with the first
+            of_heads.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
+        conversions, renames = conversions | converted, renames | renamed
+    every = (*outputs, *of_heads.values())
+
+    def produce(unit: str) -> Named:
+        if unit in conversions:
+            yield from conversions[unit]()
+        yield from stored_unit(every, unit)
+
+    dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
+    config, zeroed = output_config(
+        stored.raw_config, architecture, layout, plan, dequantized, renames if heads else None
+    )
     return OutputJob(
-        outputs=(*outputs, *of_heads),
-        units=("", *architecture.units, *heads),
-        produce=lambda unit: heads[unit].produce() if unit in heads else produce(unit),
+        outputs=every,
+        units=("", *architecture.units, *(head.names.unit for head in heads)),
+        produce=produce,
         files=files_with(model, config),
-        verify=bind(_verify, model, plan.experts, [output.name for output in of_heads]),
+        verify=bind(_verify, model, plan.experts, [*of_heads]),
         zeroed=tuple(zeroed),
     )

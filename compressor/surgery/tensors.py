@@ -1,72 +1,26 @@
 """From a plan to the output's tensors: which bytes are copied, which rows are picked, which are mixed.
 
-Nothing here is read before it is written: an `OutputTensor` says where its values come from, `pieces` yields them.
+Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
 Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
 checkpoint that must be mixed goes through the dequantised model instead (`compressor.surgery.conversion`).
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from compressor.checkpoint.reader import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
-    Checkpoint,
-    TensorInfo,
-    is_finite,
-    refuse_nan,
-    tensor_bytes,
-)
+from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.layout import Layout, Role
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
 
 STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
 MAX_SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """A share of one output row: a stored tensor, or its slice `index` along the output tensor's `dim`."""
-
-    tensor: str
-    index: int | None
-    coefficient: float
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
-    """One tensor of the output. With `dim` None there is one row, the whole tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    unit: str
-    rows: tuple[tuple[Portion, ...], ...] = ()
-    dim: int | None = None
-    remap: tuple[int, ...] | None = None  # for tables of expert ids: the new slot by old id, -1 for dropped
-    apart: int = 0  # so many rows of a router that was cut, of which none may be equal
-
-    @classmethod
-    def copy(cls, info: TensorInfo, unit: str) -> Self:
-        """A stored tensor as it is."""
-        return cls(info.name, info.dtype, info.shape, unit, ((Portion(info.name, None, 1.0),),))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return tensor_bytes(self.dtype, self.shape)
-
-    @property
-    def parameters(self) -> int:
-        """Number of stored elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +34,33 @@ class FileRange:
 
 Piece = FileRange | bytes | memoryview
 Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    unit: str
+    content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
+        """A stored tensor as it is."""
+        info = checkpoint.tensors[name]
+        return cls(name, info.dtype, info.shape, unit, partial(_copied, checkpoint, info))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +86,33 @@ def weighted_members(group: Group, router: bool = False) -> list[tuple[int, floa
     return [(expert, c) for expert, c in zip(group.members, coefficients, strict=True) if c != 0]
 
 
-def mix(members: Iterable[tuple[torch.Tensor, float]], wide: torch.dtype = torch.float32) -> torch.Tensor:
-    """sum(coefficient * member) of (member, coefficient), at least one, in the dtype `wide`; [...] each.
+def mix(members: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """sum(coefficient * member) of (member, coefficient), at least one, in float32 at the least; [...] each.
 
     Beside the sum, one member exists at a time if they are made as they are asked for.
     """
     total: torch.Tensor | None = None
     for member, coefficient in members:
-        if total is None:
-            total = member.to(wide, copy=True).mul_(coefficient)
-        else:
-            total.add_(member.to(wide), alpha=coefficient)
+        wide = member.to(torch.promote_types(member.dtype, torch.float32), copy=total is None)
+        total = wide.mul_(coefficient) if total is None else total.add_(wide, alpha=coefficient)
     assert total is not None
     return total
+
+
+def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    if not members:
+        raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
+    if len(members) == 1 and members[0][1] == 1.0:
+        return members[0][0]
+    return refuse_overflow(name, mix(members).to(members[0][0].dtype))
+
+
+def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+    """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
+    groups = [[(value.select(dim, e), c) for e, c in weighted_members(group, router)] for group in plan.groups]
+    rest = [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
+    return torch.stack([*(mixed(name, members) for members in groups), *rest], dim)
 
 
 def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
@@ -129,7 +124,7 @@ def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[O
 def plan_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: CompressionPlan, units: tuple[str, ...]
 ) -> list[OutputTensor]:
-    """Every tensor of the output in the order of the layers, stored as the source stores it."""
+    """Every tensor of the output in the order of the layers, stored as the base stores it."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     families: dict[str, dict[int, str]] = {}
     for name, role in layout.roles.items():
@@ -138,86 +133,75 @@ def plan_outputs(
     outputs = []
     for name, role in layout.roles.items():
         layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
-        copied = OutputTensor.copy(info, role.unit)
         if role.kind == "plain" or layer_plan is None:
-            outputs.append(copied)
-        elif role.kind == "table":
-            outputs.append(replace(copied, remap=layer_plan.remap()))
+            outputs.append(OutputTensor.copy(checkpoint, name, role.unit))
+            continue
+        shape, groups = info.shape, layer_plan.groups
+        if role.kind == "table":
+            content = partial(_remapped, checkpoint, info, layer_plan)
         elif role.kind == "fused":
-            outputs.append(_picked(info, role, layer_plan))
-        elif role.expert < len(layer_plan.groups):
-            members = weighted_members(layer_plan.groups[role.expert], role.is_router)
-            row = tuple(Portion(families[role.family][expert], None, share) for expert, share in members)
-            outputs.append(replace(copied, rows=(row,)))
+            shape = (*shape[: role.dim], len(groups) + role.extra, *shape[role.dim + 1 :])
+            content = partial(_fused, checkpoint, info, role, layer_plan)
+        elif role.expert < len(groups):
+            groups = groups[role.expert : role.expert + 1]
+            members = weighted_members(groups[0], role.is_router)
+            content = partial(_single, checkpoint, info, [(families[role.family][e], c) for e, c in members])
+        else:
+            continue
+        copied = role.kind == "table" or all(_is_picked(weighted_members(each, role.is_router)) for each in groups)
+        if not copied and not info.is_plain:
+            raise CompressionError(
+                f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+            )
+        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content))
     return in_order_of(units, outputs)
 
 
-def _picked(info: TensorInfo, role: Role, plan: LayerPlan) -> OutputTensor:
-    rows = [
-        tuple(Portion(info.name, expert, share) for expert, share in weighted_members(group, role.is_router))
-        for group in plan.groups
-    ]
-    rows += [(Portion(info.name, plan.experts + position, 1.0),) for position in range(role.extra)]
-    shape = (*info.shape[: role.dim], len(rows), *info.shape[role.dim + 1 :])
-    apart = len(plan.groups) if role.is_router and len(plan.groups) < plan.experts else 0
-    return OutputTensor(info.name, info.dtype, shape, role.unit, tuple(rows), role.dim, apart=apart)
+def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
+    return len(members) == 1 and members[0][1] == 1.0
 
 
-def stored_unit(checkpoint: Checkpoint, outputs: Sequence[OutputTensor], unit: str) -> Named:
-    """Names and bytes of a unit's tensors, made from the stored ones."""
-    return ((output.name, pieces(checkpoint, output)) for output in outputs if output.unit == unit)
+def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
+    """Names and bytes of those tensors of a unit that have contents of their own."""
+    return ((each.name, each.content()) for each in outputs if each.unit == unit and each.content is not None)
 
 
-def pieces(checkpoint: Checkpoint, output: OutputTensor) -> Iterator[Piece]:
-    """The bytes of one output tensor in order; raises `CompressionError` naming a tensor that holds NaN."""
-    dim = output.dim
-    if output.remap is not None:
-        yield tensor_bytes_view(remap_table(checkpoint.read(output.rows[0][0].tensor), output.remap))
-    elif dim is None or (math.prod(output.shape[:dim]) == 1 and not output.apart):
-        for row in output.rows:
-            if not _untouched(row):
-                yield tensor_bytes_view(_mixed(checkpoint, output, row))
-                continue
-            info, index = checkpoint.tensors[row[0].tensor], row[0].index or 0
-            refuse_nan(info.name, info.file, _slice(checkpoint, row[0], dim))
-            nbytes = info.nbytes if dim is None else tensor_bytes(info.dtype, info.shape[dim + 1 :])
-            yield FileRange(checkpoint.path(info.name), info.begin + index * nbytes, nbytes)
-    else:  # rows lie scattered, or are looked at together: small tensors such as biases [1, E] or gates [H, E]
-        info = checkpoint.tensors[output.name]
-        whole = checkpoint.read(info.name)
-        refuse_nan(info.name, info.file, whole)
-        rows = [
-            whole.select(dim, row[0].index or 0) if _untouched(row) else _mixed(checkpoint, output, row)
-            for row in output.rows
-        ]
-        made = torch.stack(rows, dim)
-        yield tensor_bytes_view(told_apart(made, dim, output.apart) if output.apart else made)
+def _copied(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Piece]:
+    checkpoint.read_checked(info.name)
+    yield FileRange(checkpoint.path(info.name), info.begin, info.nbytes)
 
 
-def _untouched(row: tuple[Portion, ...]) -> bool:
-    return len(row) == 1 and row[0].coefficient == 1.0
+def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iterator[Piece]:
+    yield tensor_bytes_view(remap_table(checkpoint.read(info.name), plan.remap()))
 
 
-def _slice(checkpoint: Checkpoint, part: Portion, dim: int | None) -> torch.Tensor:
-    whole = checkpoint.read(part.tensor)
-    return whole if part.index is None or dim is None else whole.select(dim, part.index)
+def _single(checkpoint: Checkpoint, info: TensorInfo, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
+    """The bytes of one expert's own tensor."""
+    if _is_picked(members):
+        yield from _copied(checkpoint, checkpoint.tensors[members[0][0]])
+    else:
+        yield tensor_bytes_view(mixed(info.name, [(checkpoint.read_checked(name), c) for name, c in members]))
 
 
-def _mixed(checkpoint: Checkpoint, output: OutputTensor, row: tuple[Portion, ...]) -> torch.Tensor:
-    """An output row that is mixed, in float32 at least, cast once to the stored dtype."""
-    dtype = TORCH_DTYPES[output.dtype]
-    if not dtype.is_floating_point or dtype.itemsize == 1:
-        raise CompressionError(
-            f"tensor {output.name!r} is stored as {output.dtype}, which cannot be averaged; merging needs a plain dtype"
-        )
-    if not row:
-        raise CompressionError(f"tensor {output.name!r}: all coefficients of a group are zero; give it a positive one")
-    members = ((_slice(checkpoint, part, output.dim), part.coefficient) for part in row)
-    total = mix(members, torch.promote_types(dtype, torch.float32))
-    if not is_finite(made := total.to(dtype)):
-        for part in row:
-            refuse_nan(part.tensor, checkpoint.tensors[part.tensor].file, _slice(checkpoint, part, output.dim))
-    return refuse_overflow(output.name, made)
+def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
+    """The bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
+    dim, value = role.dim, checkpoint.read(info.name)
+    apart = role.is_router and len(plan.groups) < plan.experts
+    if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
+        refuse_nan(info.name, info.file, value)
+        made = mixed_rows(info.name, value, dim, plan, role.is_router)
+        yield tensor_bytes_view(told_apart(made, dim, len(plan.groups)) if apart else made)
+        return
+    nbytes = tensor_bytes(info.dtype, info.shape[dim + 1 :])
+    rows = [weighted_members(group, role.is_router) for group in plan.groups]
+    for members in (*rows, *([(plan.experts + place, 1.0)] for place in range(role.extra))):
+        slices = [(value.select(dim, expert), share) for expert, share in members]
+        for part, _ in slices:
+            refuse_nan(info.name, info.file, part)
+        if _is_picked(members):
+            yield FileRange(checkpoint.path(info.name), info.begin + members[0][0] * nbytes, nbytes)
+        else:
+            yield tensor_bytes_view(mixed(info.name, slices))
 
 
 def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
@@ -246,18 +230,13 @@ def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
     return mapped.to(table.dtype)
 
 
-def is_cut(layer: MoeLayer, plan: LayerPlan) -> bool:
-    """Whether a token may visit some of an expert's parts only: some go, or its top-k is no multiple of them."""
-    return len(plan.groups) < layer.experts or layer.top_k % layer.parts != 0
-
-
 def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
     """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
 
-    Rows are equal as those of an expert's parts are. While all parts are there, a token visits all or none of an
-    expert's, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two
-    equal logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are
-    looked at, none of a bias. The first of equal rows then has the largest logit wherever that is positive.
+    Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
+    them, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two equal
+    logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are compared,
+    none of a bias. The first of equal rows then has the largest logit wherever that is positive.
     """
     before = equal_before(value, dim, experts)
     if not bool(before.any()):
@@ -269,13 +248,11 @@ def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
     return (value.float() * factors.view(shape)).to(value.dtype)
 
 
-def has_equal(value: torch.Tensor, dim: int, experts: int) -> bool:
-    """Whether two of the first `experts` rows along `dim` are equal; no bias has any, nor has a tensor on meta."""
-    return bool(equal_before(value, dim, experts).any())
-
-
 def equal_before(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
-    """For each of the first `experts` rows along a dimension the number of rows before it that are equal."""
+    """For each of the first `experts` rows along a dimension the number of rows before it that are equal.
+
+    No row of a bias has any, nor one of a tensor on meta.
+    """
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)

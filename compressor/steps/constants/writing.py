@@ -7,6 +7,7 @@ Stock transformers computes with none, so a written checkpoint is compared with 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,17 @@ def constants_job(state: State) -> OutputJob:
         values = {layer.name: kept_tensors(kept_at(state.cut().folder, layer))[VALUES] for layer in layers}
         expected = _in_order(state, planned, Silent())
     copies = [
-        OutputTensor.copy(model.checkpoint.tensors[name], role.unit)
+        OutputTensor.copy(model.checkpoint, name, role.unit)
         for name, role in roles.items()
         if not is_replaced(role, planned)
     ]
-    constants, made = dict[str, Tensor](), list[OutputTensor]()
+    made = list[OutputTensor]()
     for layer in layers:
         prefixes = expert_prefixes(model.layout, layer)
         for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
             name = f"{prefixes[expert]}{SUFFIX}"
-            constants[name] = refuse_overflow(name, value)
-            made.append(tensor_output(name, value, layer.unit))
+            content = partial(_bytes_of, refuse_overflow(name, value))
+            made.append(replace(tensor_output(name, value, layer.unit), content=content))
     outputs = in_order_of(model.architecture.units, [*copies, *made])
     config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
     config[FIELD] = {str(entry.layer): list(entry.constants) for entry in plan.layers if entry.constants}
@@ -106,10 +107,7 @@ def constants_job(state: State) -> OutputJob:
             changed = {output.name for output in own if roles[output.name].layer in planned}
             yield from _refitted(model, planned, state.cut().folder, unit, changed) if changed else ()
             own = [output for output in own if output.name not in changed]
-        yield from stored_unit(model.checkpoint, own, unit)
-        yield from (
-            (output.name, iter([tensor_bytes_view(constants[output.name])])) for output in made if output.unit == unit
-        )
+        yield from stored_unit([*own, *made], unit)
 
     def verify(folder: Path) -> None:
         written = {name: (info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
@@ -122,6 +120,10 @@ def constants_job(state: State) -> OutputJob:
 
     units = ("", *model.architecture.units)
     return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
+
+
+def _bytes_of(value: Tensor) -> Iterator[Piece]:
+    yield tensor_bytes_view(value)
 
 
 def _refitted(

@@ -7,7 +7,7 @@ goes into its scales, which a power of two leaves exact.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import TensorInfo, is_finite, refuse_nan
+from compressor.checkpoint.reader import TensorInfo, is_finite
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import width_of
@@ -25,7 +25,7 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.steps.split.tensors import Factors, SplitModel, split_beside
 from compressor.surgery.configuration import renumbered_quantization
 from compressor.surgery.cutting import cut_router
-from compressor.surgery.tensors import OutputTensor, Piece, in_order_of, pieces, remap_table, tensor_bytes_view
+from compressor.surgery.tensors import OutputTensor, Piece, in_order_of, remap_table, tensor_bytes_view
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -34,8 +34,6 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 MXFP4 = 32  # neurons under one scale of a down projection
 PACKED = 8  # numbers of 4 bits in one of 32
 FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
-
-Made = tuple[OutputTensor, Callable[[], Iterator[Piece]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +95,15 @@ class StoredParts:
             if not bool(((first % self.block == 0) & (runs == first + torch.arange(self.block))).all()):
                 raise CompressionError(f"{name}: its neurons are not dealt out in blocks of {self.block}; restore them")
 
-    def cut(
-        self, model: OpenModel, plan: CompressionPlan
-    ) -> tuple[list[OutputTensor], Callable[[str], Iterable[tuple[str, Iterator[Piece]]]]]:
-        """The output's tensors, and a unit's names and bytes, of a plan that keeps or drops parts of a split model.
+    def cut(self, model: OpenModel, plan: CompressionPlan) -> list[OutputTensor]:
+        """The output's tensors of a plan that keeps or drops parts of a split model.
 
-        The neurons' order need be known only once bytes are asked for.
+        The neurons' order need be known only once their contents are asked for.
         """
-        made = list(_made(self, model, plan))
-        return in_order_of(model.architecture.units, (output for output, _ in made)), lambda unit: (
-            (output.name, produce()) for output, produce in made if output.unit == unit
-        )
+        return in_order_of(model.architecture.units, _made(self, model, plan))
 
 
-def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Iterator[Made]:
+def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Iterator[OutputTensor]:
     checkpoint, roles = model.checkpoint, model.layout.roles
     plans = {each.module: each for each in plan.layers}
     layers = {layer.name: layer for layer in model.architecture.layers}
@@ -120,9 +113,9 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
             owned.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
     for name, role in roles.items():
         info = checkpoint.tensors[name]
-        output = OutputTensor.copy(info, role.unit)
+        output = OutputTensor.copy(checkpoint, name, role.unit)
         if role.kind == "plain":
-            yield output, partial(pieces, checkpoint, output)
+            yield output
             continue
         layer, cut_plan = layers[role.layer], plans[role.layer]
         members = [group.members[0] for group in cut_plan.groups]
@@ -132,11 +125,12 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
                 shape[-1] *= stored.factors.parts
             else:
                 shape[role.dim] = len(members) + role.extra
-            yield replace(output, shape=tuple(shape)), partial(_beside, stored, model, name, layer, cut_plan)
+            content = partial(_beside, stored, model, name, layer, cut_plan)
+            yield replace(output, shape=tuple(shape), content=content)
         elif role.kind == "fused":
             part_shape = stored.cuts[name].shape(info.shape[1:], stored.factors.parts)
-            produce = partial(_parts, stored, model, role, [(name, member) for member in members])
-            yield replace(output, shape=(len(members), *part_shape)), produce
+            content = partial(_parts, stored, model, role, [(name, member) for member in members])
+            yield replace(output, shape=(len(members), *part_shape), content=content)
         elif families := owned.pop(role.layer, None):
             prefix = expert_prefixes(model.layout, layer)[0]
             names = [sorted(each, key=lambda name: roles[name].expert) for each in families.values()]
@@ -145,9 +139,8 @@ def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Itera
                     source = family[member // stored.factors.parts]
                     part_shape = stored.cuts[source].shape(checkpoint.tensors[source].shape, stored.factors.parts)
                     own = f"{prefix.rpartition('.')[0]}.{slot}{family[0].removeprefix(prefix)}"
-                    produce = partial(_parts, stored, model, role, [(source, member)])
-                    dtype = checkpoint.tensors[source].dtype
-                    yield OutputTensor(own, dtype, part_shape, role.unit), produce
+                    content = partial(_parts, stored, model, role, [(source, member)])
+                    yield OutputTensor(own, checkpoint.tensors[source].dtype, part_shape, role.unit, content)
 
 
 def _parts(stored: StoredParts, model: OpenModel, role: Role, wanted: Iterable[tuple[str, int]]) -> Iterator[Piece]:
@@ -156,8 +149,7 @@ def _parts(stored: StoredParts, model: OpenModel, role: Role, wanted: Iterable[t
     order, known = model.partial.orders[role.layer].long(), dict[str, Tensor]()
     for name, member in wanted:
         if name not in known:
-            known = {name: model.checkpoint.read(name)}
-            refuse_nan(name, model.checkpoint.tensors[name].file, known[name])
+            known = {name: model.checkpoint.read_checked(name)}
         expert, part = divmod(member, stored.factors.parts)
         value = known[name][expert] if role.kind == "fused" else known[name]
         yield tensor_bytes_view(stored.cuts[name].part(name, value, order[expert].chunk(stored.factors.parts)[part]))
@@ -167,9 +159,8 @@ def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, p
     """The bytes of a router's tensor, or of a table of expert ids."""
     assert model.whole is not None
     whole = next(each for each in model.whole.architecture.layers if each.name == layer.name)
-    key, role, value = model.partial.plain_keys.targets[name], model.layout.roles[name], model.checkpoint.read(name)
-    refuse_nan(name, model.checkpoint.tensors[name].file, value)
-    made = split_beside({key: value}, whole, [key], stored.factors)[key]
+    key, role = model.partial.plain_keys.targets[name], model.layout.roles[name]
+    made = split_beside({key: model.checkpoint.read_checked(name)}, whole, [key], stored.factors)[key]
     is_table = role.kind == "table"
     made = remap_table(made, plan.remap()) if is_table else cut_router(name, made, role.dim, layer, plan)
     yield tensor_bytes_view(made)
