@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
 # whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream; a bias is
@@ -64,14 +64,39 @@ class Sender:
         """AARV summed over the receivers."""
         return sum(value for value in self.rank_change if value is not None)
 
+    @property
+    def label(self) -> str:
+        """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3 attention'."""
+        if self.layer is None or self.kind == "other":
+            return self.kind if self.kind == "token" else self.name
+        if self.kind == "expert" and self.number is not None:
+            return expert_label(self.layer, self.number)
+        return f"L{self.layer} {self.kind}{'' if self.number is None else f' {self.number}'}"
+
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """How large one routed expert's outputs are, before its gate weight."""
+class ExpertPlace:
+    """One routed expert."""
 
     module: str
     layer: int
     expert: int
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What sorts experts in model order, and tells them apart."""
+        return self.layer, self.module, self.expert
+
+    @property
+    def label(self) -> str:
+        """Such as 'L1 E9'."""
+        return expert_label(self.layer, self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class Output(ExpertPlace):
+    """How large one routed expert's outputs are, before its gate weight."""
+
     tokens: int
     mean_norm: float  # L2, over its tokens
     max_norm: float
@@ -119,7 +144,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Everything that one run of the analysis found."""
+    """Everything that one run of the analysis measured."""
 
     model: str
     receivers: tuple[Receiver, ...]
@@ -129,8 +154,8 @@ class Attribution:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each pass
-    per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, where that was asked for
-    score_edges: tuple[ScoreEdge, ...] = ()  # the strongest ones, where that was asked for
+    per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, if requested
+    score_edges: tuple[ScoreEdge, ...] = ()  # the strongest ones, if requested
     together: tuple[Together, ...] = ()
 
     def of_kind(self, *kinds: str) -> tuple[Sender, ...]:
@@ -153,8 +178,7 @@ class KindShare:
     share: float | None  # of all components' influence; None where there is none
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """What one sender does to one receiver."""
 
     sender: Sender
@@ -167,48 +191,37 @@ def expert_label(layer: int, expert: int) -> str:
     return f"L{layer} E{expert}"
 
 
-def sender_label(sender: Sender) -> str:
-    """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3 attention'."""
-    if sender.layer is None or sender.kind == "other":
-        return sender.kind if sender.kind == "token" else sender.name
-    if sender.number is None:
-        return f"L{sender.layer} {sender.kind}"
-    if sender.kind == "expert":
-        return expert_label(sender.layer, sender.number)
-    return f"L{sender.layer} {sender.kind} {sender.number}"
-
-
 def sender_labels(senders: Iterable[Sender]) -> list[str]:
     """The label of each, or its full name where two would be labelled alike."""
-    return _told_apart([(sender_label(sender), sender.name) for sender in senders])
+    return _unique([(sender.label, sender.name) for sender in senders])
 
 
 def router_labels(receivers: Iterable[Receiver]) -> list[str]:
     """'L3 router' for each, or with its experts module's name where a layer has several."""
     labels = [(f"L{receiver.layer} router", receiver.module) for receiver in receivers]
-    return _told_apart([(label, f"{label} of {module}") for label, module in labels])
+    return _unique([(label, f"{label} of {module}") for label, module in labels])
 
 
-def _told_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+def _unique(named: Sequence[tuple[str, str]]) -> list[str]:
     """The first, short name of each, or its second where two have the same short one."""
-    often = Counter(label for label, _ in named)
-    return [label if often[label] == 1 else name for label, name in named]
+    counts = Counter(label for label, _ in named)
+    return [label if counts[label] == 1 else name for label, name in named]
 
 
 def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
     """At most `top` senders with any influence, the greatest total first, model order among equal ones."""
-    found = [sender for sender in senders if sender.total_influence > 0]
-    return tuple(sorted(found, key=lambda sender: -sender.total_influence)[:top])
+    influential = [sender for sender in senders if sender.total_influence > 0]
+    return tuple(sorted(influential, key=lambda sender: -sender.total_influence)[:top])
 
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
     """Which kinds of component shape routing; heads, experts and shared experts are parts of others."""
     totals = {kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in COMPONENTS}
-    whole = math.fsum(value for found in totals.values() for value in found)
+    whole = math.fsum(value for influences in totals.values() for value in influences)
     return tuple(
-        KindShare(kind, len(found), math.fsum(found), math.fsum(found) / whole if whole else None)
-        for kind, found in totals.items()
-        if found
+        KindShare(kind, len(influences), math.fsum(influences), math.fsum(influences) / whole if whole else None)
+        for kind, influences in totals.items()
+        if influences
     )
 
 
@@ -220,9 +233,9 @@ def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
                 yield Pair(sender, influence, change)
 
 
-def rank_correlation(found: Sequence[Pair]) -> float | None:
+def rank_correlation(pairs: Sequence[Pair]) -> float | None:
     """Spearman's, of influence and AARV."""
-    return spearman([pair.influence for pair in found], [pair.rank_change for pair in found])
+    return spearman([pair.influence for pair in pairs], [pair.rank_change for pair in pairs])
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:

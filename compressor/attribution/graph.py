@@ -9,7 +9,7 @@ MLPs, shared experts, routed experts and routers; their id is a short label, suc
   the influence of all edges into that router, so that no router counts for more because its logits are larger.
 - `routes`, router -> each expert of its layer: `weight` is the part of the router's choices that fall on that expert.
   It makes paths: whoever steers a router decides which experts write to later ones.
-- `scores`, sender -> later expert, where that was asked for: `influence` on that expert's score. The edges from one
+- `scores`, sender -> later expert, if requested: `influence` on that expert's score. The edges from one
   sender to all experts of a router add up to its influence on the router, so no centrality counts them again.
 
 T tokens, R routers in model order, E experts, K top-k. Chance would send n_i * n_j / T tokens through expert i of one
@@ -18,7 +18,6 @@ router and expert j of the next one, of which n_i and n_j tokens are routed to e
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,7 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     for expert in experts:
         layers.setdefault(graph.nodes[expert]["module"], []).append(ranks[expert])
     standing = {expert: ranks[expert] / (fmean(layers[graph.nodes[expert]["module"]]) or 1.0) for expert in experts}
-    found: dict[str, Mapping[str, float]] = {
+    measured: dict[str, Mapping[str, float]] = {
         INFLUENCE: dict(steering.out_degree(experts, weight="influence")),
         AARV: dict(steering.out_degree(experts, weight="aarv")),
         DEGREE: dict(steering.out_degree(experts, weight="weight")),
@@ -88,12 +87,14 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
         BETWEENNESS: {node: value / pairs for node, value in between.items()},
         CORE: nx.core_number(strong.to_undirected()),
     }
-    return {measure: {expert: float(found[measure][expert]) for expert in experts} for measure in MEASURES}
+    return {measure: {expert: float(measured[measure][expert]) for expert in experts} for measure in MEASURES}
 
 
 def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
     """The edges into each router that are at least as heavy as the mean of those from senders of the same kind."""
-    kinds, strong = steering.nodes(data="kind"), edges_of(steering)
+    import networkx as nx
+
+    kinds, strong = steering.nodes(data="kind"), nx.create_empty_copy(steering)
     for router, kind in kinds:
         edges = list(steering.in_edges(router, data=True)) if kind == "router" else []
         weights: dict[str, list[float]] = {}
@@ -104,26 +105,29 @@ def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
     return strong
 
 
-def ranking(found: Centrality, measure: str) -> list[str]:
+def ranking(centrality: Centrality, measure: str) -> list[str]:
     """Experts above 0 by a measure, the most central first; equal ones by out-degree, then in model order."""
-    experts = [*found[measure]]
+    experts = [*centrality[measure]]
     values, degrees = (
-        rounded(torch.tensor([found[name][expert] for expert in experts], dtype=torch.float64)).tolist()
+        rounded(torch.tensor([centrality[name][expert] for expert in experts], dtype=torch.float64)).tolist()
         for name in (measure, DEGREE)
     )
     order = sorted(range(len(experts)), key=lambda place: (-values[place], -degrees[place]))
     return [experts[place] for place in order if values[place] > 0]
 
 
-def agreements(found: Centrality) -> dict[tuple[str, str], tuple[float | None, int]]:
+def agreements(centrality: Centrality) -> dict[tuple[str, str], tuple[float | None, int]]:
     """Of every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
 
     The first is Spearman's rank correlation, None for fewer than 3 experts or where a measure is the same for all.
     """
-    tops = {measure: set(ranking(found, measure)[:TOP]) for measure in found}
+    tops = {measure: set(ranking(centrality, measure)[:TOP]) for measure in centrality}
     return {
-        (one, other): (spearman([*found[one].values()], [*found[other].values()]), len(tops[one] & tops[other]))
-        for one, other in combinations(found, 2)
+        (one, other): (
+            spearman([*centrality[one].values()], [*centrality[other].values()]),
+            len(tops[one] & tops[other]),
+        )
+        for one, other in combinations(centrality, 2)
     }
 
 
@@ -166,9 +170,9 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
                 more = _finite(aarv=sender.rank_change[number], covariance=covariance)
                 graph.add_edge(labels[sender.name], label, kind=STEERS, weight=weight, **each, **more)
         own = [sender for (router, _), sender in experts.items() if router == number and sender.share > 0]
-        visits = math.fsum(sender.share for sender in own)
+        routed = math.fsum(sender.share for sender in own)
         for sender in own:
-            graph.add_edge(label, labels[sender.name], kind=ROUTES, weight=sender.share / visits)
+            graph.add_edge(label, labels[sender.name], kind=ROUTES, weight=sender.share / routed)
     for edge in attribution.score_edges:
         end = labels[experts[edge.receiver, edge.expert].name]
         graph.add_edge(labels[edge.sender], end, kind=SCORES, influence=edge.influence)
@@ -176,7 +180,7 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
 
 
 def _finite(**figures: float | None) -> dict[str, Any]:
-    """Those that are there and are numbers, for GraphML has no word for others."""
+    """Those that are numbers, for GraphML has no word for others."""
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
@@ -184,29 +188,18 @@ def edges_of(graph: "nx.DiGraph", *kinds: str) -> "nx.DiGraph":
     """The graph with the edges of these kinds alone, and all nodes."""
     import networkx as nx
 
-    found = nx.DiGraph()
-    found.add_nodes_from(graph.nodes(data=True))
-    found.add_edges_from((start, end, data) for start, end, data in graph.edges(data=True) if data["kind"] in kinds)
-    return found
+    return nx.subgraph_view(graph, filter_edge=lambda start, end: graph.edges[start, end]["kind"] in kinds).copy()
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A graph, and the measures that are attributes of its experts, too."""
-
-    graph: "nx.DiGraph"
-    centrality: Centrality
-
-
-def measured_graph(attribution: Attribution) -> Measured:
-    """The graph of an attribution, with every measure of centrality."""
+def measured_graph(attribution: Attribution) -> tuple["nx.DiGraph", Centrality]:
+    """The graph of an attribution, with every measure of centrality as an attribute of its experts, and by itself."""
     import networkx as nx
 
     graph = routing_graph(attribution)
-    found = centralities(graph)
-    for measure, values in found.items():
+    centrality = centralities(graph)
+    for measure, values in centrality.items():
         nx.set_node_attributes(graph, values, measure)
-    return Measured(graph, found)
+    return graph, centrality
 
 
 def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tokens: int) -> tuple[Together, ...]:
@@ -216,26 +209,24 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     uses. Of every expert those of the next router are kept with which the excess is greatest. Memory is that of two
     routers' choices and one table [E, E].
     """
-    found: list[Together] = []
+    together: list[Together] = []
     for first, second in pairwise(range(len(valid))):
         table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=valid.device)
         for batch in chosen:
-            one, other = (_visited(batch[:, number][:, valid[number]], experts) for number in (first, second))
+            one, other = (
+                torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, number, valid[number]], 1.0)
+                for number in (first, second)
+            )
             table += torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]).double()
-        counts, visits = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
-        expected = visits[0][:, None] * visits[1] / tokens
+        counts, routed = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
+        expected = routed[0][:, None] * routed[1] / tokens
         excess = counts - expected
         excess[excess <= NOTABLE * expected.sqrt()] = 0
         values, following = excess.sort(descending=True, stable=True)
         for expert, (row, others) in enumerate(zip(values.tolist(), following.tolist(), strict=True)):
             kept = zip(row[:FOLLOWING], others, strict=False)
-            found += [Together(first, expert, other, value / tokens) for value, other in kept if value > 0]
-    return tuple(found)
-
-
-def _visited(chosen: Tensor, experts: int) -> Tensor:
-    """[T, K] -> [T, E]: 1 for each chosen expert."""
-    return torch.zeros(len(chosen), experts, device=chosen.device).scatter_(1, chosen, 1.0)
+            together += [Together(first, expert, other, value / tokens) for value, other in kept if value > 0]
+    return tuple(together)
 
 
 def communities(experts: Iterable[Expert], together: Sequence[Together], seed: int = 0) -> dict[Expert, int]:
@@ -251,7 +242,7 @@ def communities(experts: Iterable[Expert], together: Sequence[Together], seed: i
     for pair in together:
         ends = (pair.receiver, pair.expert), (pair.receiver + 1, pair.following)
         graph.add_edge(*(order[end] for end in ends), weight=pair.excess)
-    made = [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)] if order else []
-    ranked = sorted(made, key=lambda members: (-len(members), members))
-    place = {member: number for number, members in enumerate(ranked) for member in members}
+    groups = [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)] if order else []
+    groups.sort(key=lambda members: (-len(members), members))
+    place = {member: number for number, members in enumerate(groups) for member in members}
     return {expert: place[number] for expert, number in order.items()}

@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 import torch
 
-from compressor.attribution.figures import Attribution, Output, Sender
+from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender
 from compressor.ties import exceeds, rounded
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
@@ -22,17 +22,14 @@ SUPER_QUANTILE, SUPER_SHARE = 0.995, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class Hub(ExpertPlace):
     """An expert whose influence and AARV are both outliers of its layer."""
 
-    module: str
-    layer: int
-    expert: int
     influence: float  # summed over the receivers
     aarv: float  # summed over the receivers
     influence_score: float  # modified z-score among the layer's experts
     aarv_score: float
-    share: float  # of the tokens, those that visit it
+    share: float  # of the tokens, those routed to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
     layers: dict[str, list[Sender]] = {}
     for sender in attribution.of_kind("expert"):
         layers.setdefault(sender.module, []).append(sender)
-    found = []
+    hubs = []
     for experts in layers.values():
         influence = outlier_scores([sender.total_influence for sender in experts])
         aarv = outlier_scores([sender.total_rank_change for sender in experts])
@@ -83,19 +80,15 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
             if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
                 assert sender.layer is not None and sender.number is not None
                 totals = sender.total_influence, sender.total_rank_change
-                found.append(Hub(sender.module, sender.layer, sender.number, *totals, first, second, sender.share))
-    strength = _equal_where_tied([hub.influence for hub in found])
-    order = sorted(zip(strength, found, strict=True), key=lambda pair: (-pair[0], *_place(pair[1])))
+                hubs.append(Hub(sender.module, sender.layer, sender.number, *totals, first, second, sender.share))
+    strengths = _equal_where_tied([hub.influence for hub in hubs])
+    order = sorted(zip(strengths, hubs, strict=True), key=lambda pair: (-pair[0], *pair[1].place))
     return tuple(hub for _, hub in order)
 
 
 def _equal_where_tied(values: Sequence[float]) -> list[float]:
-    found: list[float] = rounded(torch.tensor(values, dtype=torch.float64)).tolist()
-    return found
-
-
-def _place(each: Hub | Output) -> tuple[int, str, int]:
-    return each.layer, each.module, each.expert
+    equal: list[float] = rounded(torch.tensor(values, dtype=torch.float64)).tolist()
+    return equal
 
 
 def super_experts(attribution: Attribution) -> tuple[Output, ...]:
@@ -113,20 +106,19 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     entries = _equal_where_tied([output.max_entry for output in reached])
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
-    found = [
-        (-entry, *_place(output), output)
+    massive = [
+        (-entry, *output.place, output)
         for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True)
         if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
     ]
-    return tuple(output for *_, output in sorted(found, key=lambda entry: entry[:4]))
+    return tuple(output for *_, output in sorted(massive, key=lambda entry: entry[:4]))
 
 
 def overlap(hubs: Sequence[Hub], supers: Sequence[Output]) -> Overlap:
     """Sort the experts into hubs that are super experts, hubs alone and super experts alone."""
-    massive = {(each.module, each.expert) for each in supers}
-    steering = {(each.module, each.expert) for each in hubs}
+    massive, steering = {each.place for each in supers}, {each.place for each in hubs}
     return Overlap(
-        both=tuple(each for each in hubs if (each.module, each.expert) in massive),
-        only_hubs=tuple(each for each in hubs if (each.module, each.expert) not in massive),
-        only_supers=tuple(each for each in supers if (each.module, each.expert) not in steering),
+        both=tuple(each for each in hubs if each.place in massive),
+        only_hubs=tuple(each for each in hubs if each.place not in massive),
+        only_supers=tuple(each for each in supers if each.place not in steering),
     )

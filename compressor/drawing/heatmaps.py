@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compressor.drawing.palette import FONT, HEAT, log_limits, ticks
+from compressor.drawing.picture import Drawing
 from compressor.words import readable
 
 if TYPE_CHECKING:
@@ -75,64 +76,59 @@ def label_axes(axes: "Axes", rows: Sequence[str], columns: Sequence[str], width:
     axes.spines[:].set(visible=True, color="#999999")
 
 
-def panels_size(
-    columns: Sequence[Sequence[Panel]], numbers: Sequence[str], scales: int, roomy: bool = False
-) -> tuple[float, float]:
-    """Width and height in inches that the panels need; `roomy` gives each row's name a line."""
-    widths, row = _widths(columns, numbers), _row_height(columns, roomy)
-    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
-    return sum(widths) + BAR * scales, max(LEAST_BODY, *heights)
-
-
-def _panel_width(numbers: Sequence[str]) -> float:
-    return max(LEAST_WIDTH, len(numbers) * min(max(WIDTH / len(numbers), LEAST_CELL), MOST_CELL))
-
-
-def _widths(columns: Sequence[Sequence[Panel]], numbers: Sequence[str]) -> list[float]:
-    """Inches of each column, with the names of its rows."""
-    return [
-        0.4 + _panel_width(numbers) + LETTER * max(len(name) for panel in column for name in panel.rows)
-        for column in columns
-    ]
-
-
-def _row_height(columns: Sequence[Sequence[Panel]], roomy: bool) -> float:
-    tallest = max(len(panel.rows) for column in columns for panel in column)
-    return min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
+def _draw_nothing(figure: "FigureBase") -> None:
+    figure.text(0.03, 0.5, "nothing to show", va="center")
 
 
 def draw_panels(
-    figure: "FigureBase",
+    title: str,
+    alt: str,
     columns: Sequence[Sequence[Panel]],
     numbers: Sequence[str],
     scales: Sequence[Scale],
     label: str,
     roomy: bool = False,
-) -> None:
-    """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
+) -> Drawing:
+    """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right.
 
-    width, row = _panel_width(numbers), _row_height(columns, roomy)
-    ratios = [*_widths(columns, numbers), *[BAR] * len(scales)]
-    parts = figure.subfigures(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
-    norms: list[dict[str, Any]] = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
-    for part, column in zip(parts, columns, strict=False):
-        heights = [len(panel.rows) * row for panel in column]
-        grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-        for axes, panel, height in zip(grid, column, heights, strict=True):
-            low = scales[panel.scale].low
-            values = [[None if value is None else max(value, low) for value in line] for line in panel.values]
-            draw_heat(axes, values, None, None, **norms[panel.scale])
-            label_axes(axes, panel.rows, numbers, width, height)
-            title = "\n".join(textwrap.wrap(readable(panel.title), max(12, int(width / 0.075))))
-            axes.set_title(title, loc="left", fontsize=FONT)
-            axes.set_xlabel(label, fontsize=FONT - 1)
-    for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
-        axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
-        extend = "min" if scale.has_smaller else "neither"  # in a point, where smaller numbers share the first colour
-        bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend=extend)
-        marks = ticks(scale.low, scale.high)
-        bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
-        bar.minorticks_off()
-        bar.set_label(scale.label, fontsize=FONT - 1)
+    `roomy` gives each row's name a line. Without any panel the drawing says so.
+    """
+    columns = [column for column in columns if column]
+    if not columns:
+        return Drawing(title, "Nothing to show.", (5.0, 1.2), _draw_nothing)
+    width = max(LEAST_WIDTH, len(numbers) * min(max(WIDTH / len(numbers), LEAST_CELL), MOST_CELL))
+    names = [max(len(name) for panel in column for name in panel.rows) for column in columns]
+    ratios = [*(0.4 + width + LETTER * longest for longest in names), *[BAR] * len(scales)]
+    tallest = max(len(panel.rows) for column in columns for panel in column)
+    row = min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
+    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
+
+    def draw(figure: "FigureBase") -> None:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import LogNorm
+
+        parts = figure.subfigures(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+        norms: list[Any] = [{"norm": LogNorm(scale.low, scale.high), "cmap": scale.colours} for scale in scales]
+        for part, column in zip(parts, columns, strict=False):
+            inner = [len(panel.rows) * row for panel in column]
+            grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": inner})[:, 0]
+            for axes, panel, height in zip(grid, column, inner, strict=True):
+                low = scales[panel.scale].low
+                values = [[None if value is None else max(value, low) for value in line] for line in panel.values]
+                draw_heat(axes, values, None, None, **norms[panel.scale])
+                label_axes(axes, panel.rows, numbers, width, height)
+                lines = textwrap.wrap(readable(panel.title), max(12, int(width / 0.075)))
+                axes.set_title("\n".join(lines), loc="left", fontsize=FONT)
+                axes.set_xlabel(label, fontsize=FONT - 1)
+        for part, scale, norm in zip(parts[len(columns) :], scales, norms, strict=True):
+            axes = part.add_axes((0.1, 0.12, 0.15, 0.76))
+            extend = (
+                "min" if scale.has_smaller else "neither"
+            )  # in a point, where smaller numbers share the first colour
+            bar = part.colorbar(ScalarMappable(**norm), cax=axes, extend=extend)
+            marks = ticks(scale.low, scale.high)
+            bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+            bar.minorticks_off()
+            bar.set_label(scale.label, fontsize=FONT - 1)
+
+    return Drawing(title, alt, (sum(ratios), max(LEAST_BODY, *heights)), draw)

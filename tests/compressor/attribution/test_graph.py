@@ -249,7 +249,7 @@ def test_communities_are_the_experts_that_go_together() -> None:
     assert groups[0] == {(layer, expert) for layer in (1, 2, 3) for expert in (0, 2, 4, 6)}
     assert groups[1] == {(layer, expert) for layer in (1, 2, 3) for expert in (1, 3, 5)}
     assert sorted(map(len, groups.values())) == [1, 1, 1, 9, 12]
-    groups_table = graph_tables(measured_graph(replace(MADE, together=together())))[-1]
+    groups_table = graph_tables(*measured_graph(replace(MADE, together=together())))[-1]
     caption, rows = groups_table.caption, groups_table.rows
     assert "2 groups of several" in caption
     assert [row[:3] for row in rows] == [("0", "12", "3"), ("1", "9", "3")]
@@ -288,17 +288,17 @@ WHOLE = replace(MADE, together=together(), score_edges=EDGES, model="org/<tiny> 
 
 
 def test_files_open_in_networkx_as_they_were(tmp_path: Path) -> None:
-    made = measured_graph(WHOLE)
-    write_graph(made, tmp_path)
+    graph, centrality = measured_graph(WHOLE)
+    write_graph(graph, tmp_path)
     text = (tmp_path / "graph.json").read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     for read in (nx.read_graphml(tmp_path / "graph.graphml"), nx.node_link_graph(content, edges="edges")):
         assert read.is_directed() and not read.is_multigraph()
-        assert dict(read.nodes(data=True)) == dict(made.graph.nodes(data=True))
-        assert {edge: read.edges[edge] for edge in read.edges} == {e: made.graph.edges[e] for e in made.graph.edges}
+        assert dict(read.nodes(data=True)) == dict(graph.nodes(data=True))
+        assert {edge: read.edges[edge] for edge in read.edges} == {e: graph.edges[e] for e in graph.edges}
         for measure, values in centralities(read).items():
-            assert values == pytest.approx(dict(made.centrality[measure]))
-    assert made.graph.nodes[HUB]["PageRank"] == made.centrality["PageRank"][HUB]
+            assert values == pytest.approx(dict(centrality[measure]))
+    assert graph.nodes[HUB]["PageRank"] == centrality["PageRank"][HUB]
 
 
 SCRIPT = """
@@ -307,7 +307,7 @@ from pathlib import Path
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.report import write_graph
 from tests.compressor.attribution.test_graph import WHOLE
-write_graph(measured_graph(WHOLE), Path(sys.argv[1]))
+write_graph(measured_graph(WHOLE)[0], Path(sys.argv[1]))
 """
 
 
@@ -322,10 +322,10 @@ def test_files_are_the_same_in_every_process(tmp_path: Path) -> None:
 
 
 def test_the_picture_names_hubs_and_draws_the_heaviest_edges() -> None:
-    made = measured_graph(MADE)
-    (axes,) = axes_of(graph_figure(made))
+    graph, centrality = measured_graph(MADE)
+    (axes,) = axes_of(graph_figure(graph, centrality))
     texts = {text.get_text() for text in axes.texts}
-    assert HUB in texts and {*ranking(made.centrality, "standing")[:8]} == texts - {""}
+    assert HUB in texts and {*ranking(centrality, "standing")[:8]} == texts - {""}
     assert len([text for text in axes.texts if not text.get_text()]) == EDGES_DRAWN
     assert [label.get_text() for label in axes.get_xticklabels()] == ["token", "L0", "L1", "L2", "L3"]
     routers = next(line for line in axes.lines if line.get_label() == "router")

@@ -24,7 +24,6 @@ from compressor.attribution.figures import (
     kind_shares,
     pairs,
     rank_correlation,
-    sender_label,
     sender_labels,
     strongest,
 )
@@ -148,7 +147,7 @@ def test_numbers_keep_six_digits(value: float) -> None:
 
 
 def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
-    text = markdown(whole_blocks(replace(FOUND, top=6), measured_graph(MADE)))
+    text = markdown(whole_blocks(replace(FOUND, top=6), *measured_graph(MADE)))
     found = tables(text)
     assert [cells[0] for cells in found["Hubs"]] == ["L1 E3", "L2 E6"]
     assert float(found["Hubs"][0][1]) == pytest.approx(HUBS[0].influence, rel=6e-3)
@@ -169,7 +168,7 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
 
 
 def test_without_hubs_the_text_says_so() -> None:
-    text = markdown(whole_blocks(Findings(MADE, (), (), 4.25, 3), measured_graph(MADE)))
+    text = markdown(whole_blocks(Findings(MADE, (), (), 4.25, 3), *measured_graph(MADE)))
     assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
     assert "Neither hubs nor super experts were found." in text
 
@@ -177,7 +176,7 @@ def test_without_hubs_the_text_says_so() -> None:
 def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
     odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
     made = replace(MADE, senders=(odd, *MADE.senders), model="org/[x]")
-    text = markdown(whole_blocks(Findings(made, HUBS, SUPERS, 3.5, 2), measured_graph(made)))
+    text = markdown(whole_blocks(Findings(made, HUBS, SUPERS, 3.5, 2), *measured_graph(made)))
     assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
     assert text.startswith(r"# org/\[x\]: ")
 
@@ -210,7 +209,7 @@ def test_labels_are_short_and_tell_senders_apart() -> None:
         sender("token", None, (1.0,)), sender("expert", 1, (1.0,), number=9), sender("head", 3, (1.0,), number=5),
         sender("attention", 3, (1.0,)), sender("shared", 0, (1.0,)),
     ]  # fmt: skip
-    assert [sender_label(each) for each in shown] == ["token", "L1 E9", "L3 head 5", "L3 attention", "L0 shared"]
+    assert [each.label for each in shown] == ["token", "L1 E9", "L3 head 5", "L3 attention", "L0 shared"]
     twice = [*shown, replace(shown[3], name="model.layers.3.mamba")]
     assert sender_labels(twice) == [
         "token", "L1 E9", "L3 head 5", "model.layers.3.self_attn", "L0 shared", "model.layers.3.mamba",

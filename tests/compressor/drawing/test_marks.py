@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import PathPatch, Rectangle, StepPatch
 
-from compressor.drawing.heatmaps import Panel, draw_heat, draw_panels, log_scale, panels_size
+from compressor.drawing.heatmaps import Panel, draw_heat, draw_panels, log_scale
 from compressor.drawing.marks import (
     Cell,
     Dots,
@@ -128,8 +128,9 @@ def test_panels_share_their_scale_and_have_room() -> None:
     panel = Panel("title", ("first", "second"), ((1.0, None), (1e-3, 1e-9)))
     scale = log_scale("variance", [1.0, None, 1e-3, 1e-9])
     assert (scale.low, scale.high, scale.has_smaller) == (1e-6, 1.0, True)
-    canvas = Canvas(figsize=panels_size([[panel], [panel]], ["0", "1"], 1), layout="constrained")
-    draw_panels(canvas, [[panel], [panel]], ["0", "1"], [scale], "layer")
+    drawing = draw_panels("title", "", [[panel], [panel]], ["0", "1"], [scale], "layer")
+    canvas = Canvas(figsize=drawing.size, layout="constrained")
+    drawing.draw(canvas)
     images = [image for axes in canvas.axes for image in axes.images]
     assert len(images) == 2 and images[0].norm.vmin == images[1].norm.vmin == 1e-6
     assert np.asarray(images[0].get_array())[1, 1] == 1e-6  # what is smaller has the first colour
