@@ -31,10 +31,10 @@ from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics
-from compressor.steps.constants.budget import EVEN, UNEVEN, divide, even_numbers, spare
 from compressor.steps.constants.measure import Substituting, measure, replacing
 from compressor.steps.constants.measure import Variant as Substitutes
-from compressor.steps.correct.constants import InOrder, correct_constants
+from compressor.steps.constants.planning import EVEN, UNEVEN, divide, even_numbers, spare
+from compressor.steps.constants.writing import InOrder
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planned, Planner, Wish
@@ -242,7 +242,7 @@ class _Table:
             self.evaluator.measuring(self.model.partial.model) as riding,
         ):
             work = (correction, Path(folder), self.progress, self.seed)
-            layers = correct_constants(InOrder(self.model, self.calibration, variant, *work), riding)
+            layers = InOrder(self.model, self.calibration, variant, *work).run(riding)
         return riding.figures[0], _layer_error(layers.values())
 
 

@@ -2,7 +2,7 @@
 
 An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
 sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. MoNE
-(arXiv:2507.00390) takes the plain mean of o and chooses by its variance and by how often the expert is visited.
+(arXiv:2507.00390) takes the plain mean of o and chooses by its variance and by the expert's routed tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,31 +51,25 @@ class LayerConstants:
         order = (len(self.missed) - 1 - backwards).tolist()
         return tuple(sorted([expert for expert in order if expert not in protected][:count]))
 
-    def least_missed(self, count: int, protected: frozenset[int] = frozenset()) -> list[float]:
-        """What the constants of the `replaceable` experts miss, ascending."""
-        return sorted(self.missed[list(self.replaceable(count, protected))].tolist())
-
 
 def measure(
     model: OpenModel, calibration: Calibration, progress: Progress, seed: int, kept: Path | None = None
 ) -> dict[str, LayerConstants]:
     """The constants of all layers by experts module, from one pass over the calibration text that is not held out.
 
-    A run that was killed finds them again in `kept`, a folder that tells by its name what they were measured on.
+    A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
-
-    def path(layer: MoeLayer) -> Path | None:
-        return None if kept is None else kept / f"{layer.name}.safetensors"
-
-    paths = {layer.name: path(layer) for layer in model.architecture.layers}
-    if all(place is not None and told_of(place) is not None for place in paths.values()):
-        return {name: LayerConstants(**kept_tensors(place)) for name, place in paths.items() if place is not None}
-    made: dict[str, LayerConstants] = {}
+    names = [layer.name for layer in model.architecture.layers]
+    paths = {} if kept is None else {name: kept / f"{name}.safetensors" for name in names}
+    if paths and all(told_of(path) is not None for path in paths.values()):
+        return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
+    constants: dict[str, LayerConstants] = {}
     for stats in collect(model, NEEDS, calibration, progress, seed):
-        found = made[stats.layer.name] = LayerConstants.of(stats)
-        if (place := paths[stats.layer.name]) is not None:
-            keep_tensors(place, {"values": found.values, "missed": found.missed}, stats.layer.name)
-    return made
+        name = stats.layer.name
+        own = constants[name] = LayerConstants.of(stats)
+        if name in paths:
+            keep_tensors(paths[name], {"values": own.values, "missed": own.missed}, name)
+    return constants
 
 
 def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> Variant:

@@ -1,4 +1,4 @@
-"""MoNE: constants for what is dropped, as vLLM serves them (arXiv:2507.00390): refitted if so asked, and written.
+"""MoNE: constants for what is dropped, as vLLM serves them (arXiv:2507.00390): refitted by `correct`, and written.
 
 Every tensor that stays is a copy of the stored bytes, quantised ones included, unless it was refitted. Experts keep
 their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
@@ -16,20 +16,34 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.kept import kept_tensors
+from compressor.evaluation.evaluator import Riding
+from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
-from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, is_replaced
+from compressor.model.constant_experts import (
+    FIELD,
+    SUFFIX,
+    SubstitutedCheckpoint,
+    Substitutes,
+    is_replaced,
+    substitute,
+)
+from compressor.model.experts import parameter_names
 from compressor.model.layout import expert_prefixes
+from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel, open_substituted, pick_dtype
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.steps.constants.measure import Substituting, Variant, substitutes_of
 from compressor.steps.constants.planning import measured_constants
-from compressor.steps.correct.constants import VALUES, InOrder, correct_constants, kept_at
-from compressor.steps.correct.step import CONSTANTS
+from compressor.steps.correct.cut_layer import Constants, Recording
+from compressor.steps.correct.in_order import RecordingVisitor
+from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.state import State
 from compressor.surgery.configuration import config_with
 from compressor.surgery.conversion import changed_unit
@@ -47,13 +61,83 @@ from compressor.surgery.tensors import (
 
 TOKENS = 32  # that a written checkpoint is checked on
 TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
+VALUES = "constants"  # the name under which a layer's refitted ones are kept
+
+
+def kept_at(folder: Path, layer: MoeLayer) -> Path:
+    """The file of a corrected layer."""
+    return folder / f"{layer.name}.safetensors"
+
+
+@dataclass(slots=True)
+class InOrder(RecordingVisitor):
+    """Refits the constants of each layer on what the corrected earlier layers output; keeps the layers in `folder`."""
+
+    calibration: Calibration
+    substitutes: Mapping[str, Substitutes]  # by experts module, as planned
+    correction: Correct
+    folder: Path
+    progress: Progress
+    seed: int = 0
+    figures: dict[str, Any] = field(default_factory=dict)  # of the corrected layers, by experts module
+
+    def run(self, riding: Riding | None = None) -> dict[str, Any]:
+        """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
+        batches, evaluation = self.calibration.batches, [] if riding is None else riding.batches
+        if riding is not None:
+            riding.first = len(batches)
+        one = Pass(self.model, batches, self.progress, "correct", self.seed, evaluation=evaluation)
+        one.run(*(visitor for visitor in (self, riding) if visitor is not None))
+        return self.figures
+
+    def _kept(self, layer: MoeLayer) -> list[int]:
+        return [expert for expert in range(layer.experts) if expert not in self.substitutes[layer.name].dropped]
+
+    def before(self, unit: str, replay: Replay) -> None:
+        """Record the loaded layer, refit it with its constants, and let the batches pass that."""
+        layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
+        fresh = [layer for layer in layers if told_of(kept_at(self.folder, layer)) is None]
+        for layer, recording in zip(fresh, self.record(fresh, replay), strict=True):
+            self._refit(layer, recording)
+        partial = self.model.partial
+        for layer in layers:  # which are computed with as they are kept
+            path, experts = kept_at(self.folder, layer), partial.model.get_submodule(layer.name)
+            tensors, kept = kept_tensors(path), self._kept(layer)
+            values = tensors.pop(VALUES).to(partial.device, partial.dtype)
+            for key, value in tensors.items():
+                set_tensor(partial.model, key, value.to(partial.device))
+            sliced = len(experts.down_proj) == len(kept)
+            rows = {expert: row for row, expert in enumerate(kept)} if sliced else None
+            substitute(experts, Substitutes(self.substitutes[layer.name].dropped, values, rows))
+            self.figures[layer.name] = told_of(path)
+        give_back()
+
+    def passed(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            substitute(self.model.partial.model.get_submodule(layer.name), None)
+
+    def _refit(self, layer: MoeLayer, recording: Recording) -> None:
+        model, planned, kept = self.model.partial.model, self.substitutes[layer.name], self._kept(layer)
+        experts = model.get_submodule(layer.name)
+        for name in parameter_names(experts):
+            set_tensor(model, f"{layer.name}.{name}", getattr(experts, name)[kept])
+        writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+        wide = planned.values.to(experts.down_proj.device, torch.float32, copy=True)
+        slots = torch.tensor([*kept, *planned.dropped], device=wide.device).argsort()
+        constants = Constants(wide, wide.to(writing, copy=True), slots)
+        figures = correct_layer(model, layer, recording, self.correction, self.seed, writing, constants)
+        tensors = {VALUES: constants.best}
+        if self.correction.method != CONSTANTS:
+            keys = [tensor.key for tensor in layer.tensors]
+            tensors |= {key: getattr(*parent_and_name(model, key)) for key in keys}
+        keep_tensors(kept_at(self.folder, layer), tensors, figures)
 
 
 def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
     """Refit constants, and with `ridge` experts that stay, into the work folder; returns the plan with figures."""
     if state.step_of("correct") is None:
         return {}
-    number, figures = state.stage[0], correct_constants(_in_order(state, _planned(state), state.progress))
+    number, figures = state.stage[0], _in_order(state, _planned(state), state.progress).run()
     layers = [
         replace(layer, figures={**layer.figures, "correction": figures[layer.module]}) if layer.constants else layer
         for layer in state.stage_plan().layers
