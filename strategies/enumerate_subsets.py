@@ -10,13 +10,13 @@ import torch
 
 from compressor.plugins import (
     RECONSTRUCTION,
+    Block,
     CompressionError,
     KeptErrors,
     LayerPlan,
     LayerStatistics,
     Routed,
-    check_count,
-    competing,
+    blocks_of,
     least,
     option,
     relative_error,
@@ -45,36 +45,7 @@ class Options:
                 raise CompressionError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Experts that compete for the same places: a routing group, or the whole layer."""
-
-    fixed: Kept
-    free: Kept
-    take: int  # how many of the free ones stay in the end
-
-
-def _blocks(stats: LayerStatistics, keep: int, protected: frozenset[int]) -> list[_Block]:
-    layer = stats.layer
-    check_count(layer, keep, layer.name)
-    groups = competing(layer)
-    if strangers := sorted(protected - set(range(layer.experts))):
-        raise CompressionError(
-            f"{layer.name}: protected expert {strangers[0]} does not exist; experts are numbered 0 to "
-            f"{layer.experts - 1}"
-        )
-    blocks = []
-    for group in groups:
-        fixed = tuple(expert for expert in group if expert in protected)
-        blocks.append(_Block(fixed, _without(group, fixed), keep // len(groups) - len(fixed)))
-    if any(block.take < 0 for block in blocks):
-        raise CompressionError(
-            f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
-        )
-    return blocks
-
-
-def _subsets(blocks: list[_Block]) -> Iterator[Kept]:
+def _subsets(blocks: list[Block]) -> Iterator[Kept]:
     """Every legal kept set."""
     for chosen in product(*(combinations(block.free, block.take) for block in blocks)):
         yield tuple(sorted(chain(*chosen, *(block.fixed for block in blocks))))
@@ -114,7 +85,7 @@ def _is_local(errors: KeptErrors, routed: Routed, experts: int) -> bool:
 class _Greedy:
     """Backward elimination: from all experts to the kept ones, each time without those whose loss costs least."""
 
-    def __init__(self, errors: KeptErrors, experts: int, blocks: list[_Block]) -> None:
+    def __init__(self, errors: KeptErrors, experts: int, blocks: list[Block]) -> None:
         self.errors, self.blocks = errors, blocks
         self.start = tuple(range(experts))
         self.steps = len(blocks[0].free) - blocks[0].take
@@ -161,7 +132,7 @@ class _Greedy:
 
 
 def _search(
-    errors: KeptErrors, experts: int, blocks: list[_Block], options: Options, count: int
+    errors: KeptErrors, experts: int, blocks: list[Block], options: Options, count: int
 ) -> tuple[Kept, dict[str, Any]]:
     """The kept set and how it was found."""
 
@@ -186,7 +157,7 @@ def plan(
     Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once; a subset costs
     routing them again. Greedy backward elimination takes over where subsets are too many; ties go to lower experts.
     """
-    blocks = _blocks(stats, keep, protected)
+    blocks = blocks_of(stats.layer, keep, protected)
     count = prod(comb(len(block.free), block.take) for block in blocks)
     if options.search == "all" and count > options.most_subsets:
         raise CompressionError(

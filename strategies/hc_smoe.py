@@ -11,11 +11,9 @@ import torch
 
 from compressor.plugins import (
     METHODS,
-    CompressionError,
     LayerPlan,
     LayerStatistics,
-    check_count,
-    competing,
+    blocks_of,
     mean_output_noise,
     merge_groups,
     merge_needs,
@@ -69,24 +67,15 @@ def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
-    layer = stats.layer
-    check_count(layer, keep, layer.name)
-    blocks = competing(layer)
-    count = keep // len(blocks)
     table = distances(stats.expert_outputs, "mean-output").cpu()
     judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
     clusters: list[list[int]] = []
-    for block in blocks:
-        free = [expert for expert in block if expert not in protected]
-        if count < (alone := len(block) - len(free)):
-            raise CompressionError(
-                f"{layer.name}: experts {block[0]} to {block[-1]}, {alone} of them protected, do not fit into {count}; "
-                "protect fewer or keep more"
-            )
-        clusters += [[expert] for expert in block if expert in protected]
-        if count > alone:  # else protected experts take all places, and the others are dropped
-            found = cluster(judged[free][:, free], count - alone, options.linkage)
-            clusters += [[free[position] for position in positions] for positions in found]
+    for block in blocks_of(stats.layer, keep, protected):
+        clusters += [[expert] for expert in block.fixed]
+        if block.take:  # else protected experts take all places, and the others are dropped
+            free = list(block.free)
+            positions = cluster(judged[free][:, free], block.take, options.linkage)
+            clusters += [[free[position] for position in own] for own in positions]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
     by, how = f"mean outputs, {options.linkage} linkage", (options.merge, options.merge_routers, options.align)

@@ -12,6 +12,7 @@ from compressor.plugins import (
     LayerStatistics,
     LayerWeights,
     closeness,
+    competing,
     fast_squared_distances,
     group_experts,
     merge_groups,
@@ -19,7 +20,6 @@ from compressor.plugins import (
     noise,
     option,
     projections,
-    routing_blocks,
 )
 
 NEEDS = frozenset({"weights"})
@@ -101,7 +101,7 @@ def merge_alike(
     stats: LayerStatistics, table: torch.Tensor, noise: Any, keep: int, alone: frozenset[int], options: Any, by: str
 ) -> LayerPlan:
     """Group by equation 5 on these distances [E, E], which `by` names, and merge by equation 6."""
-    found = group_experts(table, keep, seed=stats.seed, blocks=routing_blocks(stats), alone=alone, noise=noise)
+    found = group_experts(table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise)
     figures = {"within_group_distance": round(found.objective, 6), "proved_best": found.exact}
     how = (options.merge, options.merge_routers, options.align)
     return merge_groups(stats, found.groups, *how, decided_by=by, figures=figures)

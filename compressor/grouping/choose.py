@@ -197,9 +197,35 @@ def competing(layer: MoeLayer) -> list[list[int]]:
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
 
 
-def routing_blocks(stats: LayerStatistics) -> list[list[int]] | None:
-    """The layer's routing groups as lists of experts; None where it has none."""
-    return None if stats.layer.routing_groups == 1 else competing(stats.layer)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Experts that compete for the same places: a routing group, or the whole layer."""
+
+    fixed: tuple[int, ...]  # protected
+    free: tuple[int, ...]
+    take: int  # how many of the free ones stay
+
+
+def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
+    """Blocks of a layer that keeps so many experts; refuses counts and protected experts that do not fit."""
+    check_count(layer, keep, layer.name)
+    if strangers := sorted(protected - set(range(layer.experts))):
+        raise CompressionError(
+            f"{layer.name}: protected expert {strangers[0]} does not exist; experts are numbered 0 to "
+            f"{layer.experts - 1}"
+        )
+    blocks, places = list[Block](), keep // layer.routing_groups
+    for experts in competing(layer):
+        fixed = tuple(expert for expert in experts if expert in protected)
+        if len(fixed) > places:
+            where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
+            raise CompressionError(
+                f"{layer.name}: {len(fixed)} protected experts do not fit into {places}{where}; protect fewer or keep "
+                "more"
+            )
+        free = tuple(expert for expert in experts if expert not in protected)
+        blocks.append(Block(fixed, free, places - len(fixed)))
+    return blocks
 
 
 def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
@@ -213,20 +239,15 @@ def keep_best(
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     layer = stats.layer
-    check_count(layer, keep, layer.name)
+    blocks = blocks_of(layer, keep, protected)
     if scores.shape != (layer.experts,):
         raise CompressionError(
             f"{layer.name}: scores of the shape {list(scores.shape)} cannot rank {layer.experts} experts; give one each"
         )
     if wrong := scores.isnan().nonzero().flatten().tolist():  # an infinite score may mean always or never
         raise CompressionError(f"{layer.name}: the score of expert {wrong[0]} is not a number; mend how it is computed")
-    ranked, blocks = rounded(scores).cpu(), competing(layer)
-    kept: list[int] = []
+    ranked, kept = rounded(scores).cpu(), list[int]()
     for block in blocks:
-        best = [block[position] for position in ranked[block].argsort(descending=True, stable=True).tolist()]
-        kept += sorted(best, key=lambda expert: expert not in protected)[: keep // len(blocks)]
-    if protected - set(kept):
-        raise CompressionError(
-            f"{layer.name}: {len(protected)} protected experts do not fit into {keep}; protect fewer or keep more"
-        )
+        order = ranked[list(block.free)].argsort(descending=True, stable=True).tolist()
+        kept += (*block.fixed, *(block.free[position] for position in order[: block.take]))
     return LayerPlan.keep(layer, kept, **details)

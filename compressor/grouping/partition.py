@@ -40,11 +40,6 @@ class Grouping:
     objective: float
     exact: bool
 
-    def __post_init__(self) -> None:
-        members = [expert for group in self.groups for expert in group]
-        if len(set(members)) < len(members) or not all(self.groups):
-            raise ValueError(f"groups {self.groups} are empty or share experts")
-
 
 def group_experts(
     distances: Tensor,
@@ -61,7 +56,20 @@ def group_experts(
     alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
     noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
     """
-    table = _checked_distances(distances)
+    if distances.ndim != 2 or distances.shape[0] != distances.shape[1] or not distances.numel():
+        raise CompressionError(f"distances must be a square matrix [E, E], not {list(distances.shape)}")
+    table = distances.detach().to("cpu", torch.float64)
+    for fault, wrong in (("not finite", ~table.isfinite()), ("negative", table < 0)):
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise CompressionError(f"distance of experts {row} and {column} is {fault}: {table[row, column]:g}")
+    if not table.sum().isfinite():
+        raise CompressionError(f"distances up to {table.max():g} overflow when added: scale them down")
+    gap = (table - table.T).abs()
+    if gap.max() > 1e-6 * table.max():
+        row, column = divmod(int(gap.argmax()), table.shape[0])
+        raise CompressionError(f"distances are not symmetric: by {gap.max():g} for experts {row} and {column}")
+    table = (table / 2 + table.T / 2).fill_diagonal_(0)
     experts = table.shape[0]
     if not 1 <= count <= experts:
         raise CompressionError(f"cannot split {experts} experts into {count} groups: ask for 1 to {experts}")
@@ -81,24 +89,6 @@ def group_experts(
         for measured in (table, judged)
     )
     return Grouping(groups, objective, all(proved for _, proved in parts) or apart == 0)
-
-
-def _checked_distances(distances: Tensor) -> Tensor:
-    """Refuse what is no distance matrix; float64 on the CPU, diagonal zero: [E, E] -> [E, E]."""
-    if distances.ndim != 2 or distances.shape[0] != distances.shape[1] or not distances.numel():
-        raise CompressionError(f"distances must be a square matrix [E, E], not {list(distances.shape)}")
-    table = distances.detach().to("cpu", torch.float64)
-    for fault, wrong in (("not finite", ~table.isfinite()), ("negative", table < 0)):
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            raise CompressionError(f"distance of experts {row} and {column} is {fault}: {table[row, column]:g}")
-    if not table.sum().isfinite():
-        raise CompressionError(f"distances up to {table.max():g} overflow when added: scale them down")
-    gap = (table - table.T).abs()
-    if gap.max() > 1e-6 * table.max():
-        row, column = divmod(int(gap.argmax()), table.shape[0])
-        raise CompressionError(f"distances are not symmetric: by {gap.max():g} for experts {row} and {column}")
-    return (table / 2 + table.T / 2).fill_diagonal_(0)
 
 
 def _group_block(

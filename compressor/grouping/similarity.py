@@ -15,7 +15,6 @@ from compressor.errors import CompressionError
 from compressor.ties import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
-CANCELLATION = 1e-4  # squared distances below this share of the squared norms are summed afresh
 CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds
 CLOSENESS = "1 - distance / largest distance"  # what `closeness` is, for a label
 CLOSE = 1e-2  # fast squared distances below this share of the squared norms are subtracted instead
@@ -25,23 +24,15 @@ Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that 
 
 
 def linear_cka(outputs: Tensor) -> Tensor:
-    """CKA with K = X X^T, by way of X_i^T X_j where that is cheaper: [E, T, D] -> [E, E] in [0, 1]."""
-    experts, tokens, width = _checked_shape(outputs)
+    """CKA with K = X X^T: [E, T, D] -> [E, E] in [0, 1]."""
+    experts, tokens, _ = _checked_shape(outputs)
     spread = [_centre_and_scale(output) for output in outputs]
 
     def tile(expert: int, rows: slice, columns: slice) -> Tensor:
         left, right = (_centred(outputs[expert, part], spread[expert]) for part in (rows, columns))
         return left @ right.T
 
-    # Multiplications: T D^2 per pair of experts in feature space, T^2 D per expert and T^2 per pair by Grams.
-    if experts * width * width > tokens * (width + experts):
-        return _normalised(_gram_products(tile, experts, tokens))
-    products = torch.zeros(experts, experts, dtype=torch.float64, device=outputs.device)
-    for i in range(experts):
-        left = _centred(outputs[i], spread[i]).T
-        for j in range(i, experts):
-            products[i, j] = products[j, i] = (left @ _centred(outputs[j], spread[j])).square().sum()
-    return _normalised(products)
+    return _normalised(_gram_products(tile, experts, tokens))
 
 
 def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
@@ -81,31 +72,13 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
 
 def pairwise_distances(features: Tensor) -> Tensor:
-    """Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E]."""
+    """Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64."""
     if features.ndim != 2 or not features.shape[0]:
         raise CompressionError(f"features must be [experts, values], not {list(features.shape)}")
-    experts = features.shape[0]
-    width = max(1, BUDGET // experts)
-    gram = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
-    for columns in _slices(features.shape[1], width):
-        part = features[:, columns]
-        wrong = ~part.isfinite().all(dim=1)
-        if wrong.any():
-            raise CompressionError(f"features of expert {int(wrong.nonzero()[0])} hold a value that is not finite")
-        shifted = part.double() - part[0].double()
-        shifted -= shifted.mean(dim=0)
-        gram.addmm_(shifted, shifted.T)
-    norms = gram.diagonal()[:, None] + gram.diagonal()
-    squared = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
-    # |x|^2 + |y|^2 - 2 x.y has lost its digits where x and y are close: only those pairs are subtracted.
-    first, second = (squared < CANCELLATION * norms).triu_(1).nonzero(as_tuple=True)
-    close = torch.zeros(len(first), dtype=torch.float64, device=features.device)
-    for columns in _slices(features.shape[1], width):
-        part = features[:, columns]
-        for batch in _slices(len(first), experts):
-            close[batch] += (part[first[batch]].double() - part[second[batch]].double()).square_().sum(dim=1)
-    squared[first, second] = squared[second, first] = close
-    return squared.sqrt_()
+    if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
+        raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
+    wide = features.double()
+    return torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def fast_squared_distances(features: Tensor) -> Tensor:
@@ -126,9 +99,8 @@ def fast_squared_distances(features: Tensor) -> Tensor:
             found[one, two] = found[two, one] = (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
         squared += found
     if not squared.isfinite().all():
-        for expert, row in enumerate(features):
-            if not row.isfinite().all():
-                raise CompressionError(f"features of expert {expert} hold a value that is not finite")
+        if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
+            raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
         raise CompressionError("features are too large for float32 distances")
     return squared
 
@@ -169,9 +141,8 @@ def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:
     """E, T and D of finite, non-empty outputs [E, T, D]; refuses others."""
     if outputs.ndim != 3 or not outputs.numel():
         raise CompressionError(f"outputs must be [experts, tokens, width], none zero, not {list(outputs.shape)}")
-    for expert, output in enumerate(outputs):
-        if not output.isfinite().all():
-            raise CompressionError(f"outputs of expert {expert} hold a value that is not finite")
+    if wrong := (~outputs.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist():
+        raise CompressionError(f"outputs of expert {wrong[0]} hold a value that is not finite")
     experts, tokens, width = outputs.shape
     return experts, tokens, width
 

@@ -9,12 +9,13 @@ on. The built-in strategies are written with this.
 from compressor.errors import CompressionError
 from compressor.grouping.choose import (
     METHODS,
+    Block,
+    blocks_of,
     competing,
     keep_best,
     kept_share,
     merge_groups,
     merge_needs,
-    routing_blocks,
 )
 from compressor.grouping.partition import Grouping, group_experts
 from compressor.grouping.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error, rescaled_error

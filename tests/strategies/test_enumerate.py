@@ -10,6 +10,7 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.grouping.choose import Block
 from compressor.grouping.reconstruction import KeptErrors, Routed, relative_error
 from compressor.model.opened import open_model
 from compressor.progress import Silent
@@ -17,7 +18,7 @@ from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, collect
 from strategies import enumerate_subsets
-from strategies.enumerate_subsets import NEEDS, Options, _Block, _Greedy, _search, plan
+from strategies.enumerate_subsets import NEEDS, Options, _Greedy, _search, plan
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import by_hand, make_plan
@@ -172,7 +173,7 @@ def test_a_beam_that_loses_greedys_way_still_finds_what_greedy_does() -> None:
         {(0, 1, 2, 3): 1, (0, 1, 2, 4): 2, (1, 2, 3): 5, (0, 1, 4): 3, (0, 2, 4): 4, (2, 3): 0.5}
         | {(0, 1): 9, (0, 4): 9, (1, 4): 9}
     )
-    blocks = [_Block((), (0, 1, 2, 3, 4), 2)]
+    blocks = [Block((), (0, 1, 2, 3, 4), 2)]
     assert _Greedy(told, 5, blocks).search(1) == (2, 3)
     assert _Greedy(told, 5, blocks).search(2) == (0, 1)
     found, figures = _search(told, 5, blocks, Options(search="greedy", beam=2), 10)
@@ -212,7 +213,7 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
         assert plan(stats, 4, options=Options(most_subsets=70)).figures["search"] == "all 70 subsets"
     stock, model = opened("deepseek_v3", tmp_path / "groups")
     for stats in layers(model, batches(stock)):
-        with pytest.raises(CompressionError, match="3 protected experts do not fit into 4"):
+        with pytest.raises(CompressionError, match="3 protected experts do not fit into 2 of experts 0 to 3"):
             plan(stats, 4, frozenset({0, 1, 2}))
     for wrong, message in (
         ({"search": "best"}, "there is no search 'best'; known are auto, all, greedy"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compressor.errors import CompressionError
-from compressor.grouping.choose import METHODS, coefficients, keep_best, merge_groups, merge_needs, routing_blocks
+from compressor.grouping.choose import METHODS, coefficients, competing, keep_best, merge_groups, merge_needs
 from compressor.model.architecture import MoeLayer
 from compressor.statistics.statistics import ALL, LayerStatistics
 
@@ -113,12 +113,11 @@ def test_keep_best_by_hand() -> None:
     assert kept(torch.full((8,), torch.inf), 2, {6, 7}) == [6, 7]  # no score is above being protected
     with pytest.raises(CompressionError, match="3 protected experts do not fit into 2; protect fewer or keep more"):
         kept(COUNTS, 2, {0, 1, 2})
-    with pytest.raises(CompressionError, match="3 protected experts do not fit into 4"):
+    with pytest.raises(CompressionError, match="3 protected experts do not fit into 2 of experts 0 to 3"):
         kept(COUNTS, 4, {0, 1, 2}, GROUPED)  # all in one routing group, which keeps two
     with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2"):
         kept(COUNTS, 1, set())
 
 
 def test_routing_blocks_are_neighbours() -> None:
-    assert routing_blocks(stats()) is None
-    assert routing_blocks(stats(GROUPED)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert competing(stats(GROUPED).layer) == [[0, 1, 2, 3], [4, 5, 6, 7]]

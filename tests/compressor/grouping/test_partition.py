@@ -280,5 +280,3 @@ def test_refusals() -> None:
         group_experts(distances, 3, alone=[0, 1, 2, 3])
     with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 3 to 4"):
         group_experts(distances, 4, blocks=[range(4), range(4, 8)], alone=[4, 5, 6])
-    with pytest.raises(ValueError, match="share experts"):
-        Grouping(((0, 1), (1, 2)), 0.0, True)
