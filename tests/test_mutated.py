@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compressor.checkpoint.reader import INDEX_NAME, Checkpoint, read_header
-from compressor.comoe.adapters import FACTS, TENSORS, load_adapters, save_adapters
-from compressor.comoe.layer import inject
+from compressor.comoe.layer import FACTS, TENSORS, inject, load_adapters, save_adapters
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError

@@ -6,8 +6,8 @@ from typing import Any
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
-from compressor.comoe.adapters import load_adapters, read_facts
 from compressor.comoe.evaluating import ask
+from compressor.comoe.layer import load_adapters, read_facts
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.report import NAMES, ComoeEvaluation, write_evaluation
 from compressor.comoe.training import NAMES as TRAINED

@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from compressor.comoe.adapters import FACTS, TENSORS, adapter_tensors, write_adapters
 from compressor.comoe.evaluating import Example, collate, examples, pad_token
-from compressor.comoe.layer import comoe_layers, inject_config, model_contrast, watching
+from compressor.comoe.layer import (
+    FACTS,
+    TENSORS,
+    adapter_tensors,
+    comoe_layers,
+    inject_config,
+    model_contrast,
+    watching,
+    write_adapters,
+)
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.items import Item, item_lines, positions

@@ -51,22 +51,6 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
     return text
 
 
-def _file_documents(path: Path, tokenizer: Any, purpose: str) -> list[str]:
-    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            lines = _lines(stream, path)
-            if path.suffix in (".jsonl", ".json"):
-                found = [
-                    _json_document(line, tokenizer, f"{path}, line {number}") for number, line in lines if line.strip()
-                ]
-            else:
-                found = list(_paragraphs(lines, path))
-    except OSError as error:
-        raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
-    return [document for document in found if document.strip()]
-
-
 def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
     """Each line after its number; refuses one that is longer than any document."""
     number = 0
@@ -84,7 +68,7 @@ def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
-    """What stands between blank lines."""
+    """The text between blank lines."""
     paragraph, letters = io.StringIO(), 0
     for number, line in itertools.chain(lines, [(0, "\n")]):
         if line != "\n":
@@ -99,12 +83,24 @@ def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
             paragraph, letters = io.StringIO(), 0
 
 
-def _json_document(line: str, tokenizer: Any, where: str) -> str:
+def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
+    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
-    return _document(entry, tokenizer, where)
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = _lines(stream, path)
+            if path.suffix not in (".jsonl", ".json"):
+                yield from _paragraphs(lines, path)
+                return
+            for number, line in lines:
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    try:
+                        entry = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
+                    yield _document(entry, tokenizer, where)
+    except OSError as error:
+        raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
 
 
 def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
@@ -131,9 +127,9 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
     """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
     path = Path(source)
     if source == DEMO_SOURCE and not os.path.exists(source):
-        found = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
+        texts = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
     elif is_file(source):
-        found = _file_documents(path, tokenizer, purpose)
+        texts = [text for text in _file_documents(path, tokenizer, purpose) if text.strip()]
     elif os.path.isdir(path):
         raise CompressionError(
             f"{purpose} {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
@@ -144,10 +140,10 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
         )
     else:
         return _dataset_documents(source, seed, tokenizer, purpose)
-    if not found:
+    if not texts:
         raise CompressionError(f"{purpose} file {source} is empty; give it some text")
-    random.Random(seed).shuffle(found)
-    return found
+    random.Random(seed).shuffle(texts)
+    return texts
 
 
 def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
@@ -156,8 +152,7 @@ def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
     Raises `CompressionError` where the tokenizer has no token for any of the text.
     """
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    ids, silent = list[int](), 0  # characters before the first token that stands for some
-    heard = False
+    ids, heard, silent = list[int](), False, 0  # characters before the first token that stands for some
     for document in documents:
         own = first_tokens(tokenizer, document, wanted - len(ids))
         heard, silent = heard or says_something(tokenizer, own), silent + len(document.strip())

@@ -24,16 +24,16 @@ from compressor.workdir.workdir import Workdir
 
 
 class Observer(Protocol):
-    """Notes what a run computes anyway, for reports."""
+    """Records for reports what a run computes anyway."""
 
     def planning(self, strategy: Strategy) -> Strategy:
-        """The strategy; the statistics that it plans a layer by are noted."""
+        """The strategy, recording the statistics that it plans a layer by."""
 
     def visited(self, layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
-        """Note how many of so many tokens were routed to each expert [N] of a smaller layer."""
+        """Record how many of so many tokens were routed to each expert [N] of a smaller layer."""
 
     def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
-        """Keep the notes for the output in a folder; `calibration` names their text."""
+        """Keep the record for the output in a folder; `calibration` names its text."""
 
 
 # The run's text, with a part for each step that wants one; and texts of single steps, by their number among the run's.
@@ -96,15 +96,13 @@ class State:
 
     def stage_plan(self) -> CompressionPlan:
         """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
-        made, model = self.plan.staged(self.stage), self.model
-        if made is not None and self.stage == self.plan.stages[0]:
-            return made
-        if made is not None:  # of what earlier stages have made of the source
-            return replace(made, source=Source.of(model))
-        whole = replace(whole_plan(self.model), seed=self.seed, split=self.model.split)
-        if self.model.is_split:
+        plan, model = self.plan.staged(self.stage), self.model
+        if plan is not None:  # a later stage's is of what earlier ones have made of the source
+            return plan if self.stage == self.plan.stages[0] else replace(plan, source=Source.of(model))
+        whole = replace(whole_plan(model), seed=self.seed, split=model.split)
+        if model.is_split:
             return whole
-        heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(self.model))
+        heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(model))
         return replace(whole, layers=(*whole.layers, *heads))
 
     def kept(self, name: str) -> Path | None:
@@ -118,39 +116,36 @@ class State:
 
     @property
     def visited(self) -> Callable[[MoeLayer, torch.Tensor, int], None] | None:
-        """Whom to tell of the tokens that are routed to a smaller layer's experts."""
+        """What records the tokens that are routed to a smaller layer's experts."""
         return None if self.observer is None else self.observer.visited
 
     def base_answers(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
         """Batches of this step's text, the base's answers on them, and an evaluator on held-out text.
 
-        The base is asked once for all steps that share a text: one pass, which processes share.
+        The base runs once for all steps that share a text: one pass, which processes share.
         """
-        assert self.text is not None
-        sha256 = str(self.text.identity["sha256"])
-        name = part_name(self.number - self.first) if self.own_text is None else OWN
-        if sha256 not in self.shared:
-            self.shared[sha256] = self._asked(sha256)
-        evaluator, batches, answers = self.shared[sha256]
-        return batches[name], answers[name], evaluator
-
-    def _asked(self, sha256: str) -> Any:
         assert self.text is not None and self.work is not None
-        evaluator = Evaluator(self.base, self.text.heldout)
-        now = self.number - self.first
-        named = {OWN: now} if OWN in self.text.names else {part_name(n): n for n in range(now, len(self.steps))}
-        wanted = {name: self.steps[n] for name, n in named.items() if name in self.text.names}
-        batches = {name: [*step.asks_base(self.text.part(name))] for name, step in wanted.items()}
-        texts = {f"{name}-{n}": (name, [batch]) for name, each in batches.items() for n, batch in enumerate(each)}
-        hidden = [key for key, (name, _) in texts.items() if wanted[name].asks_hidden]
-        keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
-        own = here().own([each for _, (each,) in texts.values()])
-        mine = {key: each for n, (key, (_, each)) in enumerate(texts.items()) if own is None or n in own}
-        read_base(self.base, mine, evaluator, self.progress, keep, hidden)
-        here().barrier()  # all that processes have asked lies in the work folder now
-        found = read_base(self.base, {key: each for key, (_, each) in texts.items()}, None, self.progress, keep, hidden)
-        answers = {name: [found[f"{name}-{n}"][0] for n in range(len(each))] for name, each in batches.items()}
-        return evaluator, batches, answers
+        sha256, now = str(self.text.identity["sha256"]), self.number - self.first
+        if sha256 not in self.shared:
+            evaluator = Evaluator(self.base, self.text.heldout)
+            numbers = {OWN: now} if OWN in self.text.names else {part_name(n): n for n in range(now, len(self.steps))}
+            steps = {name: self.steps[n] for name, n in numbers.items() if name in self.text.names}
+            batches = {name: [*step.asks_base(self.text.part(name))] for name, step in steps.items()}
+            texts = {f"{name}-{n}": [batch] for name, each in batches.items() for n, batch in enumerate(each)}
+            hidden = [
+                f"{name}-{n}" for name, step in steps.items() if step.asks_hidden for n in range(len(batches[name]))
+            ]
+            keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
+            own = here().own([batch for (batch,) in texts.values()])
+            mine = {key: each for n, (key, each) in enumerate(texts.items()) if own is None or n in own}
+            read_base(self.base, mine, evaluator, self.progress, keep, hidden)
+            here().barrier()  # the work folder has what every process has computed now
+            read = read_base(self.base, texts, None, self.progress, keep, hidden)
+            answers = {name: [read[f"{name}-{n}"][0] for n in range(len(each))] for name, each in batches.items()}
+            self.shared[sha256] = evaluator, batches, answers
+        evaluator, batches, answers = self.shared[sha256]
+        name = part_name(now) if self.own_text is None else OWN
+        return batches[name], answers[name], evaluator
 
 
 OWN = "own"  # the part of a text that one step alone has, wherever it stands

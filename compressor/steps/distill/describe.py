@@ -5,6 +5,7 @@ from typing import Any
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.recipe.document import changed, divergence, entries, figure, is_number, option, result_of
+from compressor.steps.distill.step import Distill
 
 COLUMNS = ("step", "KL", "loss", "flips", "training")
 NUMBERS = ("kl", "loss")
@@ -25,20 +26,17 @@ def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return sorted(evaluations, key=lambda each: each["step"])
 
 
-def line(entry: Mapping[str, Any]) -> str:
-    """What was trained and for how long, and the divergence on held-out text before and after."""
-    result = result_of(entry)
-    usual = {"train": "experts", "steps": 400, "tokens_per_step": 2048}
-    train, steps, tokens = (usual[name] if (said := option(entry, name)) is None else said for name in usual)
-    how = f"distillation ({train}, at most {steps} steps of {tokens} tokens)"
-    if not changed(entry):
-        return f"{how}: nothing was changed; {divergence(result, False)}"
-    return f"{how}: {divergence(result, True)}, after {result.get('best')} steps"
-
-
 def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The line, why training ended, and a row for each evaluation with the parts of the training loss before it."""
-    said, ended = line(entry), result_of(entry).get("ended")
+    """What was trained for how long, KL before and after, and a row for each evaluation with its training losses."""
+    result = result_of(entry)
+    fields = Distill.model_fields
+    train, steps, tokens = (
+        fields[name].default if (own := option(entry, name)) is None else own
+        for name in ("train", "steps", "tokens_per_step")
+    )
+    outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
+    if not changed(entry):
+        outcome = f"nothing was changed; {divergence(result, False)}"
     rows = tuple(
         (
             f"{each['step']:,}",
@@ -49,8 +47,8 @@ def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
         for each in _evaluations(entry)
     )
     return (
-        Text(f"{said[0].upper()}{said[1:]}."),
-        *([Text(f"Training ended: {ended}.")] if ended else []),
+        Text(f"Distillation ({train}, at most {steps} steps of {tokens} tokens): {outcome}."),
+        *([Text(f"Training ended: {ended}.")] if (ended := result.get("ended")) else []),
         *([Table("Held-out text during the distillation", COLUMNS, rows, frozenset(COLUMNS[4:]))] if rows else []),
     )
 

@@ -11,20 +11,14 @@ FIGURES = ("ridge", "step", "gain", "standard_error")
 PLACES = ("layer", "place", "mean", "deviation")
 
 
-def line(entry: Mapping[str, Any]) -> str:
-    """The method, and the divergence on held-out text before and after."""
-    result = result_of(entry)
-    took = f", took {result['taken']}" if "taken" in result else ""
-    same = "" if changed(entry) else "the routers stay as they are; "
-    return f"router calibration ({option(entry, 'method') or 'router'}{took}): {same}{divergence(result, not same)}"
-
-
 def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The line, a row for each round, and where a bias was tried; gains are in nats per token of held-out text.
+    """The method, KL before and after, a row for each round, and where a bias was tried; gains are in nats per token.
 
     Of a bias there is one round, whose step is a multiple of the average pathway.
     """
-    result = result_of(entry)
+    result, moved = result_of(entry), changed(entry)
+    took = f", took {result['taken']}" if "taken" in result else ""
+    outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
     rounds = tuple(
         (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
         for number, step in enumerate(entries(result.get("steps")), 1)
@@ -35,9 +29,8 @@ def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
         for layer in layers
     )
     selection = any(layer.get("place") == "selection bias" for layer in layers)
-    said = line(entry)
     return (
-        Text(f"{said[0].upper()}{said[1:]}."),
+        Text(f"Router calibration ({option(entry, 'method') or 'router'}{took}): {outcome}."),
         *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
         *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
         *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),

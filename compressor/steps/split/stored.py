@@ -53,30 +53,31 @@ class Cut:
         return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
 
     def part(self, name: str, value: Tensor, neurons: Tensor) -> Tensor:
-        """One expert's tensor for a part of these neurons [n], which are whole blocks in ascending order."""
+        """One expert's tensor for a part of these neurons [n], which are whole blocks in ascending order.
+
+        Plain numbers, scales, or exponents of two plus 127 as bytes are multiplied by the factor. Raises
+        `CompressionError` where one overflows.
+        """
         if self.says_shape:
-            made = value.clone()
-            made[self.axis] = len(neurons)
-            return made
+            shape = value.clone()
+            shape[self.axis] = len(neurons)
+            return shape
         if self.neurons:
             rows = neurons[:: self.neurons] // self.neurons
             rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten() if self.paired else rows
             raw = value.view(torch.uint8) if value.element_size() == 1 else value  # float8 has few operations
             value = raw.index_select(self.axis, rows).view(value.dtype)
-        return value if self.factor == 1.0 else _multiplied(name, value, self.factor)
-
-
-def _multiplied(name: str, value: Tensor, factor: float) -> Tensor:
-    """Plain numbers, scales, or exponents of two plus 127 as bytes, times the factor."""
-    if value.dtype == torch.uint8:
-        exponents = value.int() + round(math.log2(factor))
-        made, fits = exponents.to(torch.uint8), bool((exponents < 255).all())
-    else:
-        made = (value.float() * factor).to(value.dtype)
-        fits = is_finite(made.float())
-    if not fits:
-        raise CompressionError(f"tensor {name!r} times {factor:g} overflows {value.dtype}; download it again")
-    return made
+        if self.factor == 1.0:
+            return value
+        if value.dtype == torch.uint8:
+            exponents = value.int() + round(math.log2(self.factor))
+            scaled, fits = exponents.to(torch.uint8), bool((exponents < 255).all())
+        else:
+            scaled = (value.float() * self.factor).to(value.dtype)
+            fits = is_finite(scaled.float())
+        if not fits:
+            raise CompressionError(f"tensor {name!r} times {self.factor:g} overflows {value.dtype}; download it again")
+        return scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,70 +101,67 @@ class StoredParts:
 
         The neurons' order need be known only once their contents are asked for.
         """
-        return in_order_of(model.architecture.units, _made(self, model, plan))
+        checkpoint, roles, parts = model.checkpoint, model.layout.roles, self.factors.parts
+        plans = {each.module: each for each in plan.layers}
+        layers = {layer.name: layer for layer in model.architecture.layers}
+        families: dict[str, dict[str, list[str]]] = {}  # of tensors of single experts, by layer
+        for name, role in roles.items():
+            if role.kind == "expert":
+                families.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
+        outputs = list[OutputTensor]()
+        for name, role in roles.items():
+            info = checkpoint.tensors[name]
+            output = OutputTensor.copy(checkpoint, name, role.unit)
+            if role.kind == "plain":
+                outputs.append(output)
+                continue
+            layer, cut_plan = layers[role.layer], plans[role.layer]
+            members = [group.members[0] for group in cut_plan.groups]
+            if role.kind == "table" or role.is_router:
+                shape = list(info.shape)
+                if role.kind == "table":
+                    shape[-1] *= parts
+                else:
+                    shape[role.dim] = len(members) + role.extra
+                content = partial(self._beside, model, name, layer, cut_plan)
+                outputs.append(replace(output, shape=tuple(shape), content=content))
+            elif role.kind == "fused":
+                part_shape = self.cuts[name].shape(info.shape[1:], parts)
+                content = partial(self._parts, model, role, [(name, member) for member in members])
+                outputs.append(replace(output, shape=(len(members), *part_shape), content=content))
+            elif own_families := families.pop(role.layer, None):
+                prefix = expert_prefixes(model.layout, layer)[0]
+                by_expert = [sorted(own, key=lambda name: roles[name].expert) for own in own_families.values()]
+                for slot, member in enumerate(members):
+                    for names in by_expert:
+                        stored = checkpoint.tensors[names[member // parts]]
+                        renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
+                        part_shape = self.cuts[stored.name].shape(stored.shape, parts)
+                        content = partial(self._parts, model, role, [(stored.name, member)])
+                        outputs.append(OutputTensor(renamed, stored.dtype, part_shape, role.unit, content))
+        return in_order_of(model.architecture.units, outputs)
 
+    def _parts(self, model: OpenModel, role: Role, wanted: Iterable[tuple[str, int]]) -> Iterator[Piece]:
+        """The bytes of parts, each from a stored tensor by the part's number."""
+        assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
+        order, read = model.partial.orders[role.layer].long(), dict[str, Tensor]()
+        for name, member in wanted:
+            if name not in read:
+                read = {name: model.checkpoint.read_checked(name)}
+            expert, part = divmod(member, self.factors.parts)
+            value = read[name][expert] if role.kind == "fused" else read[name]
+            yield tensor_bytes_view(self.cuts[name].part(name, value, order[expert].chunk(self.factors.parts)[part]))
 
-def _made(stored: StoredParts, model: OpenModel, plan: CompressionPlan) -> Iterator[OutputTensor]:
-    checkpoint, roles = model.checkpoint, model.layout.roles
-    plans = {each.module: each for each in plan.layers}
-    layers = {layer.name: layer for layer in model.architecture.layers}
-    owned: dict[str, dict[str, list[str]]] = {}
-    for name, role in roles.items():
-        if role.kind == "expert":
-            owned.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
-    for name, role in roles.items():
-        info = checkpoint.tensors[name]
-        output = OutputTensor.copy(checkpoint, name, role.unit)
-        if role.kind == "plain":
-            yield output
-            continue
-        layer, cut_plan = layers[role.layer], plans[role.layer]
-        members = [group.members[0] for group in cut_plan.groups]
-        if role.kind == "table" or role.is_router:
-            shape = list(info.shape)
-            if role.kind == "table":
-                shape[-1] *= stored.factors.parts
-            else:
-                shape[role.dim] = len(members) + role.extra
-            content = partial(_beside, stored, model, name, layer, cut_plan)
-            yield replace(output, shape=tuple(shape), content=content)
-        elif role.kind == "fused":
-            part_shape = stored.cuts[name].shape(info.shape[1:], stored.factors.parts)
-            content = partial(_parts, stored, model, role, [(name, member) for member in members])
-            yield replace(output, shape=(len(members), *part_shape), content=content)
-        elif families := owned.pop(role.layer, None):
-            prefix = expert_prefixes(model.layout, layer)[0]
-            names = [sorted(each, key=lambda name: roles[name].expert) for each in families.values()]
-            for slot, member in enumerate(members):
-                for family in names:
-                    source = family[member // stored.factors.parts]
-                    part_shape = stored.cuts[source].shape(checkpoint.tensors[source].shape, stored.factors.parts)
-                    own = f"{prefix.rpartition('.')[0]}.{slot}{family[0].removeprefix(prefix)}"
-                    content = partial(_parts, stored, model, role, [(source, member)])
-                    yield OutputTensor(own, checkpoint.tensors[source].dtype, part_shape, role.unit, content)
-
-
-def _parts(stored: StoredParts, model: OpenModel, role: Role, wanted: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-    """The bytes of parts, each from a stored tensor by the part's number."""
-    assert isinstance(model.partial, SplitModel) and model.partial.orders is not None
-    order, known = model.partial.orders[role.layer].long(), dict[str, Tensor]()
-    for name, member in wanted:
-        if name not in known:
-            known = {name: model.checkpoint.read_checked(name)}
-        expert, part = divmod(member, stored.factors.parts)
-        value = known[name][expert] if role.kind == "fused" else known[name]
-        yield tensor_bytes_view(stored.cuts[name].part(name, value, order[expert].chunk(stored.factors.parts)[part]))
-
-
-def _beside(stored: StoredParts, model: OpenModel, name: str, layer: MoeLayer, plan: LayerPlan) -> Iterator[Piece]:
-    """The bytes of a router's tensor, or of a table of expert ids."""
-    assert model.whole is not None
-    whole = next(each for each in model.whole.architecture.layers if each.name == layer.name)
-    key, role = model.partial.plain_keys.targets[name], model.layout.roles[name]
-    made = split_beside({key: model.checkpoint.read_checked(name)}, whole, [key], stored.factors)[key]
-    is_table = role.kind == "table"
-    made = remap_table(made, plan.remap()) if is_table else cut_router(name, made, role.dim, layer, plan)
-    yield tensor_bytes_view(made)
+    def _beside(self, model: OpenModel, name: str, layer: MoeLayer, plan: LayerPlan) -> Iterator[Piece]:
+        """The bytes of a router's tensor, or of a table of expert ids."""
+        assert model.whole is not None
+        whole = next(each for each in model.whole.architecture.layers if each.name == layer.name)
+        key, role = model.partial.plain_keys.targets[name], model.layout.roles[name]
+        split = split_beside({key: model.checkpoint.read_checked(name)}, whole, [key], self.factors)[key]
+        is_table = role.kind == "table"
+        yield tensor_bytes_view(
+            remap_table(split, plan.remap()) if is_table else cut_router(name, split, role.dim, layer, plan)
+        )
 
 
 def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
@@ -178,12 +176,9 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
         raise CompressionError("this format of compressed-tensors is not known")
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
-    blocks = {
-        int(each)
-        for name in ("weight_block_size", "group_size", "block_structure")
-        for each in _flat(_values(asked, name))
-        if isinstance(each, int) and each > 0
-    }
+    sizes = [value for name in ("weight_block_size", "group_size", "block_structure") for value in _values(asked, name)]
+    flat = [each for value in sizes for each in (value if isinstance(value, list) else [value])]
+    blocks = {int(each) for each in flat if isinstance(each, int) and each > 0}
     layers = {layer.name: layer for layer in whole.architecture.layers}
     for layer in layers.values():
         _refuse_named(asked, whole, layer, factors.parts)
@@ -216,11 +211,6 @@ def _values(node: Any, wanted: str) -> Iterator[Any]:
         if key == wanted:
             yield value
         yield from _values(value, wanted)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if isinstance(value, list) else (value,)
 
 
 def _refuse_named(asked: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:

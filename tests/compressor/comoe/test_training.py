@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from compressor.comoe import comoe_layers, load_adapters, training
-from compressor.comoe.adapters import adapter_tensors
 from compressor.comoe.evaluating import IGNORED, collate, examples
-from compressor.comoe.layer import inject_config
+from compressor.comoe.layer import adapter_tensors, inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
