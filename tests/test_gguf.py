@@ -67,7 +67,7 @@ def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path:
     told = " ".join(run("apply", plan, "--model", other, "-o", tmp_path / "small-other.gguf").out.split())
     assert "The routers are not those of the plan's source: blk.0.ffn_gate_inp.weight differs by 0.5 of its" in told
     gone = replace(Plan.load(plan), source=Source(str(tmp_path / "gone"), None, "0"))
-    assert "is not at hand" in compressor.apply_gguf(gone, other, tmp_path / "unknown.gguf").note
+    assert "is not available" in compressor.apply_gguf(gone, other, tmp_path / "unknown.gguf").note
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -189,7 +189,7 @@ def test_what_does_not_go_is_refused_by_name(checkpoint: Path, tmp_path: Path, r
         ("--calibration", "demo"): "--calibration does not go with a GGUF file",
         ("--correct", "ridge"): "--correct does not go", ("--gate", "x"): "--gate does not go",
         ("--format", "onnx"): "--format does not go", ("--routers", "bias"): "--routers does not go",
-        ("--strategy", "reap"): "no strategy 'reap' works on GGUF files; known are imatrix-energy and count-guided",
+        ("--strategy", "reap"): "no strategy 'reap' works on GGUF files; known are imatrix-energy, count-guided",
         ("--experts", "1"): "1 experts are fewer than the top-k of 2",
         ("--protect", "auto"): "--protect auto needs a checkpoint and text",
         ("--imatrix", other): "has 128 numbers, 8 experts need 256; make an imatrix of this very model",
@@ -229,7 +229,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
         "says top_k 3, blk.0 has 2": replace(plan, layers=(replace(first, top_k=3), *rest)),
         "says experts 5": replace(plan, layers=(replace(first, experts=5), *rest)),
         "no entry for blk.0": replace(plan, layers=tuple(rest)),
-        "speaks of layer 9, and blk.9 has no experts": replace(plan, layers=(*rest, replace(first, layer=9))),
+        "speaks of layer 9, which has no experts": replace(plan, layers=(*rest, replace(first, layer=9))),
         "the routers differ": replace(plan, source=Source("a", None, "gguf:0")),
     }  # fmt: skip
     for message, changed in wrong.items():

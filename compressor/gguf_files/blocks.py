@@ -52,10 +52,8 @@ def find_blocks(model: Gguf) -> Blocks:
         if found := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
             homes[name] = int(found[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
-            raise CompressionError(
-                f"{where}: the tensor {name} speaks of experts in a way that is not known, so it is not cut; compress "
-                "the checkpoint that the file was made of and convert the result"
-            )
+            remedy = "compress the checkpoint that the file was made of and convert the result"
+            raise CompressionError(f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}")
     if experts < 1 or not homes:
         raise CompressionError(f"{where} ({arch or 'no architecture'}) has no routed experts; name a model that has")
     numbers = sorted(set(homes.values()))
@@ -64,10 +62,8 @@ def find_blocks(model: Gguf) -> Blocks:
     tensors = model.tensors
     for name in homes:
         if tensors[name].shape[:1] != (experts,):
-            raise CompressionError(
-                f"{where}: {name} has the shape {list(tensors[name].shape)}, so its outermost dimension is not the "
-                f"{experts} experts of {arch}.expert_count; convert the model with a newer llama.cpp"
-            )
+            fault = f"has the shape {list(tensors[name].shape)}, which does not begin with the {experts} experts"
+            raise CompressionError(f"{where}: {name} {fault}; convert the model with a newer llama.cpp")
     for number in numbers:
         if missing := [name for form in (GATE, DOWN) if (name := form.format(number)) not in homes]:
             raise CompressionError(f"{where}: blk.{number} has experts but no {missing[0]}; it is not supported")

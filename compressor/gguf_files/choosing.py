@@ -24,7 +24,7 @@ from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.protecting import given_protected, listed, with_list
 from compressor.steps.prune.step import protector_of
-from compressor.words import did_you_mean, joined
+from compressor.words import known_names
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,10 @@ DIFFERENT = (
     "the wrong experts"
 )
 UNCHECKED = (
-    "A plan made on a checkpoint does not tell its weights, and that checkpoint is not at hand, so only layers, "
-    "experts and top-k were held against the file: make sure that it was converted from the plan's source"
+    "A plan made on a checkpoint does not record its weights, and that checkpoint is not available, so only layers, "
+    "experts and top-k were compared with the file: make sure that it was converted from the plan's source"
 )
+MATCH = "apply it to the GGUF file of the same model"
 
 
 def imatrix_plan(
@@ -64,9 +65,7 @@ def imatrix_plan(
     """
     name = ENERGY if strategy == "auto" else strategy
     if name not in SCORES:
-        raise CompressionError(
-            f"no strategy {name!r} works on GGUF files; {did_you_mean(name, SCORES)}known are {joined(list(SCORES))}"
-        )
+        raise CompressionError(f"no strategy {name!r} works on GGUF files; {known_names(name, SCORES)}")
     if imatrix.counts is None:
         if strategy != ENERGY:
             raise CompressionError(f"{imatrix.path} {OLD}, or name --strategy {ENERGY} to go without")
@@ -117,7 +116,7 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     """A plan of one step, with the blocks of a GGUF file in place of its layers, matched by number.
 
     Several steps that prune become one. Raises `CompressionError` for a plan that does more than drop, or that names
-    another model. A plan made on a checkpoint records nothing of its weights that a GGUF file could be checked against.
+    another model.
     """
     refuse_more_than_drop(plan)
     if plan.source.fingerprint.startswith(FINGERPRINT) and plan.source.fingerprint != blocks.fingerprint:
@@ -126,39 +125,31 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     by_number = {layer.layer: layer for layer in stage.layers}
     if len(by_number) != len(stage.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
-    known = {layer.index for layer in blocks.layers}
+    known, file = {layer.index for layer in blocks.layers}, model.first.path.name
     if strange := sorted(set(by_number) - known):
-        raise CompressionError(
-            f"the plan speaks of layer {strange[0]}, and blk.{strange[0]} has no experts in {model.first.path.name}; "
-            "apply it to the GGUF file of the same model"
-        )
+        raise CompressionError(f"the plan speaks of layer {strange[0]}, which has no experts in {file}; {MATCH}")
     if missing := sorted(known - set(by_number) - blocks.heads):
-        raise CompressionError(
-            f"the plan has no entry for blk.{missing[0]} of {model.first.path.name}; apply it to the GGUF file of the "
-            "same model"
-        )
+        raise CompressionError(f"the plan has no entry for blk.{missing[0]} of {file}; {MATCH}")
     check_llama_cpp(model, blocks, stage.experts)
     layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
-        if (made := by_number.get(layer.index)) is None:
+        if (planned := by_number.get(layer.index)) is None:
             layers.append(head_plan(model, layer, stage.experts))
             continue
         for fact in ("experts", "top_k"):
-            if getattr(made, fact) != getattr(layer, fact):
-                raise CompressionError(
-                    f"{made.module}: the plan says {fact} {getattr(made, fact)}, {layer.name} has "
-                    f"{getattr(layer, fact)}; apply it to the GGUF file of the same model"
-                )
-        details = {name: getattr(made, name) for name in ("upstream", "decided_by", "figures")}
-        layers.append(LayerPlan.keep(layer, [group.members[0] for group in made.groups], **details))
-        if named := stage.protected.get(made.module):
+            if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
+                what = f"the plan says {fact} {stated}, {layer.name} has {actual}"
+                raise CompressionError(f"{planned.module}: {what}; {MATCH}")
+        details = {name: getattr(planned, name) for name in ("upstream", "decided_by", "figures")}
+        layers.append(LayerPlan.keep(layer, [group.members[0] for group in planned.groups], **details))
+        if named := stage.protected.get(planned.module):
             protected[layer.name] = named
     fitted = decisions(replace(stage, layers=tuple(layers), protected=protected))
     return replace(plan, steps=(replace(plan.of(PRUNE)[-1], plan=fitted, stage=0),))
 
 
 def refuse_more_than_drop(plan: Plan) -> None:
-    """Refuse, by name, what needs weights as plain numbers, and a plan that has not decided."""
+    """Refuse what needs weights as plain numbers, and a plan that has not decided."""
     other = next((step.name for step in plan.steps if step.name != PRUNE), None)
     merged = next((layer.module for layer in plan.stage.layers if not layer.is_drop), None)
     if other is not None or merged is not None:
@@ -172,10 +163,10 @@ def refuse_more_than_drop(plan: Plan) -> None:
 
 
 def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
-    """What a reader should know of the match; empty for a plan that was made on a GGUF file, and is checked already.
+    """Return a note on the match; empty for a plan that was made on a GGUF file, and is checked already.
 
-    Where the plan's source is a folder of this machine, and still what it was, its routers are compared: [E, hidden].
-    A difference is told, and no fault, for a model that was trained on may serve the plan as well.
+    Where the plan's source is an unchanged folder of this machine, its routers [E, hidden] are compared. A difference
+    is no error: a model that was trained further may fit the plan as well.
     """
     if planned.fingerprint.startswith(FINGERPRINT):
         return ""
@@ -197,10 +188,8 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
         wanted = source.checkpoint.read(weights[0]).double().numpy()
         found = dequantised(model.tensors[name], model.read(name)).astype(np.float64)
         if found.shape != wanted.shape:
-            raise CompressionError(
-                f"{name} has the shape {list(found.shape)}, the plan's source {list(wanted.shape)}; apply the plan to "
-                "the GGUF file of the same model"
-            )
+            shapes = f"{name} has the shape {list(found.shape)}, the plan's source {list(wanted.shape)}"
+            raise CompressionError(f"{shapes}; {MATCH}")
         difference = float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-30))
         if not difference <= largest:
             largest, worst = difference, name

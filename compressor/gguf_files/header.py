@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from compressor.errors import CompressionError
 
@@ -68,7 +68,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def with_experts(self, count: int) -> "Tensor":
-        """The same with another outermost dimension; where it lies does not count."""
+        """The same with another outermost dimension; its place is not changed."""
         return replace(self, shape=(count, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * count)
 
 
@@ -101,16 +101,15 @@ class Gguf:
 
     @property
     def first(self) -> Header:
-        """The file that has the metadata."""
         return self.parts[0]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors by name."""
+        """Tensors of all files by name."""
         return {tensor.name: tensor for part in self.parts for tensor in part.tensors}
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes of a tensor, all or so many from `begin` on."""
+        """Read the bytes of a tensor from `begin` on."""
         path, tensor = next((part.path, each) for part in self.parts for each in part.tensors if each.name == name)
         with path.open("rb") as stream:
             stream.seek(tensor.begin + begin)
@@ -124,7 +123,7 @@ def packed(text: str) -> bytes:
 
 
 def padded(position: int, alignment: int) -> int:
-    """The next multiple of the alignment."""
+    """Round up to a multiple of the alignment."""
     return position + -position % alignment
 
 
@@ -144,39 +143,36 @@ def type_name(kind: int) -> str:
     return str(GGMLQuantizationType(kind).name)
 
 
-def broken(path: Path, fault: str) -> CompressionError:
-    """A file that cannot be read as GGUF."""
-    return CompressionError(f"{path} cannot be read as GGUF: {fault}; download or convert it again")
-
-
-class _Cursor:
-    """A place in a file, past whose end, or too far from whose begin, nothing is read."""
+class _Parser:
+    """Reads a header in order, nothing past the file's end or the largest header."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path, self.stream, self.size, self.sizes = path, stream, path.stat().st_size, type_sizes()
 
+    def require(self, condition: Any, fault: str) -> None:
+        if not condition:
+            raise CompressionError(f"{self.path} cannot be read as GGUF: {fault}; download or convert it again")
+
     def take(self, count: int, what: str) -> bytes:
         end = self.stream.tell() + count
-        if end > self.size:
-            raise broken(self.path, f"it ends within {what}, at {self.size:,} bytes")
-        if end > MOST_HEADER:
-            raise broken(self.path, f"its header has more than {MOST_HEADER:,} bytes")
+        if end > min(self.size, MOST_HEADER):
+            self.require(end <= self.size, f"it ends within {what}, at {self.size:,} bytes")
+            self.require(False, f"its header has more than {MOST_HEADER:,} bytes")
         return self.stream.read(count)
 
     def number(self, code: str, what: str) -> int:
         return int(struct.unpack(f"<{code}", self.take(struct.calcsize(code), what))[0])
 
     def count(self, code: str, most: int, what: str) -> int:
-        if (found := self.number(code, what)) > most:
-            raise broken(self.path, f"{what} is {found:,}, more than {most:,}")
-        return found
+        count = self.number(code, what)
+        self.require(count <= most, f"{what} is {count:,}, more than {most:,}")
+        return count
 
     def name(self, what: str) -> str:
         raw = self.take(self.count("Q", MOST_LETTERS, f"the length of {what}"), what)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise broken(self.path, f"{what} is no UTF-8") from error
+        name = raw.decode("utf-8", "replace")
+        self.require(name.encode() == raw, f"{what} is no UTF-8")
+        return name
 
     def value(self, key: str) -> Value:
         where = f"the value of {key!r}"
@@ -193,53 +189,47 @@ class _Cursor:
         if kind in NUMBERS:
             return self.take(struct.calcsize(NUMBERS[kind]), where)
         if kind != STRING:
-            raise broken(self.path, f"{where} has the unknown type {kind}")
+            self.require(False, f"{where} has the unknown type {kind}")
         length = self.take(8, where)
         return length + self.take(int.from_bytes(length, "little"), where)
 
     def tensor(self) -> Tensor:
-        """The next tensor, which begins at its offset in the data."""
+        """The next entry; `begin` is still the offset in the file's data."""
         name = self.name("a tensor's name")
         where = f"the entry of tensor {name!r}"
         dimensions = self.count("I", MOST_DIMENSIONS, f"the number of dimensions of tensor {name!r}")
         shape = tuple(self.number("Q", where) for _ in range(dimensions))[::-1]
         kind, offset = self.number("I", where), self.number("Q", where)
         if kind not in self.sizes:
-            raise CompressionError(
-                f"{self.path}: tensor {name!r} has the type {kind}, which this version of the package gguf does not "
-                "know; upgrade it, or convert the file again"
-            )
+            known = "which the installed package gguf does not know; upgrade it, or convert the file again"
+            raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {known}")
         block, nbytes = self.sizes[kind]
-        if not all(shape) or (shape[-1] if shape else 1) % block:
-            raise broken(self.path, f"tensor {name!r} of {type_name(kind)} cannot have the shape {list(shape)}")
+        possible = all(shape) and (shape[-1] if shape else 1) % block == 0
+        self.require(possible, f"tensor {name!r} of {type_name(kind)} cannot have the shape {list(shape)}")
         return Tensor(name, kind, shape, offset, math.prod(shape) // block * nbytes)
 
     def header(self) -> Header:
-        if self.take(4, "its first 4 bytes") != MAGIC:
-            raise broken(self.path, "it does not begin with GGUF")
-        if (version := self.number("I", "its version")) not in VERSIONS:
-            raise broken(self.path, f"it has the version {version}, known are 2 and 3 of little-endian machines")
+        self.require(self.take(4, "its first 4 bytes") == MAGIC, "it does not begin with GGUF")
+        version = self.number("I", "its version")
+        self.require(version in VERSIONS, f"it has the version {version}, known are 2 and 3 of little-endian machines")
         tensor_count = self.count("Q", MOST_TENSORS, "the number of its tensors")
         values = dict[str, Value]()
         for _ in range(self.count("Q", MOST_VALUES, "the number of its values")):
             key = self.name("a key")
-            if key in values:
-                raise broken(self.path, f"the key {key!r} comes twice")
+            self.require(key not in values, f"the key {key!r} comes twice")
             values[key] = self.value(key)
-        alignment = values["general.alignment"].content if "general.alignment" in values else ALIGNMENT
-        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-            raise broken(self.path, f"its alignment is {alignment}, which is no power of two")
+        stored = values["general.alignment"].content if "general.alignment" in values else ALIGNMENT
+        alignment = stored if isinstance(stored, int) and stored <= MOST_ALIGNMENT else 0
+        self.require(alignment.bit_count() == 1, f"its alignment is {stored}, which is no power of two")
         entries = [self.tensor() for _ in range(tensor_count)]
         end = begin = padded(self.stream.tell(), alignment)
         tensors = dict[str, Tensor]()
         for tensor in entries:
-            if begin + tensor.begin != padded(end, alignment):
-                raise broken(self.path, f"tensor {tensor.name!r} does not lie after the one before it")
+            follows = begin + tensor.begin == padded(end, alignment)
+            self.require(follows, f"tensor {tensor.name!r} does not lie after the one before it")
             end = begin + tensor.begin + tensor.nbytes
-            if end > self.size:
-                raise broken(self.path, f"it ends within tensor {tensor.name!r}, at {self.size:,} bytes")
-            if tensor.name in tensors:
-                raise broken(self.path, f"the tensor {tensor.name!r} comes twice")
+            self.require(end <= self.size, f"it ends within tensor {tensor.name!r}, at {self.size:,} bytes")
+            self.require(tensor.name not in tensors, f"the tensor {tensor.name!r} comes twice")
             tensors[tensor.name] = replace(tensor, begin=begin + tensor.begin)
         return Header(self.path, version, alignment, values, tuple(tensors.values()))
 
@@ -251,13 +241,13 @@ def read_header(path: Path) -> Header:
     """
     try:
         with path.open("rb") as stream:
-            return _Cursor(path, stream).header()
+            return _Parser(path, stream).header()
     except OSError as error:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a GGUF file") from error
 
 
 def has_magic(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Return True if a file begins as GGUF files do."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -266,7 +256,7 @@ def has_magic(path: Path) -> bool:
 
 
 def is_gguf(model: str | None) -> bool:
-    """Whether a model argument names a GGUF file, by its ending or by how it begins."""
+    """Return True if a model argument names a GGUF file, by its ending or by how it begins."""
     return model is not None and (model.lower().endswith(SUFFIX) or has_magic(Path(model)))
 
 
@@ -293,22 +283,15 @@ def open_gguf(model: str | Path) -> Gguf:
         raise CompressionError(f"{missing[0]} is missing, one of the {count} parts of {path.name}; download it, too")
     parts = tuple(read_header(each) for each in paths)
     for number, part in enumerate(parts):
-        said = part.number(SPLIT_COUNT, 1)
-        if said != len(parts):
+        stated = part.number(SPLIT_NUMBER) if count > 1 else 0, part.number(SPLIT_COUNT, 1)
+        if stated != (number, count):
             raise CompressionError(
-                f"{part.path} says that it is one of {said} parts, by its name it is one of {len(parts)}; give the "
-                "parts the names back that they had, such as model-00001-of-00003.gguf"
-            )
-        if part.number(SPLIT_NUMBER) != number and len(parts) > 1:
-            raise CompressionError(
-                f"{part.path} says that it is part {part.number(SPLIT_NUMBER) + 1}, by its name it is part "
-                f"{number + 1}; give the parts the names back that they had"
+                f"{part.path} says that it is part {stated[0] + 1} of {stated[1]}, by its name it is part {number + 1} "
+                f"of {count}; give the parts the names back that they had, such as model-00001-of-00003.gguf"
             )
         if part.alignment != parts[0].alignment:
             raise CompressionError(f"{part.path} is aligned otherwise than {parts[0].path.name}; download both again")
     names = [tensor.name for part in parts for tensor in part.tensors]
     if len(set(names)) != len(names) or parts[0].number(SPLIT_TENSORS, len(names)) != len(names):
-        raise CompressionError(
-            f"the parts of {path.name} do not hold the tensors that they promise; download them again"
-        )
+        raise CompressionError(f"the parts of {path.name} do not hold the promised tensors; download them again")
     return Gguf(parts)

@@ -2,7 +2,7 @@
 
 `llama-imatrix` writes GGUF files, in which each weight W that was multiplied has `W.in_sum2` [E, in], the sums of the
 squares of its inputs, and `W.counts` [E, 1], the rows that were seen. The older format, `.dat`, has means in their
-place and no counts. Places are noted first, and numbers read one tensor at a time.
+place and no counts.
 """
 
 import struct
@@ -44,8 +44,8 @@ class Imatrix:
     counts: Mapping[str, Tensor] | None  # None: an old file, which has none
     calls: Mapping[str, int]  # of an old file: by what its means are multiplied
 
-    def visits(self, weight: str, experts: int) -> Numbers:
-        """Rows that each expert saw: [E]; an old file does not tell."""
+    def routed_counts(self, weight: str, experts: int) -> Numbers:
+        """Tokens routed to each expert: [E]; an old file has none."""
         return self._read((self.counts or {}).get(weight), f"{weight}.counts", experts, 1)[:, 0]
 
     def squares(self, weight: str, experts: int, width: int) -> Numbers:
@@ -62,10 +62,8 @@ class Imatrix:
         if place is None:
             raise CompressionError(f"{self.path} has no {name}; make an imatrix of this very model")
         if place.parameters != experts * width:
-            raise CompressionError(
-                f"{self.path}: {name} has {place.parameters:,} numbers, {experts} experts need {experts * width:,}; "
-                "make an imatrix of this very model"
-            )
+            counts = f"{name} has {place.parameters:,} numbers, {experts} experts need {experts * width:,}"
+            raise CompressionError(f"{self.path}: {counts}; make an imatrix of this very model")
         with self.path.open("rb") as stream:
             stream.seek(place.begin)
             raw = stream.read(place.nbytes)
@@ -76,7 +74,7 @@ class Imatrix:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Note what an importance matrix has, of either format; raises `CompressionError` for what is none."""
+    """Find the tensors of an importance matrix of either format; raises `CompressionError` for what is none."""
     try:
         if not has_magic(path):
             with path.open("rb") as stream:
@@ -117,25 +115,24 @@ def _read_old(path: Path, stream: BinaryIO) -> Imatrix:
     return Imatrix(path, sums, None, calls)
 
 
-def visit_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
-    """Tokens that visited each expert: [E] (He et al. 2024, arXiv:2406.02500)."""
-    return torch.from_numpy(imatrix.visits(DOWN.format(layer.index), layer.experts).copy())
+def count_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
+    """Tokens routed to each expert: [E] (He et al. 2024, arXiv:2406.02500)."""
+    return torch.from_numpy(imatrix.routed_counts(DOWN.format(layer.index), layer.experts).copy())
 
 
 def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
-    """Energy that each expert put out, its neurons taken as uncorrelated: [E].
+    """Energy of each expert's outputs, its neurons taken as uncorrelated: [E].
 
-    score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens that visited expert e of the square of
-    what neuron n sent into the down projection W_e [out, n]. This is the sum of the squared norms of the expert's
-    outputs without the products of different neurons, without the projection's bias, and without the gate weights by
-    which the router multiplies them, none of which an imatrix has. Of an old file s_en is a mean over visits.
+    score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e of the square of
+    neuron n's input to the down projection W_e [out, n] (of an old file, the mean): the outputs' squared norms without
+    products of different neurons, the projection's bias, and gate weights, which an imatrix does not have.
     """
     down = model.tensors[DOWN.format(layer.index)]
     squares = imatrix.squares(down.name, layer.experts, down.shape[-1])
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
 
 
-SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {ENERGY: energy_scores, COUNTS: visit_scores}
+SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {ENERGY: energy_scores, COUNTS: count_scores}
 
 
 def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
@@ -166,11 +163,9 @@ def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dt
         raise CompressionError(f"{tensor.name} was cut off while it was read; run the command again")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of scales that overflow: they are told afterwards
+            warnings.simplefilter("ignore")  # of scales that overflow: the caller refuses infinite weights
             found = dequantize(stored.reshape(-1, row), GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
-        raise CompressionError(
-            f"{tensor.name} is {type_name(tensor.kind)}, which the package gguf does not dequantise; choose --strategy "
-            f"{COUNTS}"
-        ) from error
+        kind = f"{type_name(tensor.kind)}, which the package gguf does not dequantise"
+        raise CompressionError(f"{tensor.name} is {kind}; choose --strategy {COUNTS}") from error
     return np.asarray(found, np.float32)

@@ -56,7 +56,7 @@ class GgufSummary:
 
 
 def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
-    """The metadata that changes: the number of experts, the label that repeats it, and the plans, the last one last."""
+    """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
     values, experts, key = model.first.values, plan.stage.experts, f"{blocks.arch}.expert_count"
     kind = values[key].kind
     found = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
@@ -92,10 +92,9 @@ def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
 def carry_out(
     model: Gguf, blocks: Blocks, plan: Plan, out: Path, overwrite: bool, progress: Progress, note: str = ""
 ) -> GgufSummary:
-    """Write the model with the experts that the plan keeps, into as many files as it has; all of them or none.
+    """Write the model with the experts that a plan for its blocks keeps, into as many files as it has; all or none.
 
-    The plan must be one for this model's blocks. The first file, without which the others cannot be loaded, is put in
-    place last.
+    The first file, without which the others cannot be loaded, is put in place last.
     """
     start, stage = time.monotonic(), plan.stage
     chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}

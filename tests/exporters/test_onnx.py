@@ -314,9 +314,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
 
 def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "find_spec", lambda name: None if name == "onnxruntime" else name)
-    with pytest.raises(
-        CompressionError, match=r"needs the package onnxruntime; .* pip install 'moe-compressor\[onnx\]'"
-    ):
+    with pytest.raises(CompressionError, match=r"needs the package onnxruntime; pip install 'moe-compressor\[onnx\]'"):
         export(source, tmp_path / "out")
 
 

@@ -106,9 +106,9 @@ def test_the_header_is_what_the_package_gguf_reads(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda paths: paths[1].unlink(), "model-00002-of-00003.gguf is missing, one of the 3 parts"),
-        (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), "says that it is part 3, by its name it is part 2"),
-        (lambda paths: paths[0].rename(paths[0].with_name("model.gguf")), "says that it is one of 3 parts"),
-        (lambda paths: _repeat_a_tensor(*paths[:2]), "do not hold the tensors that they promise"),
+        (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), "it is part 3 of 3, by its name it is part 2"),
+        (lambda paths: paths[0].rename(paths[0].with_name("model.gguf")), "it is part 1 of 3, by its name"),
+        (lambda paths: _repeat_a_tensor(*paths[:2]), "do not hold the promised tensors"),
     ],
 )  # fmt: skip
 def test_parts_must_belong_together(spoil: object, message: str, tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def _repeat_a_tensor(one: Path, two: Path) -> None:
     ("facts", "tensors", "message"),
     [
         ({"expert_count": 0}, {}, "has no routed experts"),
-        ({"expert_count": 4096}, {}, "so its outermost dimension is not the 4096 experts"),
+        ({"expert_count": 4096}, {}, "does not begin with the 4096 experts"),
         ({"expert_count": 2**31}, {}, "are more than any model has"),
         ({"expert_used_count": 0}, {}, "top-k of 0 would never be asked"),
         ({"expert_used_count": 9}, {}, "fewer than the top-k of 9"),
         ({"expert_group_count": 3}, {}, "do not divide into its 3 routing groups"),
-        ({}, {"blk.0.ffn_gate_tid2eid.weight": (8,)}, "speaks of experts in a way that is not known"),
-        ({}, {"blk.0.ffn_gate.3.weight": (8,)}, "speaks of experts in a way that is not known"),
-        ({}, {"blk.0.ffn_gate_chexps.weight": (8, 32)}, "speaks of experts in a way that is not known"),
+        ({}, {"blk.0.ffn_gate_tid2eid.weight": (8,)}, "belongs to experts in an unknown way"),
+        ({}, {"blk.0.ffn_gate.3.weight": (8,)}, "belongs to experts in an unknown way"),
+        ({}, {"blk.0.ffn_gate_chexps.weight": (8, 32)}, "belongs to experts in an unknown way"),
         ({}, {"blk.7.ffn_down_exps.weight": (8, 32)}, "blk.7 has experts but no blk.7.ffn_gate_inp.weight"),
     ],
 )  # fmt: skip

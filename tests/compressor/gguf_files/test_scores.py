@@ -11,7 +11,7 @@ from gguf.quants import quantize
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.header import open_gguf
-from compressor.gguf_files.scores import energy_scores, read_imatrix, visit_scores
+from compressor.gguf_files.scores import count_scores, energy_scores, read_imatrix
 from tests import gguf_models
 
 EXPERTS, WIDE, HIDDEN = 4, 32, 64
@@ -38,7 +38,7 @@ def test_the_energy_is_that_of_the_outputs_where_columns_are_orthogonal(tmp_path
     new = read_imatrix(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, counts)}))
     torch.testing.assert_close(energy_scores(model, layer, new), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5,
                                atol=0)  # fmt: skip
-    assert visit_scores(model, layer, new).tolist() == counts.tolist()
+    assert count_scores(model, layer, new).tolist() == counts.tolist()
     old = read_imatrix(gguf_models.old_imatrix(tmp_path / "i.dat", {NAME: (squares, counts)}))
     means = torch.tensor(wanted, dtype=torch.float64) / torch.tensor(counts).clamp(min=1)
     torch.testing.assert_close(energy_scores(model, layer, old), means, rtol=1e-5, atol=0)
