@@ -27,7 +27,6 @@ from compressor.words import human_bytes, human_count, joined
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 NAMES = ("comparison.json", "comparison.md", "comparison.png", "active.png")  # the last where top-k varies
-TEXTS = frozenset({"correction", "planned for"})
 # columns, the least important first
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 LEGEND = (
@@ -111,20 +110,18 @@ class Comparison:
         return found
 
 
-def finer(row: Row) -> str:
-    """ ", 2 parts, top 3" of a row whose experts were split, or whose top-k was chosen."""
-    parts = f", {row.split} parts" if row.split > 1 else ""
-    return parts + (f", top {row.top_k}" if row.top_k is not None else "")
-
-
 def label(row: Row) -> str:
-    """What tells a line from the others; random drops that differ in their seed alone share one."""
-    parts = [f"{'random' if row.is_random else row.name}{finer(row)}"]
-    if row.correction != "none":
-        parts.append(f"+ {row.correction}{' (undone)' if row.undone else ''}")
-    if row.source is not None:
-        parts.append(f"for {row.source}")
-    return " ".join(parts)
+    """A line's name: 'reap, 2 parts, top 3 + ridge for wiki'; random drops that differ in their seed share one."""
+    return "".join(
+        (
+            "random" if row.is_random else row.name,
+            f", {row.split} parts" if row.split > 1 else "",
+            f", top {row.top_k}" if row.top_k is not None else "",
+            f" + {row.correction}" if row.correction != "none" else "",
+            " (undone)" if row.undone else "",
+            f" for {row.source}" if row.source is not None else "",
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,9 @@ def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
     """The rows in their order, random drops joined where the first of them stands unless they shall stay `apart`."""
     found: dict[tuple[str, int, int | None], list[Row]] = {}
     for number, row in enumerate(rows):
-        found.setdefault((label(row), row.experts, None if row.is_random and not apart else number), []).append(row)
+        is_joined = row.is_random and not apart
+        seed = f", seed {row.seed}" if row.is_random and apart and row.seed is not None else ""
+        found.setdefault((label(row) + seed, row.experts, None if is_joined else number), []).append(row)
     return tuple(Entry(key[0], tuple(together)) for key, together in found.items())
 
 
@@ -217,16 +216,11 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
     """The whole document: what was measured on what, a row for each model, the least loss of each count in bold."""
     layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
     made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    cells = _cells(comparison, Entry("original", (comparison.original,)), apart=True)
-    rows: list[tuple[Words, ...]] = [tuple(cells.values())]
-    for _, ascending in groupby(ranked(comparison, apart=True), lambda entry: entry.first.kept):
-        best, *others = (tuple(_cells(comparison, entry, apart=True).values()) for entry in ascending)
-        rows += [tuple(map(Strong, best)), *others]
     return (
         Heading(f"{comparison.model}: comparison", level=1),
         Text(data_line(comparison)),
         *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
-        Table("", tuple(cells), tuple(rows), TEXTS),
+        *_tables(comparison, apart=True),
         Text(LEGEND),
         *comparison_figures(comparison),
         *([Text(f"Made with {made_with}.")] if made_with else []),
@@ -235,66 +229,53 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
 
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
     """What a terminal shows: the original, then each expert count's models; means of random drops."""
-    entries = (Entry("original", (comparison.original,)), *ranked(comparison))
-    sources = tuple(comparison.evaluation)
-    ruled = {0} | {
-        number for number, (one, other) in enumerate(pairwise(entries)) if one.first.kept != other.first.kept
-    }
-    cells = [_cells(comparison, entry) for entry in entries]
-    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    tables = [
-        Table(caption, tuple(cells[0]), tuple(tuple(row.values()) for row in cells), frozenset(), OPTIONAL, ruled)
+    return *_tables(comparison), Text(data_line(comparison))
+
+
+def _tables(comparison: Comparison, apart: bool = False) -> list[Table]:
+    """The original, then each expert count's models, the best in bold; loss on each evaluation source if several."""
+    shown = (Entry("original", (comparison.original,)), *ranked(comparison, apart))
+    ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.first.kept != other.first.kept}
+    cells = [_cells(comparison, entry) for entry in shown]
+    rows: list[tuple[Words, ...]] = [
+        tuple(map(Strong, row.values())) if place - 1 in ruled else tuple(row.values())
+        for place, row in enumerate(cells)
     ]
-    if len(sources) > 1:
-        losses = tuple((_name(entry), str(entry.first.experts), *_by_source(entry, sources)) for entry in entries)
+    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
+    tables = [Table(caption, tuple(cells[0]), tuple(rows), frozenset(), OPTIONAL, ruled)]
+    if len(sources := tuple(comparison.evaluation)) > 1:
+        by_source = [
+            [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
+            for entry in shown
+        ]
+        losses = tuple(
+            (row["model"], row["experts"], *(f"{fmean(each):.4f}" if each else "-" for each in found))
+            for row, found in zip(cells, by_source, strict=True)
+        )
         tables.append(Table("Loss by evaluation source", ("model", "experts", *sources), losses, ruled=ruled))
-    return *tables, Text(data_line(comparison))
+    return tables
 
 
-def _cells(comparison: Comparison, entry: Entry, apart: bool = False) -> dict[str, str]:
-    """A row by column: means of random drops, and the highest of their peaks.
-
-    `apart` has columns for what a label joins otherwise, and for evaluation sources if there are several.
-    """
-    rows, first = entry.rows, entry.first
-    is_original, sources = first is comparison.original, tuple(comparison.evaluation)
-    named = {"model": _name(entry)}
-    if apart:
-        seeded = first.is_random and first.seed is not None
-        named = {"model": f"random, seed {first.seed}" if seeded else first.name}
-        named["correction"] = "-" if is_original else first.correction + " (undone)" * first.undone
-        if any(each.split > 1 for each in comparison.rows):
-            named["parts"] = str(first.split)
-        if any(each.top_k is not None for each in comparison.rows):
-            named["top-k"] = "as before" if first.top_k is None else str(first.top_k)
-        if any(each.source is not None for each in comparison.rows):
-            named["planned for"] = first.source or "-"
-    by_source = {f"loss on {name}": loss for name, loss in zip(sources, _by_source(entry, sources), strict=True)}
+def _cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
+    """A row by column: means of random drops, and the highest of their peaks."""
+    rows, name = entry.rows, entry.label
+    if len(rows) > 1:
+        name += f" ({len(rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
+    increase = fmean(map(comparison.increase, rows))
     return {
-        **named,
+        "model": name,
         "experts": str(entry.first.experts),
         "parameters": human_count(fmean(row.parameters for row in rows)),
         **({"active": human_count(fmean(row.active or 0 for row in rows))} if with_active(comparison) else {}),
         "loss": f"{entry.loss:.4f}",
-        "increase": "-" if is_original else f"{fmean(map(comparison.increase, rows)):+.4f}",
+        "increase": "-" if entry.first is comparison.original else f"{increase:+.4f}",
         "perplexity": f"{fmean(row.perplexity for row in rows):.4g}",
         "KL": f"{fmean(row.kl for row in rows):.4f}",
         "flips": f"{fmean(row.flips for row in rows):.4f}",
-        **(by_source if apart and len(sources) > 1 else {}),
         "layer error": "-" if entry.error is None else f"{entry.error:.4f}",
         "seconds": f"{fmean(row.seconds for row in rows):.1f}",
         "peak memory": human_bytes(max(row.peak_memory for row in rows)),
     }
-
-
-def _name(entry: Entry) -> str:
-    drops = f" ({len(entry.rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
-    return entry.label + (drops if len(entry.rows) > 1 else "")
-
-
-def _by_source(entry: Entry, sources: Sequence[str]) -> list[str]:
-    found = [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
-    return [f"{fmean(losses):.4f}" if losses else "-" for losses in found]
 
 
 def comparison_figures(comparison: Comparison) -> list[Figure]:

@@ -34,21 +34,21 @@ class PushedFile:
     state: hub.State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushSummary:
     """What a push did, or would do."""
 
     repo_id: str
     url: str
-    commit: str | None  # that was made; None where nothing has changed, and of a dry run
+    commit: str | None = None  # that was made; None where nothing has changed, and of a dry run
     branch: str  # or the one that the pull request is against
     create_pr: bool
-    pull_request: str | None  # its address
+    pull_request: str | None = None  # its address
     tag: str | None
-    uploaded: tuple[PushedFile, ...]
-    uploaded_bytes: int
-    unchanged: tuple[str, ...]
-    removed: tuple[str, ...]  # parts of an earlier model that would be taken for parts of this one
+    uploaded: tuple[PushedFile, ...] = ()
+    uploaded_bytes: int = 0
+    unchanged: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()  # parts of an earlier model that would be taken for parts of this one
     left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
     message: str
     dry_run: bool
@@ -97,15 +97,9 @@ def push(
     summary = PushSummary(
         repo_id=repo_id,
         url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        commit=None,
         branch=branch,
         create_pr=create_pr,
-        pull_request=None,
         tag=tag,
-        uploaded=(),
-        uploaded_bytes=0,
-        unchanged=(),
-        removed=(),
         left_out=found.left_out,
         message=title,
         dry_run=dry_run,
