@@ -12,7 +12,7 @@ from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.step import Step, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.report.measuring import Noted
+from compressor.report.measuring import RunStats
 from compressor.steps.prune.planning import plan_sources, refuse_per_source
 from compressor.steps.state import State
 
@@ -56,7 +56,11 @@ def compress(
             output={"max_shard_bytes": max_shard_bytes},
         )  # fmt: skip
     return run(
-        recipe, Terms(Path(out), overwrite, accept, terms, command), device=device, progress=progress, observer=Noted()
+        recipe,
+        Terms(Path(out), overwrite, accept, terms, command),
+        device=device,
+        progress=progress,
+        observer=RunStats(),
     )
 
 
@@ -126,7 +130,7 @@ def apply(
     recipe = Recipe.of({**dict(recipe), "revision": None if model else loaded.source.revision,
                         "output": {"max_shard_bytes": max_shard_bytes}}, "the plan")  # fmt: skip
     terms = Terms(Path(out), overwrite, terms="", command=command)
-    return run(recipe, terms, plan=loaded, device=device, progress=progress, observer=Noted())
+    return run(recipe, terms, plan=loaded, device=device, progress=progress, observer=RunStats())
 
 
 def plan(recipe: Recipe, *, device: str = "auto", progress: Progress | None = None) -> Plan:

@@ -1,15 +1,15 @@
-"""What a report measures: how alike the source's experts are, who visits them, and what compression cost each layer.
+"""What a report measures: the similarity of the base's experts, their routed tokens, and each layer's error.
 
-Source and output run over a part of the calibration text, a layer of each at a time. Source and text are found by the
-record of the run, unless they are named. What cannot be had is taken from what the run itself kept, or left out with a
-sentence that says so. What was measured last, and what a run of `compress` sees anyway, is kept in the user's cache.
+Base and output run over a part of the calibration text, a layer of each at a time. Base and text are found by the
+record of the run, unless they are named. What is not available is taken from what the run itself kept, or left out with
+a sentence that says so. What was measured last, and what a run of `compress` sees anyway, is kept in the user's cache.
 """
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -44,78 +44,6 @@ logger = logging.getLogger(__name__)
 TOKENS = 16_384  # of the calibration text, unless more are asked for: less than a calibration reads
 
 
-@dataclass(frozen=True, slots=True)
-class _AtHand:
-    """What there is of an output and its source, and what the run that made it noted."""
-
-    folder: Path
-    plan: Plan
-    source: OpenModel | None
-    output: OpenModel | None
-    text: Calibration | None
-    noted: Measured
-
-    def measured(self, progress: Progress) -> Measured:
-        """Measure all that can be; what the run noted stands for the rest."""
-        found, tokens, name = iter(self.noted.layers), self.noted.tokens, self.noted.text
-        if self.text is not None and self.output is not None:
-            batches, tokens, name = self.text.batches, self.text.tokens, _name(self.text.identity)
-            found = measure_layers(self.output, self.source, batches, self._likeness(), progress, self.plan.seed)
-            if self.source is None and any(layer.visits_before for layer in self.noted.layers):
-                name += f" (visits before: {self.noted.tokens:,} tokens, as the run itself counted them)"
-        elif self.source is not None:
-            found = by_weights(self.source, self._likeness(), progress)
-        noted = {layer.module: layer for layer in self.noted.layers}
-        layers = []  # what was measured, and beside it what the run noted of the rest
-        for layer in found:
-            known = {e.name: value for e in fields(layer) if (value := getattr(layer, e.name)) not in (None, "")}
-            layers.append(replace(noted.get(layer.module, layer), **known))
-        measured = {layer.module for layer in layers}
-        layers += [layer for module, layer in noted.items() if module not in measured]  # those of heads
-        return Measured(tuple(layers), tokens, name, tuple(self._missing()))
-
-    def _likeness(self) -> Callable[[str], Likeness]:
-        """How each layer's experts are compared, by its module; what the run has noted is told again."""
-        planned = {layer.module: layer for layer in self.plan.stage.layers}
-        known = {layer.module: layer for layer in self.noted.layers if layer.similarity is not None}
-
-        @cache
-        def likeness(module: str) -> Likeness:
-            if module not in known:
-                return likeness_of(self.plan.stage, planned.get(module))
-            label, table = known[module].similarity_label, torch.tensor(known[module].similarity, dtype=torch.float64)
-            return Likeness(frozenset(), lambda stats: (label, table))
-
-        return likeness
-
-    def _missing(self) -> Iterator[str]:
-        """A sentence for whatever is not at hand."""
-        plan, beyond = self.plan, " beyond what the run noted" if self.noted.tokens else ""
-        visits = f"so neither visits nor errors are measured{beyond}"
-        if self.source is None:
-            yield (
-                f"The source model {plan.source.model} is not at hand, so the likeness of its experts, the visits "
-                f"before and the errors are not measured{beyond}; name it with --model."
-            )
-        if self.text is None and plan.calibration is None:
-            yield f"The plan was made without any text, {visits}; name one with --calibration."
-        elif self.text is None and plan.calibration is not None:
-            text = f"The calibration text {_name(plan.calibration)} is not at hand or has changed"
-            yield f"{text}, {visits}; name it with --calibration."
-        if self.output is None:
-            yield f"{self.folder.name} holds no weights that can be run, {visits}."
-
-    def key(self) -> str:
-        """A digest of everything that the measures depend on, the output folder's own files excepted."""
-        models = [
-            model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
-            for model in (self.source, self.output)
-        ]
-        text = self.text and [_name(self.text.identity), *(batch.tolist() for batch in self.text.batches)]
-        facts = [FORMAT, models, text, plain_json(self.noted), versions()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
 def measure(
     folder: Path,
     model: str | None = None,
@@ -127,7 +55,7 @@ def measure(
     device: str = "auto",
     dtype: str = "auto",
 ) -> Measured:
-    """Measure an output folder against its source on calibration text; what is not at hand is told in `missing`.
+    """Measure an output folder against its base on calibration text; `missing` says what could not be measured.
 
     `model` and `calibration` default to what the run that made the output used. `samples` sequences run, by default as
     many as 16,384 tokens fill; `sequence_length` is that of a text named here. The result is kept in the user's cache
@@ -138,22 +66,75 @@ def measure(
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
     plan, record, listener = read_outcome(folder).plan, read_record(folder), progress or Silent()
-    source = _source(folder, plan, record, (model, revision), (dtype, device), listener)
-    output = _output(folder, source, (dtype, device))
-    text = None
-    if (beside := source or output) is not None:
-        text = _text(beside, plan, record, calibration, samples, sequence_length)
-    own = kept_measures(folder, "run") if calibration is None and dtype == "auto" else None
-    hand = _AtHand(folder, plan, source, output, text, own or Measured(()))
-    if (found := kept_measures(folder, "report", hand.key())) is None:
-        found = hand.measured(listener)
-        keep_measures(folder, found, "report", hand.key())
-    return found
+    base = _base(folder, plan, record, (model, revision), (dtype, device), listener)
+    output = _output(folder, base, (dtype, device))
+    opened, text = base or output, None
+    if opened is not None:
+        text = _text(opened, plan, record, calibration, samples, sequence_length)
+    run = (kept_measures(folder, "run") if calibration is None and dtype == "auto" else None) or Measured()
+    key = _digest(base, output, text, run)
+    if (kept := kept_measures(folder, "report", key)) is not None:
+        return kept
+    layers, tokens, name = {layer.module: layer for layer in run.layers}, run.tokens, run.text
+    planned = {layer.module: layer for layer in plan.stage.layers}
+
+    @cache
+    def likeness(module: str) -> Likeness:
+        """How a layer's experts are compared; a matrix that the run kept stands."""
+        if module not in layers or layers[module].similarity is None:
+            return likeness_of(plan.stage, planned.get(module))
+        known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
+        return Likeness(frozenset(), lambda stats: known)
+
+    fresh: Iterator[LayerMeasures] = iter(())
+    if text is not None and output is not None:
+        tokens, name = text.tokens, _name(text.identity)
+        fresh = measure_layers(output, base, text.batches, likeness, listener, plan.seed)
+        if base is None and any(layer.visits_before for layer in run.layers):
+            name += f" (visits before: {run.tokens:,} tokens, as the run itself counted them)"
+    elif base is not None:
+        fresh = by_weights(base, likeness, listener)
+    for layer in fresh:  # beside what the run kept
+        known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
+        layers[layer.module] = replace(layers.get(layer.module, layer), **known)
+    missing = tuple(_missing(folder, plan, base, output, text, " beyond what the run recorded" if run.tokens else ""))
+    measured = Measured(tuple(layers.values()), tokens, name, missing)
+    keep_measures(folder, measured, "report", key)
+    return measured
 
 
-def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress: Progress) -> Iterator[LayerMeasures]:
-    """What the source's weights alone tell, a layer at a time."""
-    layers, partial = source.architecture.layers, source.partial
+def _digest(base: OpenModel | None, output: OpenModel | None, text: Calibration | None, run: Measured) -> str:
+    """A digest of everything that the measures depend on, the output folder's own files excepted."""
+    models = [
+        model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
+        for model in (base, output)
+    ]
+    read = text and [_name(text.identity), *(batch.tolist() for batch in text.batches)]
+    return hashlib.sha256(json.dumps([FORMAT, models, read, plain_json(run), versions()]).encode()).hexdigest()
+
+
+def _missing(
+    folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None, beyond: str
+) -> Iterator[str]:
+    """A sentence for whatever is not available."""
+    lost = f"so neither routed tokens nor errors are measured{beyond}"
+    if base is None:
+        yield (
+            f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
+            f"before and the errors are not measured{beyond}; name it with --model."
+        )
+    if text is None and plan.calibration is None:
+        yield f"The plan was made without any text, {lost}; name one with --calibration."
+    elif text is None and plan.calibration is not None:
+        name = _name(plan.calibration)
+        yield f"The calibration text {name} is not available or has changed, {lost}; name it with --calibration."
+    if output is None:
+        yield f"{folder.name} holds no weights that can be run, {lost}."
+
+
+def by_weights(base: OpenModel, likeness: Callable[[str], Likeness], progress: Progress) -> Iterator[LayerMeasures]:
+    """The similarity of the base's experts by its weights alone, a layer at a time."""
+    layers, partial = base.architecture.layers, base.partial
     progress.start("measure", len(layers))
     for layer in layers:
         needs = likeness(layer.name).needs
@@ -166,7 +147,7 @@ def by_weights(source: OpenModel, likeness: Callable[[str], Likeness], progress:
         progress.advance(layer.name)
 
 
-def _source(
+def _base(
     folder: Path,
     plan: Plan,
     record: RunRecord | None,
@@ -174,14 +155,14 @@ def _source(
     how: tuple[str, str],
     progress: Progress,
 ) -> OpenModel | None:
-    """The source model, opened; None if it is not named and not to be found, or is no longer what it was."""
+    """The base model, opened; None if it is not named and not to be found, or is no longer what it was."""
 
-    def checked(name: str, commit: str | None) -> OpenModel:
+    def opened(name: str, commit: str | None) -> OpenModel:
         model = open_model(locate(name, commit, progress), *how)
         if model.fingerprint != plan.source.fingerprint:
             raise CompressionError(
                 f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
-                f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the original with --model"
+                f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
             )
         model = as_planned(model, plan.stage)
         if plan.stage.layers:
@@ -189,25 +170,25 @@ def _source(
         return model
 
     if named[0] is not None:
-        return checked(named[0], named[1])
+        return opened(named[0], named[1])
     name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
     if commit is None and (record is None or not Path(name).is_dir()):
         return None
     if commit is not None and is_local(name):  # a folder here that happens to be called like the Hub's model
         return None
     try:
-        return checked(name, commit)
+        return opened(name, commit)
     except (CompressionError, OSError) as error:
-        logger.debug("the source of %s cannot be had: %s", folder, error)
+        logger.debug("the base of %s cannot be opened: %s", folder, error)
         return None
 
 
-def _output(folder: Path, source: OpenModel | None, how: tuple[str, str]) -> OpenModel | None:
-    """The compressed model, opened in the dtype that the source is computed in; None if it has no weights here."""
+def _output(folder: Path, base: OpenModel | None, how: tuple[str, str]) -> OpenModel | None:
+    """The compressed model, opened in the dtype that the base is computed in; None if it has no weights here."""
     dtype, device = how
-    if source is not None:
-        same = str(source.partial.dtype).removeprefix("torch.")
-        dtype, device = (same if same in DTYPES else dtype), str(source.partial.device)
+    if base is not None:
+        same = str(base.partial.dtype).removeprefix("torch.")
+        dtype, device = (same if same in DTYPES else dtype), str(base.partial.device)
     try:
         return open_model(locate(str(folder)), dtype, device)
     except CompressionError as error:
@@ -240,7 +221,7 @@ def _text(
         identity = _identity(plan, record)
         made = identity and repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
     except (CompressionError, OSError) as error:
-        logger.debug("the calibration text cannot be had: %s", error)
+        logger.debug("the calibration text cannot be read: %s", error)
         return None
     return Calibration(part_of(made, samples), made.identity) if made and made.batches else None
 
@@ -282,36 +263,35 @@ def keep_measures(folder: Path, measured: Measured, by: By, key: str = "") -> No
     Where that cannot be written, nothing is kept.
     """
     if measured.layers:
-        write_cached(_path(folder, by), {**_facts(folder), "key": key, "measured": plain_json(measured)})
+        path, facts = _cached(folder, by)
+        write_cached(path, {**facts, "key": key, "measured": plain_json(measured)})
 
 
 def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Measured | None:
     """What was measured last, unless the weights or the key, if one is given, are others; None if nothing was."""
-    path, wanted = _path(folder, by), _facts(folder) | ({} if key is None else {"key": key})
+    path, facts = _cached(folder, by)
     content = read_cached(path)
     try:
-        fits = content is not None and all(content[name] == value for name, value in wanted.items())
+        fits = content is not None and content["weights"] == facts["weights"] and key in (None, content["key"])
         return read_as(Measured, content["measured"]) if content is not None and fits else None
     except (KeyError, CompressionError) as error:
         logger.debug("the measures in %s are ignored: %s", path, error)
         return None
 
 
-def _path(folder: Path, by: By) -> Path:
-    return cache_folder("reports") / f"{by}-{digest_of(folder)}.json"
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    """Name, size and time of change of each weight file; none of a folder with a graph alone."""
+def _cached(folder: Path, by: By) -> tuple[Path, dict[str, Any]]:
+    """The file of an output's measures; name, size and time of change of each weight file, none of a graph alone."""
     try:
-        return {"weights": [list(entry) for entry in Checkpoint(folder).stamp()]}
+        weights = [list(entry) for entry in Checkpoint(folder).stamp()]
     except (CompressionError, OSError):
-        return {"weights": []}
+        weights = []
+    return cache_folder("reports") / f"{by}-{digest_of(folder)}.json", {"weights": weights}
 
 
-class Noted:
-    """Notes of a run: visits of the source from its plan's statistics, each calibration source by its weight; how alike
-    experts are by the strategy's own likeness; visits of the smaller layers that a correction lets all batches pass.
+class RunStats:
+    """What a run computes anyway: the base's routed tokens by its plan's statistics, each calibration source by its
+    weight; the similarity of experts, as the strategy measures it; routed tokens of the smaller layers that a
+    reconstruction lets all batches pass.
     """
 
     def __init__(self) -> None:
@@ -319,36 +299,33 @@ class Noted:
         self.tokens = 0  # that were seen, held-out ones excepted
 
     def planning(self, strategy: Strategy) -> Strategy:
-        """The strategy; what it plans a layer by is noted."""
+        """The strategy; what it plans a layer by is recorded."""
 
         def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
             made = strategy.plan(stats, *more)
             try:
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    self._planned(stats, strategy, made)
-            except Exception as error:  # of a plugin: a report asks it again, and tells
-                logger.debug("%s: nothing is noted for reports: %s", stats.layer.name, error)
+                    if "routed_count" in stats.values:
+                        self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
+                    won = made.figures.get("won")  # by a strategy that tries several, each with its default options
+                    own = own_likeness(strategy if won is None else load_strategy(str(won)))
+                    if own and own.needs <= set(stats.values) and (found := own.tell(stats)):
+                        self._record(stats.layer, stats.tokens, similarity=found[0], similarity_label=found[1])
+            except Exception as error:  # of a plugin: a report calls it again, and says so
+                logger.debug("%s: nothing is recorded for reports: %s", stats.layer.name, error)
             return made
 
         return replace(strategy, plan=plan)
 
-    def _planned(self, stats: LayerStatistics, strategy: Strategy, made: LayerPlan) -> None:
-        if "routed_count" in stats.values:
-            self._note(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
-        won = made.figures.get("won")  # by a strategy that tries several, each with its default options
-        own = own_likeness(strategy if won is None else load_strategy(str(won)))
-        if own and own.needs <= set(stats.values) and (found := own.tell(stats)):
-            self._note(stats.layer, stats.tokens, similarity=found[0], similarity_label=found[1])
-
     def visited(self, layer: MoeLayer, counts: Tensor, tokens: int) -> None:
-        """Note how many of so many tokens chose each expert [N] of a layer that is smaller now."""
-        self._note(layer, tokens, visits_after=shares(counts))
+        """Record how many of so many tokens were routed to each expert [N] of a layer that is smaller now."""
+        self._record(layer, tokens, visits_after=shares(counts))
 
-    def _note(self, layer: MoeLayer, tokens: int, **found: Any) -> None:
+    def _record(self, layer: MoeLayer, tokens: int, **found: Any) -> None:
         self.tokens = max(self.tokens, tokens)
         self.layers[layer.name] = replace(self.layers.get(layer.name, LayerMeasures(layer.name)), **found)
 
     def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
-        """Keep the notes, with the name of their text, for reports on the output in a folder."""
+        """Keep all of it, with the name of the text, for reports on the output in a folder."""
         text = _name(calibration) if calibration else None
         keep_measures(folder, Measured(tuple(self.layers.values()), self.tokens, text), "run")

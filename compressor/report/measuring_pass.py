@@ -1,8 +1,8 @@
-"""Source and output side by side in one streamed pass, as correction lets a layer and its smaller one take turns.
+"""Base and output side by side in one streamed pass, as reconstruction lets a layer and its smaller one take turns.
 
-Of every two batches one goes through the source's layers and the next, of the same text, through the output's. While
-the source's passes a layer, the output's MoE block also runs on what the source's block is given, so that corrections
-and merged routers count as they are stored. No more than one layer of each is in memory. T tokens, E experts, H hidden.
+Of every two batches one goes through the base's layers and the next, of the same text, through the output's. While the
+base's passes a layer, the output's MoE block also runs on the input of the base's block, so that corrections and merged
+routers count as they are stored. No more than one layer of each is in memory. T tokens, E experts, H hidden.
 
 Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
 arXiv:1905.00414) stands in where a strategy compares no experts. S sampled tokens.
@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
 
@@ -24,6 +24,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
+from compressor.model.loading import parent_and_name
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
@@ -44,7 +45,7 @@ def sample_size(experts: int) -> int:
 
 
 def shares(counts: Tensor) -> tuple[float, ...]:
-    """Each expert's share of the visits: [E] -> E numbers that sum to 1; zeros where there are none."""
+    """Each expert's share of the routed tokens: [E] -> E numbers that sum to 1; zeros where there are none."""
     return tuple(round(share, 6) for share in (counts / counts.sum().clamp(min=1)).tolist())
 
 
@@ -56,7 +57,7 @@ class Likeness:
     measure: Callable[[LayerStatistics], tuple[str, Tensor]]
 
     def tell(self, stats: LayerStatistics) -> tuple[Matrix, str] | None:
-        """The matrix and its label, as a strategy tells them, which may raise anything; None without any tokens."""
+        """The matrix and its label; None without any tokens. A strategy's own may raise anything."""
         sampled = self.needs & (SAMPLED | DENSE) - {"router_arguments"}
         sizes = (getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled)
         if self.needs - WEIGHTS and not (stats.tokens and all(sizes)):
@@ -75,44 +76,42 @@ def own_likeness(strategy: Strategy) -> Likeness | None:
 
 def likeness_of(plan: CompressionPlan, layer: LayerPlan | None) -> Likeness:
     """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
+
+    def by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
+        outputs = stats.expert_outputs
+        return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
+
     won = layer and layer.figures.get("won")  # by a strategy that tries several, each with its default options
     name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
     try:
         own = own_likeness(load_strategy(name, options))
     except CompressionError:  # it need not be installed where a report is made
         own = None
-    return own or Likeness(
-        frozenset({"expert_outputs"}),
-        lambda stats: (
-            f"linear CKA of expert outputs, {stats.expert_outputs.shape[1]} tokens",
-            linear_cka(stats.expert_outputs),
-        ),
-    )
+    return own or Likeness(frozenset({"expert_outputs"}), by_outputs)
 
 
 @torch.no_grad()
 def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Matrix | None, str]:
-    """The matrix and its label; of the router's rows, which must be loaded, where no token reached the layer."""
+    """The matrix and its label; where no token reached the layer, of its router's rows, which must be loaded.
+
+    Those are compared by their cosine, less their mean over experts; None where the router has no matrix.
+    """
+    layer = stats.layer
     try:
-        told = likeness.tell(stats)
+        if told := likeness.tell(stats):
+            return told
     except Exception as error:  # of a plugin: a report can do without
-        told = None
         logger.warning(
-            "%s: its strategy cannot tell how alike its experts are (%s), so its router rows are compared",
-            stats.layer.name,
+            "%s: its strategy cannot compare its experts (%s), so its router rows are compared",
+            layer.name,
             reason_of(error),
         )
-    return told or _by_rows(stats.layer, model)
-
-
-def _by_rows(layer: MoeLayer, model: Any) -> tuple[Matrix | None, str]:
-    """Cosine of what the router's matrices hold for each expert, less its mean over experts; None without a matrix."""
     rows = []
     for tensor in layer.tensors:
-        owner, _, name = tensor.key.rpartition(".")
-        value = None if tensor.key.startswith(f"{layer.name}.") else getattr(model.get_submodule(owner), name)
-        if value is not None and value.dim() > 1:
-            rows.append(value.detach().movedim(tensor.dim, 0)[: layer.experts].flatten(1).double())
+        if not tensor.key.startswith(f"{layer.name}."):
+            value = getattr(*parent_and_name(model, tensor.key))
+            if value.dim() > 1:
+                rows.append(value.detach().movedim(tensor.dim, 0)[: layer.experts].flatten(1).double())
     if not rows:
         return None, ""
     centred = torch.cat(rows, dim=1)
@@ -129,16 +128,16 @@ VISITS = frozenset({"routed_count"})
 
 @dataclass(slots=True)
 class Gap:
-    """How far outputs are from the source's, summed over tokens."""
+    """How far outputs are from the base's, summed over tokens."""
 
     missed: float = 0.0  # ||y' - y||^2
     energy: float = 0.0  # ||y||^2
     cosines: float = 0.0
     tokens: int = 0
 
-    def add(self, source: Tensor, ours: Tensor, width: int) -> None:
+    def add(self, base: Tensor, ours: Tensor, width: int) -> None:
         """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
-        y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (source, ours))
+        y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (base, ours))
         norms = y.norm(dim=-1).double() * z.norm(dim=-1).double()
         cosines = (y * z).sum(-1).double() / norms.where(norms > 0, 1)
         same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
@@ -161,13 +160,8 @@ class Gap:
         return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
 
 
-def _first(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple | list) else output
-    return found
-
-
 class _Watch:
-    """One MoE layer of the models, source and output or the output alone, while the batches pass it."""
+    """One MoE layer of the models, base and output or the output alone, while the batches pass it."""
 
     def __init__(
         self,
@@ -192,24 +186,42 @@ class _Watch:
         self.outputs[turn] = output
 
     def _block_ran(self, turn: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Have the output's block run on the arguments of the source's, unless it is the output's turn anyway."""
+        """Have the output's block run on the arguments of the base's, unless it is the output's turn anyway."""
         if self.layer.block != self.layer.unit:  # one that is the decoder layer is compared by its experts' outputs
             self.outputs[turn] = _first(output)
         if turn == 0 and self.small is not None:
-            source, self.outputs[0] = self.outputs[0], torch.empty(0)
-            if source.numel():
+            base, self.outputs[0] = self.outputs[0], torch.empty(0)
+            if base.numel():
                 self.small(*args, **kwargs)
-                self.block.add(source, self.outputs[1], self.width)
+                self.block.add(base, self.outputs[1], self.width)
 
-    def enter(self, number: int, turn: int) -> None:
-        """This batch of the text is about to run through the model whose turn it is."""
-        self.detach()
-        self.collectors[turn].enter(*self.rows[number])
-
-    def detach(self) -> None:
-        """Stop collecting."""
+    def stop_collecting(self) -> None:
+        """Detach the collectors of both models."""
         for collector in self.collectors:
             collector.detach()
+
+    def measures(self, likeness: Likeness, model: Any) -> LayerMeasures:
+        """What was measured of the layer, which is still loaded."""
+        *before, after = [collector.finish(None) for collector in self.collectors]
+        found = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
+        for stats in before:
+            similarity, label = compared(likeness, stats, model)
+            found = replace(
+                found,
+                similarity=similarity,
+                similarity_label=label,
+                visits_before=shares(stats.routed_count),
+                error=self.block.error,
+                cosine=self.block.cosine,
+                stream_error=self.stream.error,
+                stream_cosine=self.stream.cosine,
+            )
+        return found
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return found
 
 
 class _SideBySide(LayerVisitor):
@@ -237,45 +249,29 @@ class _SideBySide(LayerVisitor):
     def entering(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))
         for watch in self.watches:
-            watch.enter(number, self.turn)
+            watch.stop_collecting()
+            watch.collectors[self.turn].enter(*watch.rows[number])
         if self.turn:  # each model draws the same numbers
             torch.set_rng_state(self.random)
         else:
             self.random = torch.get_rng_state()
 
     def replaced(self, unit: str, own: Forward) -> Forward:
-        return bind(self._pass, self.models[1].partial.model.get_submodule(unit).forward if self.turn else own)
+        forward = self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
 
-    def _pass(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; what the output's makes of a batch is compared with what the source's has just made of it."""
-        output = forward(*args, **kwargs)
-        for watch in self.watches if self.turn else ():
-            watch.stream.add(self.held, _first(output), watch.width)
-        self.held = _first(output)
-        return output
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            for watch in self.watches if self.turn else ():  # with what the base's has just made of the same batch
+                watch.stream.add(self.held, _first(output), watch.width)
+            self.held = _first(output)
+            return output
 
-    def finish(self) -> Iterator[LayerMeasures]:
-        """The measures of the layers that every batch has passed, and that are still loaded."""
-        for watch in self.watches:
-            *before, after = [collector.finish(None) for collector in watch.collectors]
-            found = LayerMeasures(watch.layer.name, visits_after=shares(after.routed_count))
-            for stats in before:
-                found = LayerMeasures(
-                    found.module,
-                    *compared(self.likeness(found.module), stats, self.models[0].partial.model),
-                    shares(stats.routed_count),
-                    found.visits_after,
-                    watch.block.error,
-                    watch.block.cosine,
-                    watch.stream.error,
-                    watch.stream.cosine,
-                )
-            yield found
+        return run
 
     def clear(self, unit: str = "") -> None:
         """Leave the models as they were."""
         for watch in self.watches:
-            watch.detach()
+            watch.stop_collecting()
             for each in watch.watches:
                 each.detach()
         self.watches = []
@@ -285,26 +281,27 @@ class _SideBySide(LayerVisitor):
 
 def measure_layers(
     output: OpenModel,
-    source: OpenModel | None,
+    base: OpenModel | None,
     batches: Sequence[Tensor],
     likeness: Callable[[str], Likeness],
     progress: Progress,
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
-    """Each MoE layer's measures in order, on batches of token ids [B, L]; without a source, the visits after alone."""
-    models = [output] if source is None else [source, output]
+    """Each MoE layer's measures in order, on batches of token ids [B, L]; without a base, the visits after alone."""
+    models = [output] if base is None else [base, output]
     one, two = ((m.architecture.units, [layer.name for layer in m.architecture.layers]) for m in (models[0], output))
     if one != two:
         raise CompressionError(
-            f"{models[0].source.label} and {output.source.label} have different layers, so they are no source and its "
-            "output; name the source with --model"
+            f"{models[0].source.label} and {output.source.label} have different layers, so they are no base and its "
+            "output; name the base with --model"
         )
     doubled = [batch for batch in batches for _ in models]
     both = _SideBySide(models, [batch.numel() for batch in batches], likeness, seed)
     with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
         try:
             for unit in passed:
-                yield from both.finish()
+                for watch in both.watches:
+                    yield watch.measures(likeness(watch.layer.name), models[0].partial.model)
                 both.clear(unit)
         finally:
             both.clear()

@@ -120,12 +120,12 @@ def _change_text(place: Path, change: Callable[[Path], Any]) -> None:
 
 
 SOURCE = (
-    "The source model in is not at hand, so the likeness of its experts, the visits before and the errors are not "
-    "measured; name it with --model."
+    "The base model in is not available, so the similarity of its experts, the routed tokens before and the errors are "
+    "not measured; name it with --model."
 )
 TEXT = (
-    "The calibration text calibration.txt is not at hand or has changed, so neither visits nor errors are measured; "
-    "name it with --calibration."
+    "The calibration text calibration.txt is not available or has changed, so neither routed tokens nor errors are "
+    "measured; name it with --calibration."
 )
 LOSSES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no source": (_no_source, (SOURCE,)),
@@ -157,7 +157,7 @@ def test_what_the_run_noted_stands_for_what_is_gone(place: Path, loss: str) -> N
     whole = measure(place / "out")
     LOSSES[loss][0](place)
     found = measure(place / "out")
-    assert [line.replace(" beyond what the run noted", "") for line in found.missing] == [*LOSSES[loss][1]]
+    assert [line.replace(" beyond what the run recorded", "") for line in found.missing] == [*LOSSES[loss][1]]
     assert found.missing != LOSSES[loss][1] and found.tokens == 8 * 32
     for layer, all_of_it in zip(found.layers, whole.layers, strict=True):
         assert layer.visits_before == all_of_it.visits_before and layer.error is None
@@ -259,7 +259,8 @@ def test_a_plan_without_text_says_so(place: Path) -> None:
     compressor.compress(str(place / "in"), place / "bare", experts=4, strategy="model-centric")
     found = measure(place / "bare")
     assert found.missing == (
-        "The plan was made without any text, so neither visits nor errors are measured; name one with --calibration.",
+        "The plan was made without any text, so neither routed tokens nor errors are measured; name one with "
+        "--calibration.",
     )
     assert all("surrogate weights" in layer.similarity_label and layer.similarity for layer in found.layers)
     found = measure(place / "bare", calibration=["demo"], samples=2, sequence_length=64)
@@ -311,7 +312,7 @@ def test_a_source_on_the_hub_is_asked_for_at_its_commit(
 def test_an_output_without_weights_is_told(place: Path) -> None:
     (place / "out" / "model.safetensors").unlink()
     found = measure(place / "out")
-    assert found.missing == ("out holds no weights that can be run, so neither visits nor errors are measured.",)
+    assert found.missing == ("out holds no weights that can be run, so neither routed tokens nor errors are measured.",)
     assert all("router rows" in layer.similarity_label for layer in found.layers)
 
 
