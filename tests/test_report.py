@@ -109,5 +109,6 @@ def test_bad_input_leaves_no_page(
 
 
 def test_a_page_in_no_folder_is_refused(run: Run, out: Path, tmp_path: Path) -> None:
-    refused(run("report", out, "-o", tmp_path / "missing" / "report.html"), "is not a folder that can be written to")
+    message = "missing is not a folder; create it or name another place for the report"
+    refused(run("report", out, "-o", tmp_path / "missing" / "report.html"), message)
     refused(run("report", out, "-o", tmp_path), "is a folder; name a file")

@@ -6,7 +6,7 @@ Terminal summary, `--json`, report and model card are made of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
@@ -24,22 +24,36 @@ from compressor.serving.advice import Advice
 from compressor.words import human_bytes, human_count, share
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
-SizeRow = tuple[str, int, int, str, str]  # what got smaller, before and after exactly, and both for people
+
+
+class SizeRow(NamedTuple):
+    """What got smaller, exactly and for people."""
+
+    name: str
+    before: int
+    after: int
+    shown_before: str
+    shown_after: str
+
+    @property
+    def left(self) -> str:
+        """What is left, in percent."""
+        return share(self.after, self.before)
 
 
 def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeRow]:
     """Experts of a layer, parameters and bytes, before and after."""
-    found = [
-        ("experts per layer", *experts, "{:,}".format),
-        ("parameters", before.parameters, after.parameters, human_count),
-        ("bytes", before.bytes, after.bytes, human_bytes),
+    parameters, nbytes = (before.parameters, after.parameters), (before.bytes, after.bytes)
+    return [
+        SizeRow("experts per layer", *experts, *map(str, experts)),
+        SizeRow("parameters", *parameters, *map(human_count, parameters)),
+        SizeRow("bytes", *nbytes, *map(human_bytes, nbytes)),
     ]
-    return [(name, a, b, said(a), said(b)) for name, a, b, said in found]
 
 
 def size_table(title: str, rows: Sequence[SizeRow]) -> Table:
     """What got smaller, for people."""
-    cells = [(name, *said, "" if name.startswith("experts") else share(b, a)) for name, a, b, *said in rows]
+    cells = [(row.name, row.shown_before, row.shown_after, "" if row is rows[0] else row.left) for row in rows]
     return Table(title, ("", "before", "after", "left"), tuple(cells))
 
 

@@ -94,14 +94,6 @@ class Repository:
                 "settings, or name another repository"
             )
 
-    def refuse_tag(self, remote: Remote, tag: str | None, commit: str | None) -> None:
-        """Refuse a tag that exists, unless on the commit that already holds all that is pushed."""
-        if tag is not None and tag in remote.tags and remote.tags[tag] != commit:
-            raise CompressionError(
-                f"{self.repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so nothing was "
-                "pushed; name another tag, or delete that one on the Hub"
-            )
-
     def open(self, remote: Remote, private: bool) -> Remote:
         """Make the repository unless it is there."""
         if remote.exists:

@@ -107,7 +107,11 @@ def push(
     head, summary = _compare(summary, repository, found, added, remote)
     if remote is not None:
         repository.refuse_public(remote, private)
-        repository.refuse_tag(remote, tag, None if summary.changed else head)
+        if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
+            raise CompressionError(
+                f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so nothing was pushed; "
+                "name another tag, or delete that one on the Hub"
+            )
     if not dry_run and remote is not None:
         fresh = repository.open(remote, private)
         if not remote.exists:  # a new repository begins with files of the Hub's own
@@ -133,8 +137,7 @@ def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message
     for option, name in (("--revision", revision), ("--tag", tag), ("--message", message)):
         if name is not None and (not name.strip() or kind_of_secret(name.encode(errors="replace"))):
             raise CompressionError(f"{option} is empty or holds an access token; give it some other text")
-    for option, name in (("--revision", revision), ("--tag", tag)):
-        if name is not None and name.startswith("refs/"):
+        if option != "--message" and name is not None and name.startswith("refs/"):
             raise CompressionError(f"{option} {name!r} is a reference; give the name of a branch or tag alone")
 
 
@@ -157,34 +160,33 @@ def check_access(repo_id: str, private: bool) -> None:
 def _staged(
     found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
 ) -> dict[str, hub.Content]:
-    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required."""
+    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required.
+
+    Warns of a card of the user's own that the Hub's search will not connect with its base.
+    """
+    from huggingface_hub.repocard import metadata_load
+
     staged: dict[str, hub.Content] = {}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    if CARD in found.files:
-        _look_at_card(found)
-    elif COMPRESSION in found.files:  # else nothing is known of how it was made
+    if COMPRESSION not in found.files:  # nothing is known of how it was made
+        return staged
+    if CARD not in found.files:
         card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
-        staged |= {CARD: card.text.encode(), **card.pictures}
-    return staged
-
-
-def _look_at_card(found: VerifiedFolder) -> None:
-    """Warn of a card of the user's own that the Hub's search will not connect with its base."""
-    from huggingface_hub.repocard import metadata_load
-
+        return staged | {CARD: card.text.encode(), **card.pictures}
     try:
         tags = (metadata_load(found.files[CARD]) or {}).get("tags")
     except Exception:  # no YAML: the Hub will say what is wrong
         tags = None
-    if COMPRESSION in found.files and not (isinstance(tags, list) and TAG in tags):
+    if not (isinstance(tags, list) and TAG in tags):
         logger.warning(
             "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
             "of your own one is written)",
             found.files[CARD],
             TAG,
         )
+    return staged
 
 
 def _compare(

@@ -91,20 +91,13 @@ def kind_of_secret(data: bytes) -> str | None:
         if any(token in data for token in in_use):
             return HUB
         for kind, marks, shape in SHAPES:
-            if any(shape.match(data, place) for mark in marks for place in _places(mark, data)):
+            if any(shape.match(data, found.start()) for mark in marks for found in re.finditer(re.escape(mark), data)):
                 return kind
         plain = ESCAPE.sub(_plain, FOREIGN.sub(b" ", data))
         if plain == data:
             break
         data = plain
     return None
-
-
-def _places(mark: bytes, data: bytes) -> Iterator[int]:
-    place = data.find(mark)
-    while place >= 0:
-        yield place
-        place = data.find(mark, place + 1)
 
 
 def _plain(found: re.Match[bytes]) -> bytes:

@@ -29,7 +29,7 @@ from compressor.gates.report import gate_figure
 from compressor.recipe.document import changed, result_of
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
 from compressor.steps.distill.describe import curve
-from compressor.words import counted, listed, percent, readable, share, short, span
+from compressor.words import counted, listed, percent, readable, short, span
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -73,9 +73,11 @@ def _drawable(value: float) -> float:
 
 def sizes(data: Report) -> Figure:
     """Bars of what is left of experts, parameters and bytes."""
-    rows = data.sizes()
-    said = [f"{name}: {first} before, {second} after, {share(b, a)} is left" for name, a, b, first, second in rows]
-    bars = [(name, b / a if a else 0.0, f"{first} → {second} ({share(b, a)})") for name, a, b, first, second in rows]
+    said, bars = [], []
+    for row in data.sizes():
+        said.append(f"{row.name}: {row.shown_before} before, {row.shown_after} after, {row.left} is left")
+        left = row.after / row.before if row.before else 0.0
+        bars.append((row.name, left, f"{row.shown_before} → {row.shown_after} ({row.left})"))
     drawing = Drawing(
         "Sizes before and after",
         f"{'; '.join(said)}.",

@@ -3,7 +3,6 @@
 The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,7 @@ from compressor.document.blocks import (
 )
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
-from compressor.files import alone, check_folder, replacing, whole_folder
+from compressor.files import alone, check_folder, check_parent, replacing, whole_folder
 from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.recipe.document import changed, entries, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, told_split
@@ -118,9 +117,12 @@ def steps(data: Report) -> list[Block]:
 
 def sizes(data: Report) -> tuple[Table]:
     """Experts, parameters and bytes, exactly."""
-    rows = [(name, *said, share(b, a), f"{a:,}", f"{b:,}") for name, a, b, *said in data.sizes()]
     columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
-    return (Table("Sizes before and after", columns, tuple(rows)),)
+    rows = tuple(
+        (row.name, row.shown_before, row.shown_after, row.left, f"{row.before:,}", f"{row.after:,}")
+        for row in data.sizes()
+    )
+    return (Table("Sizes before and after", columns, rows),)
 
 
 def gate(data: Report) -> list[Block]:
@@ -341,37 +343,32 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
 
 def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
     """The figures that one looks for first."""
-    (_, *experts), parameters, nbytes = data.sizes()
+    experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
     if (gate := data.gate) is not None:  # a routed model is not the checkpoint as stock loaders run it
         routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
         verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), counted(len(gate.tasks), "task") + routed
-    tiles: list[tuple[str, Words, str]] = [
-        ("Experts per layer", f"{experts[0]} → {experts[1]}", f"top {data.top_k}"),
-        *(
-            (tile, after, f"{share(b, a)} of {before}")
-            for tile, (_, a, b, before, after) in (("Parameters", parameters), ("Size on disk", nbytes))
-        ),
-        ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
-        ("Accuracy gate", *verdict),
-    ]
-    return tuple((name, (value, " ", Note(note))) for name, value, note in tiles)
+    tiles: dict[str, tuple[Words, str]] = {
+        "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}"),
+        "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
+        "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
+        "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
+        "Accuracy gate": verdict,
+    }
+    return tuple((name, (value, " ", Note(note))) for name, (value, note) in tiles.items())
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
     """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for the figures."""
-    parent = Path(os.path.abspath(page_file)).parent
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise CompressionError(f"{parent} is not a folder that can be written to; name another place for the report")
+    check_parent(page_file, "place for the report")
     if page_file.is_dir():
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
     if page_file.exists() and not overwrite:
         raise CompressionError(f"{page_file} exists already; name another file or pass --overwrite")
     if page_file.exists() and not is_page(page_file, MADE_BY):
-        raise CompressionError(
-            f"{page_file} is not a report's page, so --overwrite will not replace it; name another file"
-        )
+        what = f"{page_file} is not a report's page"
+        raise CompressionError(f"{what}, so --overwrite will not replace it; name another file")
     if folder is not None:
         check_folder(folder, FIGURES, overwrite)
 
