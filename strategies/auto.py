@@ -35,17 +35,17 @@ class Options:
 
     @property
     def names(self) -> list[str]:
-        """The candidates' names."""
         return [name.strip() for name in self.candidates.split(",")]
 
-
-def _strategies(options: Options) -> list[Strategy]:
-    return [load_strategy(name) for name in options.names]
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The candidates, each with its default options."""
+        return [load_strategy(name) for name in self.names]
 
 
 def needs(options: Options) -> frozenset[str]:
     """What the candidates need, and tokens that none of them sees."""
-    return HELDOUT.union(*(strategy.needs for strategy in _strategies(options)))
+    return HELDOUT.union(*(strategy.needs for strategy in options.strategies))
 
 
 def plan(
@@ -57,7 +57,7 @@ def plan(
     """
     plans, errors = dict[str, LayerPlan](), dict[str, float]()
     refusals: list[CompressionError] = []
-    for strategy in _strategies(options):
+    for strategy in options.strategies:
         try:
             made = strategy.plan_layer(stats, keep, protected)
         except CompressionError as refusal:  # others may fit the protected experts

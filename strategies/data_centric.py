@@ -13,7 +13,6 @@ from compressor.plugins import (
     closeness,
     linear_cka,
     mean_output_distances,
-    mean_output_noise,
     merge_needs,
     option,
     rbf_cka,
@@ -53,25 +52,25 @@ def likeness_needs(options: Options) -> frozenset[str]:
     return frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
 
 
-def distances(outputs: torch.Tensor, similarity: str) -> torch.Tensor:
-    """Distances of experts by their outputs: [E, S, H] -> [E, E]; 1 - CKA, or between mean outputs.
+def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Distances of experts by their outputs, [E, S, H] -> [E, E], and their noise; 1 - CKA, or between mean outputs.
 
     An expert layer that no calibration token reached has no outputs; all its experts count as equally far apart.
     """
     if outputs.shape[1] == 0:
-        return 1 - torch.eye(len(outputs), dtype=torch.float64)
+        return 1 - torch.eye(len(outputs), dtype=torch.float64), SQUARED
     if similarity == "mean-output":
         return mean_output_distances(outputs)
-    return 1 - (linear_cka if similarity == "linear-cka" else rbf_cka)(outputs)
+    return 1 - (linear_cka if similarity == "linear-cka" else rbf_cka)(outputs), SQUARED
 
 
 def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts' outputs are, for a report: a label, and [E, E] from 0 to 1."""
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
-    found = distances(outputs, options.similarity)
+    table, _ = distances(outputs, options.similarity)
     on = "random mixtures of tokens" if options.mix_tokens else "tokens"
     label = f"{SIMILARITIES[options.similarity]}, {outputs.shape[1]} {on}"
-    return label, closeness(found) if options.similarity == "mean-output" else 1 - found
+    return label, closeness(table) if options.similarity == "mean-output" else 1 - table
 
 
 @torch.no_grad()
@@ -80,6 +79,5 @@ def plan(
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
     outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
-    table = distances(outputs, options.similarity).clamp(min=0).cpu()
-    noise = mean_output_noise(outputs).cpu() if options.similarity == "mean-output" else SQUARED
-    return merge_alike(stats, table, noise, keep, protected, options, options.similarity)
+    table, noise = distances(outputs, options.similarity)
+    return merge_alike(stats, table.clamp(min=0).cpu(), noise, keep, protected, options, options.similarity)

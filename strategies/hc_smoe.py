@@ -14,7 +14,6 @@ from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
     blocks_of,
-    mean_output_noise,
     merge_groups,
     merge_needs,
     option,
@@ -67,8 +66,9 @@ def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
-    table = distances(stats.expert_outputs, "mean-output").cpu()
-    judged = rounded(table, mean_output_noise(stats.expert_outputs).cpu())
+    table, noise = distances(stats.expert_outputs, "mean-output")
+    table = table.cpu()
+    judged = rounded(table, noise)
     clusters: list[list[int]] = []
     for block in blocks_of(stats.layer, keep, protected):
         clusters += [[expert] for expert in block.fixed]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from compressor.plugins import (
     FLOAT32,
@@ -63,27 +64,21 @@ def likeness_needs(options: Options) -> frozenset[str]:
     return SIMILARITIES[options.similarity][1]
 
 
-def router_likeness(logits: Tensor) -> Tensor:
-    """1 - d / largest d between the experts' unit vectors of logits: [S, E] -> [E, E] in [0, 1]; 1 without tokens."""
-    if not len(logits):
-        return torch.ones(logits.shape[1], logits.shape[1], dtype=torch.float64)
-    return closeness(pairwise_distances(torch.nn.functional.normalize(logits.double(), dim=0).T)).cpu()
-
-
-def output_likeness(outputs: Tensor, logits: Tensor) -> Tensor:
-    """(1 + cosine) / 2 of the mean gated outputs: [E, S, H], [S, E] -> [E, E] in [0, 1]; one half without tokens."""
-    gates = logits.double().softmax(dim=1).to(outputs.device)
-    means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
-    directions = torch.nn.functional.normalize(torch.stack(means), dim=1)  # a mean's scale does not count
-    return ((1 + directions @ directions.T) / 2).clamp(0, 1).cpu()
-
-
 def similarities(stats: LayerStatistics, similarity: str) -> Tensor:
-    """How alike every two experts are: [E, E] in [0, 1]."""
-    logits = stats.router_logits
-    tables = [router_likeness(logits)] if similarity != "outputs" else []
+    """How alike every two experts are: [E, E] in [0, 1].
+
+    Of the router logits, 1 - d / largest d between the experts' unit vectors; of the gated outputs, (1 + cosine) / 2 of
+    their means. Without tokens 1 and one half.
+    """
+    logits, tables = stats.router_logits.double(), list[Tensor]()
+    if similarity != "outputs":
+        tables.append(closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu())
     if similarity != "router":
-        tables.append(output_likeness(stats.expert_outputs, logits))
+        outputs = stats.expert_outputs
+        gates = logits.softmax(dim=1).to(outputs.device)
+        means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
+        directions = normalize(torch.stack(means), dim=1)  # a mean's scale does not count
+        tables.append(((1 + directions @ directions.T) / 2).clamp(0, 1).cpu())
     return torch.stack(tables).mean(dim=0)
 
 

@@ -8,7 +8,7 @@ S sampled tokens, K top-k, E experts, H hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -91,20 +91,14 @@ def merge_groups(
     return learn_coefficients(stats, plan, merge_routers) if method == "learned" else plan
 
 
-@dataclass(frozen=True, slots=True)
 class _Merge:
     """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
 
-    stats: LayerStatistics
-    plan: LayerPlan
-    logits: tuple[torch.Tensor, ...]
-    log_scales: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def start(cls, stats: LayerStatistics, plan: LayerPlan) -> Self:
-        device, sizes = stats.inputs.device, [len(group.members) for group in plan.groups]
-        logits = tuple(torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes)
-        return cls(stats, plan, logits, tuple(torch.zeros((), device=device, requires_grad=size > 1) for size in sizes))
+    def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
+        self.stats, self.plan, device = stats, plan, stats.inputs.device
+        sizes = [len(group.members) for group in plan.groups]
+        self.logits = [torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes]
+        self.log_scales = [torch.zeros((), device=device, requires_grad=size > 1) for size in sizes]
 
     def parameters(self) -> list[torch.Tensor]:
         return [tensor for tensor in (*self.logits, *self.log_scales) if tensor.requires_grad]
@@ -162,7 +156,7 @@ def learn_coefficients(
     size = float(target.square().sum()) or 1.0
     aligned = replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
     stats = replace(stats, values={**stats.values, "weights": aligned})
-    merge, router = _Merge.start(stats, plan), SmallerRouter(stats)
+    merge, router = _Merge(stats, plan), SmallerRouter(stats)
     optimizer = torch.optim.Adam(merge.parameters(), lr=LEARNING_RATE)
     losses, states = list[float](), list[list[torch.Tensor]]()
     for step in range(steps + 1):

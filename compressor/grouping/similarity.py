@@ -113,17 +113,11 @@ def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
     return found, (found < CLOSE * norms).fill_diagonal_(False)
 
 
-def mean_output_distances(outputs: Tensor) -> Tensor:
-    """Euclidean distance of the experts' outputs averaged over tokens: [E, T, D] -> [E, E]."""
+def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Euclidean distance of the experts' outputs averaged over tokens, and its `noise`: [E, T, D] -> two [E, E]."""
     _checked_shape(outputs)
-    return pairwise_distances(torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs]))
-
-
-def mean_output_noise(outputs: Tensor) -> Tensor:
-    """How far apart by rounding alone two experts' mean outputs may be: [E, T, D] -> [E, E]; 0 without tokens."""
-    if not outputs.shape[1]:
-        return torch.zeros(len(outputs), len(outputs), dtype=torch.float64)
-    return noise(torch.stack([output.mean(dim=0, dtype=torch.float64).norm() for output in outputs]))
+    means = torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs])
+    return pairwise_distances(means), noise(means.norm(dim=1))
 
 
 def noise(norms: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from compressor.grouping.similarity import (
     fast_squared_distances,
     linear_cka,
     mean_output_distances,
-    mean_output_noise,
     noise,
     pairwise_distances,
     rbf_cka,

@@ -63,18 +63,18 @@ def test_distances_of_a_stock_models_outputs_equal_a_loop(name: str, similarity:
     for stats in collect(model, frozenset({"expert_outputs"}), calibration(parts), Silent()):
         hidden, _, _ = calls[stats.layer.name].joined()
         outputs = torch.stack([one_expert(stock.get_submodule(stats.layer.name), e, hidden) for e in range(8)])
-        found = distances(stats.expert_outputs, similarity)
+        found = distances(stats.expert_outputs, similarity)[0]
         torch.testing.assert_close(found, naive(outputs, similarity), rtol=1e-4, atol=1e-5)
 
 
 def test_distances_by_hand() -> None:
     line = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]])
     outputs = torch.cat([line, 5 * line + 1, torch.tensor([[[0.0, 1.0], [0.0, -2.0], [0.0, 1.0]]])])
-    linear = distances(outputs, "linear-cka")
+    linear = distances(outputs, "linear-cka")[0]
     torch.testing.assert_close(
         linear, torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 1, 0]], dtype=torch.float64), atol=1e-12, rtol=0
     )
-    mean = distances(outputs, "mean-output")  # means (2, 0), (11, 1) and (0, 0)
+    mean = distances(outputs, "mean-output")[0]  # means (2, 0), (11, 1) and (0, 0)
     assert mean[0, 1] == pytest.approx(82**0.5)
     assert mean[0, 2] == pytest.approx(2)
 
@@ -142,7 +142,7 @@ def test_experts_that_no_token_visits_are_compared_like_others(tmp_path: Path) -
     for stats in collect(model, needs, calibration(batches(stock, (1,), length=2)), Silent()):
         missed = (stats.routed_count == 0).nonzero().flatten()
         assert len(missed) >= 4
-        table = distances(stats.expert_outputs, "mean-output")
+        table = distances(stats.expert_outputs, "mean-output")[0]
         assert (table[missed][:, missed] + torch.eye(len(missed)) > 0).all()
 
 

@@ -97,7 +97,7 @@ def test_clusters_equal_scipys(data: st.DataObject, linkage: str) -> None:
     keep = data.draw(st.integers(1, count))
     points = np.random.default_rng(data.draw(st.integers(0, 10_000))).normal(size=(count, 3))
     outputs = torch.from_numpy(points)[:, None]
-    found = cluster(distances(outputs, "mean-output"), keep, linkage)
+    found = cluster(distances(outputs, "mean-output")[0], keep, linkage)
     assert sorted(map(tuple, found)) == by_scipy(points, keep, linkage)
     assert [group[0] for group in found] == sorted(group[0] for group in found)
 

@@ -99,49 +99,38 @@ def _figure(found: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
     return {when: round(found.share, 6), "positions": found.positions, "heldout": bool(text.heldout)}
 
 
-class HeadLine:
-    """One way of the calibration's text through a model and then its heads; without heads, through the model alone."""
+def statistics_with_heads(
+    model: OpenModel,
+    heads: Sequence[Head],
+    needs: frozenset[str],
+    calibration: Calibration | None,
+    progress: Progress,
+    seed: int,
+    per_source: bool,
+    accepted: dict[str, Any],
+) -> Iterator[LayerStatistics]:
+    """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
 
-    def __init__(self, model: OpenModel, heads: Sequence[Head], calibration: Calibration | None) -> None:
-        self.model, self.heads, self.calibration = model, heads, calibration
-        self.accepted: dict[str, Acceptance] = {}
-
-    def statistics(
-        self, needs: frozenset[str], progress: Progress, seed: int, per_source: bool
-    ) -> Iterator[LayerStatistics]:
-        """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for."""
-        model, calibration = self.model, self.calibration
-        if calibration is None or not self.heads:
-            yield from collect(model, needs, calibration, progress, seed, per_source)
-            for head in self.heads:
-                yield from (_named(seen, head) for seen in collect(head.model, needs, None, progress, seed))
-            return
-        relay = Relay(model, self.heads, calibration.batches, judged_batches(calibration))
-        with relay.ends[0].attached() as end:
-            yield from collect(model, needs, calibration, progress, seed, per_source, end)
-        for number, head in enumerate(self.heads):
-            text, end = relay.texts[number], relay.ends[number + 1]
-            passing = replace(calibration, batches=text.batches)
-            with text.put_in(), end.attached():
-                for seen in collect(head.model, needs, passing, progress, seed, per_source, end):
-                    yield _named(seen, head)
-            own = relay.acceptance(number)  # on the batches of this rank
-            agreed, positions = here().all_reduce(torch.tensor([own.agreed, own.positions])).tolist()
-            self.accepted[head.named.name] = Acceptance(agreed, positions)
-
-    def told(self, plan: CompressionPlan) -> CompressionPlan:
-        """The plan with the acceptance of its heads, before anything is made smaller, among their figures."""
-        calibration = self.calibration
-        if not self.accepted or calibration is None:
-            return plan
-        figures = {name: _figure(found, "before", calibration) for name, found in self.accepted.items()}
-        layers = (
-            replace(layer, figures={**layer.figures, ACCEPTANCE: figures[layer.module]})
-            if layer.module in figures
-            else layer
-            for layer in plan.layers
-        )
-        return replace(plan, layers=tuple(layers))
+    The text goes through the model and then its heads. Each head's acceptance is put into `accepted`, by experts
+    module, once its statistics have been taken.
+    """
+    if calibration is None or not heads:
+        yield from collect(model, needs, calibration, progress, seed, per_source)
+        for head in heads:
+            yield from (_named(stats, head) for stats in collect(head.model, needs, None, progress, seed))
+        return
+    relay = Relay(model, heads, calibration.batches, judged_batches(calibration))
+    with relay.ends[0].attached() as end:
+        yield from collect(model, needs, calibration, progress, seed, per_source, end)
+    for number, head in enumerate(heads):
+        text, end = relay.texts[number], relay.ends[number + 1]
+        passing = replace(calibration, batches=text.batches)
+        with text.put_in(), end.attached():
+            for stats in collect(head.model, needs, passing, progress, seed, per_source, end):
+                yield _named(stats, head)
+        own = relay.acceptance(number)  # on the batches of this rank
+        agreed, positions = here().all_reduce(torch.tensor([own.agreed, own.positions])).tolist()
+        accepted[head.named.name] = _figure(Acceptance(agreed, positions), "before", calibration)
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:

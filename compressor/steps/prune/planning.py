@@ -1,6 +1,7 @@
 """From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
-from compressor.steps.correct.heads import HeadLine, chosen_heads, said_of_heads
+from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
@@ -106,30 +107,33 @@ class Planner:
         """
         calibration, rank_changes = self.calibration, self.rank_changes([wish.strategy for wish in wishes])
         needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
-        layers: dict[_Key, list[LayerPlan]] = {}
-        seconds: dict[_Key, float] = {}
-        line = HeadLine(self.model, heads, calibration)
-        for stats in line.statistics(needs, self.progress, self.seed, per_source):
+        layers, seconds = defaultdict[_Key, list[LayerPlan]](list), defaultdict[_Key, float](float)
+        accepted: dict[str, Any] = {}
+        run = (self.progress, self.seed, per_source, accepted)
+        for stats in statistics_with_heads(self.model, heads, needs, calibration, *run):
 
             def decide(stats: LayerStatistics = stats) -> list[tuple[_Key, LayerPlan]]:
-                made = list[tuple[_Key, LayerPlan]]()
+                decided = list[tuple[_Key, LayerPlan]]()
                 for number, wish in enumerate(wishes):
                     for source, seen in enumerate((stats, *stats.by_source), start=-1):
                         begin, key = time.perf_counter(), (number, source)
-                        made.append((key, _layer_plan(seen, wish, protected, rank_changes)))
-                        seconds[key] = seconds.get(key, 0.0) + time.perf_counter() - begin
-                return made
+                        decided.append((key, _layer_plan(seen, wish, protected, rank_changes)))
+                        seconds[key] += time.perf_counter() - begin
+                return decided
 
-            for key, made in here().broadcast(decide):
-                layers.setdefault(key, []).append(made)
+            for key, plan in here().broadcast(decide):
+                layers[key].append(plan)
             del stats, decide  # samples need not outlive the layer
-        found = []
+        planned = []
         for (number, source), plans in sorted(layers.items()):
             data = calibration if source < 0 or calibration is None else calibration.only(source)
             name = None if source < 0 or calibration is None else calibration.source_names[source]
-            plan = line.told(self._plan(wishes[number], data, plans, protected))
-            found.append(Planned(plan, number, seconds.get((number, source), 0.0), name, data))
-        return found
+            for place, layer in enumerate(plans):
+                if layer.module in accepted:  # before anything is made smaller
+                    plans[place] = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
+            plan = self._plan(wishes[number], data, plans, protected)
+            planned.append(Planned(plan, number, seconds[number, source], name, data))
+        return planned
 
     def plan_in_order(
         self,

@@ -1,7 +1,6 @@
 """Learned coefficients: never worse than uniform, errors as a stock module makes them, slopes as the loss has them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def test_slopes_are_finite_differences_of_the_loss(name: str, merge_routers: boo
     stock, model = opened(name, tmp_path)
 
     def slopes(stats: LayerStatistics, plan: LayerPlan) -> int:
-        made, router = _Merge.start(stats, plan), SmallerRouter(stats)
+        made, router = _Merge(stats, plan), SmallerRouter(stats)
         target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights).detach()
         size = target.square().sum()
         fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
@@ -220,7 +219,8 @@ def test_the_merged_expert_of_two_identical_ones_is_either_whatever_the_coeffici
     stats = next(run)
     plan = merge_groups(stats, [(0, 1), *REST], "uniform")
     logits = torch.tensor([alpha, 1 - alpha]).log().clamp(min=-1e4)
-    made = replace(_Merge.start(stats, plan), logits=(logits, *[torch.zeros(1)] * 6))
+    made = _Merge(stats, plan)
+    made.logits[0] = logits
     x = stats.inputs
     index, weights = torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1)
     output, _ = made.forward(weights, index)

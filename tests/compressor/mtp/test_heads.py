@@ -15,7 +15,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.mtp.head import find_heads
 from compressor.mtp.inputs import Acceptance, acceptances
 from compressor.progress import Silent
-from compressor.steps.correct.heads import HeadLine, chosen_heads
+from compressor.steps.correct.heads import chosen_heads, statistics_with_heads
 from tests import mtp_heads, zoo
 from tests.mtp_plain import run_all
 
@@ -42,9 +42,8 @@ def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: p
     heads = find_heads(model)
     assert len(heads) == len(made.blocks)
     trunk, seen = run_all(made, made.model, made.tensors, torch.cat(batches))
-    line = HeadLine(model, heads, Calibration(batches, {}))
     found = {}
-    for stats in line.statistics(NEEDS, Silent(), 0, False):
+    for stats in statistics_with_heads(model, heads, NEEDS, Calibration(batches, {}), Silent(), 0, False, {}):
         found[stats.layer.name] = {need: stats.values[need].clone() for need in NEEDS}
     assert len(found) == len(model.architecture.layers) + len(heads)
     for head, block, own in zip(heads, made.blocks, seen, strict=True):
