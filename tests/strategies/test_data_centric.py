@@ -18,7 +18,7 @@ from strategies import data_centric
 from strategies.data_centric import Options, distances
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand, make_plan
+from tests.plans import make_plan
 
 
 def naive_cka(left: Tensor, right: Tensor, kernel: str) -> float:
@@ -82,33 +82,6 @@ def test_distances_by_hand() -> None:
 def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
     model = open_model(locate(str(folder)), "float32", "cpu")
     return make_plan(model, load_strategy("data-centric", options), keep, options, calibration(parts), Silent(), seed=4)
-
-
-@pytest.mark.parametrize("mix", [True, False])
-@pytest.mark.parametrize("similarity", data_centric.SIMILARITIES)
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-@torch.no_grad()
-def test_planted_twins_are_grouped(name: str, similarity: str, mix: bool, tmp_path: Path) -> None:
-    stock = zoo.build(name)
-    twins = {0: 2, 1: 3, 4: 6, 5: 7}
-    for experts in zoo.experts(stock).values():
-        for parameter in experts.parameters():
-            for one, other in twins.items():
-                parameter[other] = parameter[one]
-    stock.save_pretrained(tmp_path)
-    first, second = (plans(tmp_path, batches(stock), 4, similarity=similarity, mix_tokens=mix) for _ in range(2))
-    assert by_hand(first).to_json() == by_hand(second).to_json()
-    for layer in first.layers:
-        assert [group.members for group in layer.groups] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-        assert layer.figures["within_group_distance"] == pytest.approx(0, abs=1e-6)
-        assert layer.decided_by == similarity
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
-def test_routing_groups_are_never_mixed(name: str, tmp_path: Path) -> None:
-    stock = zoo.save(name, tmp_path)
-    for layer in plans(tmp_path, batches(stock), 4).layers:
-        assert all(len({member // 4 for member in group.members}) == 1 for group in layer.groups)
 
 
 def test_protected_experts_stay_alone_and_refusals_say_why(tmp_path: Path) -> None:

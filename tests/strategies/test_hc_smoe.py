@@ -16,16 +16,13 @@ from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 
-from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics, collect
 from strategies.data_centric import distances
 from strategies.hc_smoe import LINKAGES, Options, cluster, plan
-from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, make_plan
 
@@ -174,21 +171,6 @@ def test_experts_that_no_token_visits_are_clustered_but_weigh_nothing(tmp_path: 
                 assert [share == 0 for share in group.coefficients] == (visits == 0).tolist()
                 merged += int((visits == 0).sum())
     assert merged > 0
-
-
-@torch.no_grad()
-def test_planted_twins_are_merged(tmp_path: Path) -> None:
-    stock = zoo.build("deepseek_v3")
-    for experts in zoo.experts(stock).values():
-        for parameter in experts.parameters():
-            for one, other in {0: 2, 1: 3, 4: 6, 5: 7}.items():
-                parameter[other] = parameter[one]
-    stock.save_pretrained(tmp_path)
-    model = open_model(locate(str(tmp_path)), "float32", "cpu")
-    made = make_plan(model, load_strategy("hc-smoe"), 4, {}, calibration(batches(stock)), Silent())
-    for layer in made.layers:
-        assert members(layer) == [(0, 2), (1, 3), (4, 6), (5, 7)]
-        assert layer.figures == {"within_group_distance": pytest.approx(0, abs=1e-6), "largest_group": 2}
 
 
 def test_protected_experts_are_taken_out_before_clustering() -> None:

@@ -150,33 +150,6 @@ def plans(folder: Path, name: str, keep: int, **options: Any) -> Any:
     return make_plan(model, strategy, keep, options, data, Silent())
 
 
-@pytest.mark.parametrize("representation", ["surrogate", "vectorized"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h"])
-@torch.no_grad()
-def test_planted_twins_are_grouped(name: str, representation: str, tmp_path: Path) -> None:
-    stock = zoo.build(name)
-    twins = {0: 2, 1: 3, 4: 6, 5: 7}  # within nemotron_h's routing groups too
-    for experts in zoo.experts(stock).values():
-        for parameter in experts.parameters():
-            for one, other in twins.items():
-                parameter[other] = parameter[one]
-    stock.save_pretrained(tmp_path)
-    made = plans(tmp_path, name, 4, representation=representation)
-    for layer in made.layers:
-        assert [group.members for group in layer.groups] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-        assert layer.figures["within_group_distance"] == 0
-        assert all(group.coefficients == (0.5, 0.5) for group in layer.groups)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h", "glm4_moe"])
-def test_routing_groups_are_never_mixed(name: str, tmp_path: Path) -> None:
-    zoo.save(name, tmp_path)
-    for layer in plans(tmp_path, name, 4).layers:
-        assert layer.routing_groups == 2
-        assert [len({member // 4 for member in group.members}) for group in layer.groups] == [1] * 4
-        assert [group.members[0] // 4 for group in layer.groups] == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize("merge", ["uniform", "max", "frequency", "learned"])
 def test_every_merge_plans_the_same_groups_twice(merge: str, tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path)

@@ -1,17 +1,22 @@
-"""REAP: every saliency by a loop over the tokens of a plain forward, by hand, protection, groups, refusals."""
+"""REAP, gated mass and count-guided: scores by a loop over the tokens of a plain forward, by hand, refusals.
+
+How many stay of each routing group, and that protected ones do, is `keep_best`'s (tests/compressor/grouping).
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics, collect
-from strategies import count_guided
+from strategies import count_guided, gated_mass
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, make_plan
@@ -40,6 +45,8 @@ def kept(made: Any) -> list[int]:
 def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[float]]:
     """Each saliency of each expert, over lists of its visits: (gate weight, output norm) one by one."""
     visits: list[list[tuple[float, float]]] = [[] for _ in range(layer.experts)]
+    if not calls.experts_arguments:
+        return dict.fromkeys((*SALIENCIES, "gated-mass", "count-guided"), [0.0] * layer.experts)
     hidden, index, weights = calls.joined()
     for expert in range(layer.experts):
         outputs = one_expert(stock.get_submodule(layer.name), expert, hidden).double()
@@ -51,7 +58,7 @@ def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[fl
     mean = [max(1, len(seen)) for seen in visits]
     return {
         "reap": [sum(g * n for g, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
-        "frequency": [float(len(seen)) for seen in visits],
+        **{key: [float(len(seen)) for seen in visits] for key in ("frequency", "count-guided")},
         "ean": [sum(n for _, n in seen) for seen in visits],
         "mean-norm": [sum(n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
         "mean-squared-norm": [sum(n * n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
@@ -69,13 +76,13 @@ def best(scores: list[float], keep: int, layer: MoeLayer, protected: frozenset[i
     return sorted(found)
 
 
-@pytest.mark.parametrize("saliency", SALIENCIES)
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("saliency", [*SALIENCIES, "gated-mass", "count-guided"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_vl_moe"])
 def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
-    options = {"saliency": saliency}
-    strategy = load_strategy("reap", options)
+    options = {"saliency": saliency} if saliency in SALIENCIES else {}
+    strategy = load_strategy("reap" if options else saliency, options)
     guarded = {layer.name: frozenset({5}) for layer in model.architecture.layers[:1]}
     first, second = (
         make_plan(model, strategy, 4, options, calibration(parts), Silent(), protected=guarded) for _ in range(2)
@@ -85,9 +92,11 @@ def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, 
     for layer, made in zip(model.architecture.layers, first.layers, strict=True):
         scores = naive_scores(stock, layer, calls[layer.name])[saliency]
         assert kept(made) == best(scores, 4, layer, guarded.get(layer.name, frozenset()))
-        share = sum(scores[expert] for expert in kept(made)) / sum(scores)
-        assert made.figures == {"kept_share_of_saliency": pytest.approx(share, abs=2e-6)}
-        assert made.decided_by == saliency
+        share = sum(scores[expert] for expert in kept(made)) / (sum(scores) or 1)
+        assert [*made.figures.values()] == [pytest.approx(share, abs=2e-6)]
+        assert made.decided_by == {"gated-mass": "gated_norm_sum", "count-guided": "routed_count"}.get(
+            saliency, saliency
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,9 +122,29 @@ def test_reap_is_the_default() -> None:
     assert load_strategy("reap").summary.startswith("REAP: keep the experts with the largest mean gated output (Lasby")
 
 
-def test_frequency_keeps_what_count_guided_keeps() -> None:
+def test_gated_mass_and_count_guided_by_hand() -> None:
+    made = gated_mass.plan(stats(), 3)
+    assert kept(made) == [0, 3, 5]  # 2 0 2 3 1.5 3
+    assert made.figures == {"kept_share_of_saliency": round(8 / 11.5, 6)}
+    assert {"gated_norm_sum"} == gated_mass.NEEDS and option_fields("gated-mass") == {}
+    made = count_guided.plan(stats(), 3)
+    assert kept(made) == [0, 3, 4] and made.dropped == (1, 2, 5)
+    assert made.figures == {"kept_share_of_visits": round(9 / 12, 6)}
     for keep in range(2, 7):
         assert kept(plan(stats(), keep, options=Options("frequency"))) == kept(count_guided.plan(stats(), keep))
+
+
+def test_a_rare_specialist_stays_by_its_mean_but_not_by_its_mass() -> None:
+    found = stats(sums={"gated_norm_sum": [8, 6, 3, 1], "routed_count": [16, 12, 1, 4]})  # means 0.5, 0.5, 3 and 0.25
+    assert kept(gated_mass.plan(found, 2)) == [0, 1]
+    assert kept(plan(found, 2)) == [0, 2]
+
+
+@given(mass=st.lists(st.floats(0, 1e6), min_size=3, max_size=12), visits=st.integers(1, 1000), keep=st.integers(2, 3))
+def test_mass_and_mean_agree_where_all_are_visited_alike(mass: list[float], visits: int, keep: int) -> None:
+    visits = 2 ** (visits % 11)  # so that the quotients are exact
+    found = stats(sums={"gated_norm_sum": mass, "routed_count": [float(visits)] * len(mass)})
+    assert kept(gated_mass.plan(found, keep)) == kept(plan(found, keep))
 
 
 def test_visits_of_weighted_sources_may_be_below_one() -> None:
@@ -142,33 +171,12 @@ def test_experts_that_no_token_of_a_model_reaches_are_dropped(tmp_path: Path) ->
         assert kept(strategy.plan_layer(found, len(reached))) == reached
 
 
-def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:
-    stock, model = opened("ernie4_5_vl_moe", tmp_path)
-    made = make_plan(model, load_strategy("reap"), 4, {}, calibration(batches(stock)), Silent())
-    unreached = [layer for layer in made.layers if "vision" in layer.module]
-    assert len(unreached) == 2
-    assert all(kept(layer) == [0, 1, 2, 3] for layer in unreached)
-
-
-def test_protected_experts_stay() -> None:
-    assert kept(plan(stats(), 3, frozenset({1, 4}))) == [1, 2, 4]
-    with pytest.raises(CompressionError, match=r"layers\.1\.experts: 3 protected experts do not fit into 2"):
-        plan(stats(), 2, frozenset({0, 1, 3}))
-
-
-def test_routing_groups_keep_equally_many() -> None:
-    groups = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
-    assert kept(plan(stats(**groups), 4)) == [0, 2, 3, 5]
-    with pytest.raises(CompressionError, match="do not divide into its 2 routing groups"):
-        plan(stats(**groups), 5)
-    with pytest.raises(CompressionError, match="3 protected experts do not fit into 2 of experts 0 to 2"):
-        plan(stats(**groups), 4, frozenset({0, 1, 2}))
-
-
 def test_outputs_that_are_not_finite_are_refused() -> None:
     overflowed = {**SUMS, "gated_norm_sum": [2, 0, float("inf"), 3, 1, 3]}
     with pytest.raises(CompressionError, match=r"layers\.1\.experts: the outputs of expert 2 are not finite .*float32"):
         plan(stats(sums=overflowed), 3)
+    with pytest.raises(CompressionError, match="the outputs of expert 2 are not finite"):
+        gated_mass.plan(stats(sums=overflowed), 3)
 
 
 def test_needs_are_what_the_saliency_reads() -> None:
@@ -193,3 +201,5 @@ def test_an_unknown_saliency_is_refused() -> None:
         load_strategy("reap", {"saliency": 2})
     with pytest.raises(CompressionError, match="strategy 'reap' has no option 'score'; it has saliency"):
         load_strategy("reap", {"score": "ean"})
+    with pytest.raises(CompressionError, match="strategy 'gated-mass' has no option 'saliency'; it has none"):
+        load_strategy("gated-mass", {"saliency": "ean"})
