@@ -13,7 +13,7 @@ from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
 from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
 from compressor.attribution.routers import ObservedRouters, leaf_map, refuse, router_rows
 from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
-from compressor.attribution.unit_trace import STREAM, Component, TracedPass, UnitTrace, parts_of
+from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, parts_of
 from compressor.distributed.ranks import here
 from compressor.model.architecture import layers_by_unit
 
@@ -105,7 +105,7 @@ class Projection(TracedPass):
     edges_kept: int = 0  # edges to single experts' scores, which are measured if it is not 0
     tallies: Tallies = field(init=False)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
-    _parts: Mapping[str, tuple[Component, ...]] = field(init=False)  # by decoder layer
+    _parts: Mapping[str, Mapping[str, str]] = field(init=False)  # kinds of components by decoder layer and name
     _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
     _chains: dict[_Key, tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
     _rows: dict[_Key, Tensor] = field(default_factory=dict)  # of this layer's components and output
@@ -119,9 +119,9 @@ class Projection(TracedPass):
             unit: parts_of(unit, meta.get_submodule(unit), layers.get(unit, ())) for unit in architecture.units
         }
         for unit, parts in self._parts.items():
-            for part in parts:
-                for expert in range(self.experts if part.kind == "expert" else 0):
-                    self._expert(unit, part.name, expert).reaches[routers.later(unit)] = True
+            for part, kind in parts.items():
+                for expert in range(self.experts if kind == "expert" else 0):
+                    self._expert(unit, part, expert).reaches[routers.later(unit)] = True
 
     @property
     def experts(self) -> int:
@@ -164,11 +164,9 @@ class Projection(TracedPass):
         for name, tally in self.tallies.totals.items():
             if tally.by_expert is not None and adds_up(tally.kind, tally.module, split):
                 values, places = tally.by_expert.flatten().sort(descending=True, stable=True)
-                kept = values > 0
-                kept[self.edges_kept :] = False
-                for value, place in zip(values[kept].tolist(), places[kept].tolist(), strict=True):
-                    receiver, expert = divmod(place, self.experts)
-                    self._strongest.append(ScoreEdge(name, receiver, expert, value))
+                for value, place in zip(values.tolist()[: self.edges_kept], places.tolist(), strict=False):
+                    if value > 0:
+                        self._strongest.append(ScoreEdge(name, place // self.experts, place % self.experts, value))
             tally.by_expert = None
         self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
@@ -185,14 +183,10 @@ class Projection(TracedPass):
 
         Returns the sum [T, r, E] of those of routed and shared experts; None without any.
         """
-        known = {part.name: part for part in self._parts[unit]}
         together: Tensor | None = None
         for name in trace.context.leaves:
-            part = known.get(name, Component(f"{unit} {name}", "other"))
-            if name == STREAM:
-                if unit != self.routers.model.architecture.units[0]:
-                    continue
-                part = Component("token", "token")
+            if name == STREAM and unit != self.routers.model.architecture.units[0]:
+                continue
             if (leaf := leaf_map(terms, name)) is None:
                 continue
             key, chains = (name, *place), leaf.chains
@@ -202,7 +196,7 @@ class Projection(TracedPass):
                 self._rows[key] = end.rows if chains == ((),) else pull_sum(end.rows, chains)
             scales = end.scales if leaf.token is None else end.scales * leaf.token[:, None]
             view = View(end.span, self._rows[key], scales)
-            for tally, seen, values, tokens in self._written(unit, trace, name, part, view):
+            for tally, seen, values, tokens in self._written(unit, trace, name, view):
                 scores = seen.scores(values, tokens, self.experts)
                 self._add(tally, scores, tokens, batch, view.span)
                 if batch == 0 and self.remainder is not None and tally.kind not in UNRANKED:
@@ -214,30 +208,32 @@ class Projection(TracedPass):
         return together
 
     def _written(
-        self, unit: str, trace: UnitTrace, name: str, part: Component, view: View
+        self, unit: str, trace: UnitTrace, name: str, view: View
     ) -> Iterator[tuple[Tally, View, Tensor, Tensor | None]]:
         """What a component wrote and how the routers see it: an expert [n, H] with its tokens [n], others [T, H'].
 
         After an attention come its heads, each through its slice of the output projection, and that one's bias.
         """
-        if part.kind == "expert":
+        kind = "token" if name == STREAM else self._parts[unit].get(name, "other")
+        if kind == "expert":
             for ran in trace.routed[name]:
                 values = ran.outputs.float() * ran.weights.float()[:, None]
                 yield self._expert(unit, name, ran.expert), view, values, ran.rows
             return
         values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
-        yield self.tallies.of(part.name, part.kind, unit, part.name), view, values, None
+        sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
+        yield self.tallies.of(sender, kind, unit, sender), view, values, None
         if (heads := trace.heads.get(name)) is None:
             return
-        key = f"{part.name} heads", view.span.start, view.span.stop
+        key = f"{name} heads", view.span.start, view.span.stop
         if key not in self._rows:
             self._rows[key] = view.rows @ heads.weight.float()
         for head in range(heads.heads):
             span = heads.span(head)
-            tally = self.tallies.of(f"{part.name} head {head}", "head", unit, part.name, head)
+            tally = self.tallies.of(f"{name} head {head}", "head", unit, name, head)
             yield tally, View(view.span, self._rows[key][:, span], view.scales), heads.inputs[:, span], None
         if heads.bias is not None:
-            tally = self.tallies.of(f"{part.name} bias", "bias", unit, part.name)
+            tally = self.tallies.of(f"{name} bias", "bias", unit, name)
             yield tally, view, heads.bias.expand(len(heads.inputs), -1), None
 
     def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int, span: slice) -> None:

@@ -59,14 +59,6 @@ class Heads:
         return slice(head * size, (head + 1) * size)
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
-    """A module of the layer that is a component of its own."""
-
-    name: str
-    kind: str  # attention, mlp, shared or expert
-
-
 @dataclass(slots=True)
 class UnitTrace:
     """One batch's pass through a layer. Leaves are named by module; the stream's is `STREAM`."""
@@ -78,27 +70,28 @@ class UnitTrace:
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
 
-def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> tuple[Component, ...]:
+def parts_of(unit: str, module: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, str]:
     """The components of a decoder layer: its topmost modules with weight matrices that hold no router or experts.
 
-    A bare linear module, as into and out of a latent space of the experts, is a step of a term and not a component.
+    Returns the kind of each by its full name: attention, mlp, shared or expert. A bare linear module, as into and out
+    of a latent space of the experts, is a step of a term and not a component.
     """
     inner = {name for layer in layers for name in (layer.name, layer.router)}
     experts = {layer.name for layer in layers}
 
-    def walk(name: str, owner: nn.Module) -> Iterator[Component]:
+    def walk(name: str, owner: nn.Module) -> Iterator[tuple[str, str]]:
         for child_name, child in owner.named_children():
             full = f"{name}.{child_name}"
             if full in experts:
-                yield Component(full, "expert")
+                yield full, "expert"
             elif any(entry.startswith(f"{full}.") for entry in inner):
                 yield from walk(full, child)
             elif full in inner or isinstance(child, nn.Linear):
                 continue
             elif any(parameter.dim() > 1 for parameter in child.parameters()):
-                yield Component(full, _kind(child, bool(layers)))
+                yield full, _kind(child, bool(layers))
 
-    return tuple(walk(unit, module))
+    return dict(walk(unit, module))
 
 
 def _kind(module: nn.Module, in_moe_layer: bool) -> str:
@@ -139,8 +132,8 @@ def trace_unit(
     start = trace.context.start(STREAM, hidden)
     args, kwargs = ((start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": start})
     with ExitStack() as stack:
-        for part in parts_of(unit, model.get_submodule(unit), layers):
-            for remove in _watch_part(part, model.get_submodule(part.name), trace):
+        for part, kind in parts_of(unit, model.get_submodule(unit), layers).items():
+            for remove in _watch_part(part, kind, model.get_submodule(part), trace):
                 stack.callback(remove)
         for layer in layers:
             for remove in _watch_layer(layer, model, trace):
@@ -152,7 +145,7 @@ def trace_unit(
     return untraced(output), trace
 
 
-def _watch_part(part: Component, module: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
+def _watch_part(part: str, kind: str, module: nn.Module, trace: UnitTrace) -> Iterator[Callable[[], None]]:
     """Give a component plain tensors and let its output begin a term; yields what removes each hook."""
     context = trace.context
     mixed: tuple[Heads, Tensor] | None = None  # by the last linear module that mixes heads, with its output
@@ -171,13 +164,13 @@ def _watch_part(part: Component, module: nn.Module, trace: UnitTrace) -> Iterato
         if mixed is not None:  # heads count one by one if the attention's output is its projection's, unchanged
             (heads, projected), mixed = mixed, None
             if projected.numel() == first.numel() and torch.equal(projected.reshape(first.shape), first):
-                trace.heads[part.name] = heads
-        begun = context.start(part.name, first)
+                trace.heads[part] = heads
+        begun = context.start(part, first)
         return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
     yield module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True).remove
     yield module.register_forward_hook(begin).remove
-    for child in module.modules() if part.kind == "attention" else ():
+    for child in module.modules() if kind == "attention" else ():
         if isinstance(child, nn.Linear):
             yield child.register_forward_hook(mix).remove
 

@@ -103,6 +103,10 @@ class Table:
     optional: tuple[str, ...] = ()  # columns that a narrow terminal leaves out, the first of them first
     ruled: Set[int] = frozenset()  # rows that a rule stands below, where there are rules
 
+    def is_text(self, place: int) -> bool:
+        """Return True for a column of words, which begin at the left; numbers end at the right."""
+        return not place or self.columns[place] in self.texts
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -116,8 +120,18 @@ class Figure:
     @property
     def alt(self) -> str:
         """The drawings' own words, each after its title if there are several."""
-        said = [drawing for drawing in self.drawings if not drawing.is_legend]
-        return said[0].alt if len(said) == 1 else " ".join(f"{each.title}: {each.alt}" for each in said)
+        shown = [drawing for drawing in self.drawings if not drawing.is_legend]
+        return " ".join(f"{each.title}: {each.alt}" for each in shown) if self.is_many else shown[0].alt
+
+    @property
+    def is_many(self) -> bool:
+        """Return True for several drawings, legends aside."""
+        return sum(not drawing.is_legend for drawing in self.drawings) > 1
+
+    @property
+    def width(self) -> float:
+        """Inches of the widest drawing."""
+        return max(drawing.size[0] for drawing in self.drawings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +150,3 @@ def plain_words(words: Words) -> str:
     if isinstance(words, tuple):
         return "".join(map(plain_words, words))
     return words if isinstance(words, str) else plain_words(words.words if isinstance(words, Strong) else words.text)
-
-
-def listed(words: tuple[Words, ...], between: str = ", ") -> Words:
-    """Several words, one after the other, with the same between them."""
-    return tuple(part for place, each in enumerate(words) for part in ((between, each) if place else (each,)))

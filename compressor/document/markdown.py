@@ -2,27 +2,11 @@
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 
-from compressor.document.blocks import (
-    Block,
-    Code,
-    Details,
-    Facts,
-    Figure,
-    Heading,
-    Items,
-    Link,
-    Listing,
-    Note,
-    Strong,
-    Table,
-    Text,
-    Toned,
-    Words,
-    plain_words,
-)
+from compressor.document import blocks
+from compressor.document.blocks import Block, Words, plain_words
 from compressor.words import readable
 
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
@@ -31,12 +15,12 @@ MOST_ALTERNATIVE = 4_000  # letters that describe a picture
 NO_IMAGES: Mapping[str, str] = {}
 
 
-def markdown(blocks: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> str:
+def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -> str:
     """The document's text, ending in a line break; `images` are the paths of figures by name, others are left out."""
     lines: list[str] = []
     above = ""
-    for block in blocks:
-        above = plain_words(block.words) if isinstance(block, Heading) else above
+    for block in document:
+        above = plain_words(block.words) if isinstance(block, blocks.Heading) else above
         lines += [*_block(block, images, above), ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
 
@@ -54,13 +38,13 @@ def _words(words: Words) -> str:
             return escaped(words).join(" " if edge else "" for edge in edges) if words.strip() else " "[: len(words)]
         case tuple():
             return "".join(map(_words, words))
-        case Code(text):
+        case blocks.Code(text):
             return _code(text)
-        case Link(text, target):
+        case blocks.Link(text, target):
             return f"[{escaped(text)}]({target})"
-        case Strong(inner):
+        case blocks.Strong(inner):
             return f"**{_words(inner)}**"
-        case Note(text) | Toned(text):
+        case blocks.Note(text) | blocks.Toned(text):
             return escaped(text)
 
 
@@ -75,26 +59,33 @@ def _code(text: str) -> str:
 
 
 def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
+    """A block's lines; `above` is the last heading, which a table's caption need not repeat."""
     match block:
-        case Heading():
-            return [f"{'#' * block.level} {_words(block.words)}"]
-        case Text():
-            return [_paragraph(block.words)]
-        case Items():
-            return [f"- {_paragraph(item)}" for item in block.items]
-        case Listing():
-            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", block.text)), 3)
-            return [f"{fence}{block.language}", readable(block.text), fence]
-        case Facts():
-            return [line for name, value in block.pairs for line in _fact(name, value)]
-        case Table():
-            return [*([] if block.caption in ("", above) else [f"{_paragraph(block.caption)}:", ""]), *table(block)]
-        case Figure():
+        case blocks.Heading(words, level):
+            return [f"{'#' * level} {_words(words)}"]
+        case blocks.Text(words):
+            return [_paragraph(words)]
+        case blocks.Items(items):
+            return [f"- {_paragraph(item)}" for item in items]
+        case blocks.Listing(text, language):
+            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+            return [f"{fence}{language}", readable(text), fence]
+        case blocks.Facts(pairs):
+            lines = []
+            for name, value in pairs:
+                if isinstance(value, blocks.Items):
+                    lines += [f"- {escaped(name)}:", *(f"  - {_paragraph(item)}" for item in value.items)]
+                else:
+                    lines.append(f"- {escaped(name)}: {_words(value)}")
+            return lines
+        case blocks.Table(caption):
+            return [*([] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]), *table(block)]
+        case blocks.Figure(name):
             alternative = escaped(block.alt[:MOST_ALTERNATIVE])
-            return [f"![{alternative}]({quote(images[block.name])})"] if block.name in images else []
-        case Details():
-            summary = html.escape(" ".join(readable(plain_words(block.summary)).split()))
-            return ["<details>", f"<summary>{summary}</summary>", "", markdown(block.blocks, images), "</details>"]
+            return [f"![{alternative}]({quote(images[name])})"] if name in images else []
+        case blocks.Details(words, inner):
+            summary = html.escape(" ".join(readable(plain_words(words)).split()))
+            return ["<details>", f"<summary>{summary}</summary>", "", markdown(inner, images), "</details>"]
 
 
 def _paragraph(words: Words) -> str:
@@ -102,18 +93,8 @@ def _paragraph(words: Words) -> str:
     return AT_START.sub(r"\1\\\2", _words(words).strip())
 
 
-def _fact(name: str, value: Words | Items) -> list[str]:
-    if isinstance(value, Items):
-        return [f"- {escaped(name)}:", *(f"  - {_paragraph(item)}" for item in value.items)]
-    return [f"- {escaped(name)}: {_words(value)}"]
-
-
-def table(block: Table) -> list[str]:
+def table(block: blocks.Table) -> list[str]:
     """A table's lines: words begin at the left, numbers end at the right."""
-    columns = block.columns
-    rule = [":---" if not place or name in block.texts else "---:" for place, name in enumerate(columns)]
-    return [_line([*map(escaped, columns)]), _line(rule), *(_line([*map(_words, row)]) for row in block.rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    rule = [":---" if block.is_text(place) else "---:" for place in range(len(block.columns))]
+    rows = [[*map(escaped, block.columns)], rule, *([*map(_words, row)] for row in block.rows)]
+    return [f"| {' | '.join(cells)} |" for cells in rows]

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -9,24 +10,8 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from compressor.document.blocks import (
-    Block,
-    Code,
-    Details,
-    Facts,
-    Figure,
-    Heading,
-    Items,
-    Link,
-    Listing,
-    Note,
-    Strong,
-    Table,
-    Text,
-    Toned,
-    Words,
-    plain_words,
-)
+from compressor.document import blocks
+from compressor.document.blocks import Block, Table, Words, plain_words
 from compressor.words import readable
 
 PIPED_WIDTH = 120  # columns of a table that no terminal limits
@@ -40,33 +25,33 @@ def console() -> Console:
     return plain if plain.is_terminal else Console(width=max(plain.width, PIPED_WIDTH))
 
 
-def show(blocks: Iterable[Block]) -> None:
+def show(document: Iterable[Block]) -> None:
     """Print them on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be.
 
     Columns that a table leaves out for want of room are named below it.
     """
     out = console()
     above = ""
-    for block in blocks:
+    for block in document:
         match block:
-            case Heading():
-                above = plain_words(block.words)
+            case blocks.Heading(words):
+                above = plain_words(words)
                 continue
-            case Facts():
+            case blocks.Facts():
                 out.print(_facts(block, above))
-            case Table():
+            case blocks.Table():
                 left_out, heads = _fitting(block, out.width)
                 out.print(_table(block, block.caption or above, heads))
                 if left_out:
                     out.print(RichText(f"In a wider terminal, or with --json: {', '.join(left_out)}."), soft_wrap=True)
-            case Text(words, tone):
+            case blocks.Text(words, tone):
                 out.print(_words(words, STYLES[tone]), soft_wrap=True)
-            case Items(items):
+            case blocks.Items(items):
                 for item in items:
                     out.print(_words(("- ", item)), soft_wrap=True)
-            case Listing(text):
+            case blocks.Listing(text):
                 out.print(RichText(readable(text)), soft_wrap=True)
-            case Figure() | Details():
+            case blocks.Figure() | blocks.Details():
                 pass
         above = ""
 
@@ -75,34 +60,36 @@ def _words(words: Words, style: str | Style = "") -> RichText:
     match words:
         case str():
             return RichText(readable(words), style)
+        case blocks.Code(text) | blocks.Note(text):
+            return RichText(readable(text), style)
         case tuple():
             return RichText.assemble(*(_words(each, style) for each in words))
-        case Strong(inner):
+        case blocks.Strong(inner):
             return _words(inner, Style.parse(str(style)) + Style(bold=True))
-        case Toned(text, tone):
+        case blocks.Toned(text, tone):
             return RichText(readable(text), STYLES[tone])
-        case Link(text, target):
+        case blocks.Link(text, target):
             return _words(text if target in text or target.startswith("#") else f"{text} ({target})", style)
-        case Code(text) | Note(text):
-            return RichText(readable(text), style)
 
 
-def _facts(block: Facts, title: str) -> RichTable:
-    made = RichTable(title=_words(title) if title else None, title_justify="left", show_header=False)
+def _titled(title: str, **style: Any) -> RichTable:
+    return RichTable(title=_words(title) if title else None, title_justify="left", **style)
+
+
+def _facts(block: blocks.Facts, title: str) -> RichTable:
+    grid = _titled(title, show_header=False)
     for _ in range(2):
-        made.add_column(overflow="fold")
+        grid.add_column(overflow="fold")
     for name, value in block.pairs:
-        lines = [_words(each) for each in value.items] if isinstance(value, Items) else [_words(value)]
-        made.add_row(_words(name), RichText("\n").join(lines))
-    return made
+        lines = value.items if isinstance(value, blocks.Items) else (value,)
+        grid.add_row(_words(name), RichText("\n").join(map(_words, lines)))
+    return grid
 
 
 def _fitting(block: Table, room: int) -> tuple[tuple[str, ...], Mapping[int, str]]:
     """Optional columns to leave out, and the headers of the others by place: broken at spaces before a column goes."""
-    cells = [[_width(plain_words(row[place])) for row in block.rows] for place in range(len(block.columns))]
-    least = [max(column, default=0) for column in cells]
-    for place in _word_places(block):
-        least[place] = min(least[place], LEAST_WORDS)
+    least = [max((_width(plain_words(row[n])) for row in block.rows), default=0) for n in range(len(block.columns))]
+    least = [min(width, LEAST_WORDS) if block.is_text(place) else width for place, width in enumerate(least)]
     for gone in range(len(block.optional) + 1):
         kept = {place: name for place, name in enumerate(block.columns) if name not in block.optional[:gone]}
         broken = {
@@ -115,19 +102,14 @@ def _fitting(block: Table, room: int) -> tuple[tuple[str, ...], Mapping[int, str
     return block.optional, broken
 
 
-def _word_places(block: Table) -> list[int]:
-    return [place for place, name in enumerate(block.columns) if not place or name in block.texts]
-
-
 def _width(text: str) -> int:
     return max(map(cell_len, text.splitlines()), default=0)
 
 
 def _table(block: Table, title: str, heads: Mapping[int, str]) -> RichTable:
-    made = RichTable(title=_words(title) if title else None, title_justify="left")
-    words = _word_places(block)
+    grid = _titled(title)
     for place, head in heads.items():
-        made.add_column(_words(head), justify="left" if place in words else "right", overflow="fold")
+        grid.add_column(_words(head), justify="left" if block.is_text(place) else "right", overflow="fold")
     for number, row in enumerate(block.rows):
-        made.add_row(*(_words(row[place]) for place in heads), end_section=number in block.ruled)
-    return made
+        grid.add_row(*(_words(row[place]) for place in heads), end_section=number in block.ruled)
+    return grid

@@ -40,14 +40,14 @@ def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even:
 
 
 def draw_left(axes: "Axes", rows: Sequence[tuple[str, float, str]]) -> None:
-    """For each row its name, the share of the whole that is left, 0 to 1, and what that is in words."""
+    """For each row its name, the share of the whole that is left, 0 to 1, and that share in words."""
     axes.set(xlim=(0, 1.0), ylim=(len(rows) - 0.35, -0.6))
     axes.set_axis_off()
-    for place, (name, part, said) in enumerate(rows):
+    for place, (name, part, words) in enumerate(rows):
         axes.barh(place + 0.12, 1.0, 0.34, facecolor=ROLES["faint"], edgecolor="none")
         axes.barh(place + 0.12, min(part, 1.0), 0.34, facecolor=ROLES["after"], edgecolor="none")
         axes.text(0, place - 0.16, name, fontweight="bold", va="bottom")
-        axes.text(1, place - 0.16, said, ha="right", va="bottom")
+        axes.text(1, place - 0.16, words, ha="right", va="bottom")
 
 
 def draw_parts(axes: "Axes", parts: Sequence[float], unit: str) -> None:
@@ -92,15 +92,8 @@ def draw_cells(axes: "Axes", grid: Sequence[Sequence[Cell]], size: float, is_num
         for column, cell in enumerate(line):
             fills.setdefault(cell.colour, []).append((column, row))
             if is_numbered and cell.number is not None:
-                axes.text(
-                    column,
-                    row,
-                    str(cell.number),
-                    fontsize=min(FONT, 30 * size),
-                    color=ink_on(cell.colour),
-                    ha="center",
-                    va="center_baseline",
-                )
+                style: dict[str, Any] = {"fontsize": min(FONT, 30 * size), "color": ink_on(cell.colour)}
+                axes.text(column, row, str(cell.number), ha="center", va="center_baseline", **style)
             elif cell.mark:
                 marks.setdefault((cell.mark, ink_on(cell.colour)), []).append((column, row))
     for colour, places in fills.items():
@@ -139,12 +132,6 @@ class Dots:
     bounds: Sequence[tuple[float, float] | None] = ()
 
 
-def face(role: str, is_filled: bool = True, size: float = 5.0) -> dict[str, Any]:
-    """How a marker looks: filled, or hollow in its role's colour."""
-    colours = {"markerfacecolor": ROLES[role if is_filled else "paper"], "markeredgecolor": ROLES[role]}
-    return {**colours, "linestyle": "none", "markersize": size, "markeredgewidth": 1.1}
-
-
 def draw_dots(
     axes: "Axes",
     rows: Sequence[str],
@@ -157,10 +144,10 @@ def draw_dots(
 
     What is not finite is left out, and `label` names the axis.
     """
-    ends = [end for kind in kinds for bound in kind.bounds if bound for end in bound]
-    values = [value for kind in kinds for value in kind.values if value is not None] + ends
+    values = [value for kind in kinds for value in kind.values if value is not None]
+    values += [end for kind in kinds for bound in kind.bounds if bound for end in bound]
     finite = [value for value in values if math.isfinite(value)] or [0.0]
-    said = scale_axis(axes, "x", finite) if scaled else ""
+    scale = scale_axis(axes, "x", finite) if scaled else ""
     if not scaled:
         low, high = min(0.0, limit or 0.0, *finite), max(0.0, limit or 0.0, *finite)
         room = 0.06 * ((high - low) or 1.0)
@@ -170,22 +157,21 @@ def draw_dots(
         axes.axvline(limit, color=ROLES["ink"], linewidth=1.1, linestyle=(0, (3, 1.5)))
         axes.axvline(0.0, color=ROLES["muted"], linewidth=0.7)
     for kind in kinds:
+        colour = ROLES[kind.role]
         for place, bound in enumerate(kind.bounds):
             if bound is not None:
-                axes.plot(
-                    bound,
-                    [place, place],
-                    color=ROLES[kind.role],
-                    linewidth=1.6,
-                    solid_capstyle="butt",
-                    marker="|",
-                    markersize=7,
-                    zorder=1.5,
-                )
-        if found := [(value, place) for place, value in enumerate(kind.values) if value is not None]:
-            size = 7.0 if kind.marker == "X" else 5.0
+                ends: dict[str, Any] = {"marker": "|", "markersize": 7, "solid_capstyle": "butt"}
+                axes.plot(bound, [place, place], color=colour, linewidth=1.6, zorder=1.5, **ends)
+        if dots := [(value, place) for place, value in enumerate(kind.values) if value is not None]:
             axes.plot(
-                *zip(*found, strict=True), marker=kind.marker, label=kind.label, **face(kind.role, kind.is_filled, size)
+                *zip(*dots, strict=True),
+                label=kind.label,
+                linestyle="none",
+                marker=kind.marker,
+                markersize=7.0 if kind.marker == "X" else 5.0,
+                markerfacecolor=colour if kind.is_filled else ROLES["paper"],
+                markeredgecolor=colour,
+                markeredgewidth=1.1,
             )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     step = math.ceil(len(rows) / MOST_LABELS)
@@ -193,7 +179,7 @@ def draw_dots(
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"{label}, {said}" if said else label)
+    axes.set_xlabel(f"{label}, {scale}" if scale else label)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,9 @@ def ticks(low: float, high: float, most: int = 8) -> list[float]:
     """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; the ends if none."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if high <= 100 * low else (1,)
-    found = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
-    found = [value for value in found if low <= value <= high]
-    return found[:: math.ceil(len(found) / most)] if len(found) > 1 else [low, high]
+    marks = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
+    marks = [mark for mark in marks if low <= mark <= high]
+    return marks[:: math.ceil(len(marks) / most)] if len(marks) > 1 else [low, high]
 
 
 def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES) -> str:
@@ -81,7 +81,7 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
     low, high = limits
     if least >= low:
         axes.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.3, high * 1.3)})
-        marks, said = ticks(low, high), "logarithmic"
+        marks, words = ticks(low, high), "logarithmic"
     else:
         below = float(f"1e{math.floor(math.log10(low))}")
         getattr(axes, f"set_{which}scale")("symlog", linthresh=below, linscale=0.5)
@@ -89,10 +89,10 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
         axes.set(**{f"{which}lim": (-1.3 * negative - below / 3, high * 1.3)})
         marks = [0.0, *ticks(below, high)]
         marks = [-mark for mark in (ticks(below, negative) if negative > below else []) if mark <= negative] + marks
-        said = f"logarithmic, linear below {below:g}"
+        words = f"logarithmic, linear below {below:g}"
     getattr(axes, f"set_{which}ticks")(sorted(marks), labels=[f"{mark:.3g}" for mark in sorted(marks)])
     getattr(axes, f"set_{which}ticks")([], minor=True)
-    return said
+    return words
 
 
 Look = Mapping[str, Any]  # of a line if it has a marker, of a patch otherwise

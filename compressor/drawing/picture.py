@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from compressor.drawing.palette import DPI, FONT
 from compressor.words import readable
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.figure import FigureBase
+    from PIL import Image
 
 PNG_WIDTH = 11.0  # inches at the most, unless one drawing alone is wider
 SETTINGS: Any = {
@@ -119,7 +120,6 @@ def _inline_svg(drawing: Drawing, prefix: str) -> str:
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     """All drawings in one PNG below a title, on white; the same bytes for the same drawings."""
-    import numpy as np
     from PIL import Image
 
     lines = [[each] for each in drawings if each.is_legend]
@@ -129,11 +129,14 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
         lines += [shown[start : start + columns] for start in range(0, len(shown), columns)]
     lines.insert(0, [_title(title, max((sum(each.size[0] for each in line) for line in lines), default=3.0))])
     with drawing_settings():
-        rows = [_beside([_pixels(each) for each in line]) for line in lines]
-    width = max(row.shape[1] for row in rows)
-    wide = [np.pad(row, ((0, 0), (0, width - row.shape[1]), (0, 0)), constant_values=255) for row in rows]
+        rows = [[_image(each) for each in line] for line in lines]
+    heights = [max(image.height for image in row) for row in rows]
+    sheet = Image.new("RGB", (max(sum(image.width for image in row) for row in rows), sum(heights)), "white")
+    for row, top in zip(rows, accumulate(heights, initial=0), strict=False):
+        for image, left in zip(row, accumulate((image.width for image in row), initial=0), strict=False):
+            sheet.paste(image, (left, top))
     content = io.BytesIO()
-    Image.fromarray(np.concatenate(wide)).save(content, format="PNG", dpi=(DPI, DPI))
+    sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
 
 
@@ -146,21 +149,10 @@ def _title(text: str, width: float) -> Drawing:
     return Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw)
 
 
-def _pixels(drawing: Drawing) -> "np.ndarray[Any, Any]":
-    """RGB [rows, columns, 3] of one drawing."""
-    import numpy as np
+def _image(drawing: Drawing) -> "Image.Image":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
 
     canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
     canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[:, :, :3]
-
-
-def _beside(parts: "Sequence[np.ndarray[Any, Any]]") -> "np.ndarray[Any, Any]":
-    """Several pictures in a row, the lower ones with white below."""
-    import numpy as np
-
-    height = max(part.shape[0] for part in parts)
-    return np.concatenate(
-        [np.pad(part, ((0, height - part.shape[0]), (0, 0), (0, 0)), constant_values=255) for part in parts], axis=1
-    )
+    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")

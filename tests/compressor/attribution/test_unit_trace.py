@@ -20,7 +20,7 @@ def kinds(name: str, unit: int) -> dict[str, str]:
     full = architecture.units[unit]
     own = layers_by_unit(architecture.layers).get(full, ())
     found = parts_of(full, model.get_submodule(full), own)
-    return {part.name.removeprefix(f"{full}."): part.kind for part in found}
+    return {part.removeprefix(f"{full}."): kind for part, kind in found.items()}
 
 
 @pytest.mark.parametrize(
