@@ -249,10 +249,7 @@ def test_overlap_by_hand() -> None:
     shared = overlap([hub(1, 9), hub(2, 3), hub(4, 0)], [massive(2, 3), massive(1, 3)])
     assert places(shared.both) == [(2, 3)]
     assert places(shared.only_hubs) == [(1, 9), (4, 0)] and places(shared.only_supers) == [(1, 3)]
-    assert shared.jaccard == 0.25
-    assert overlap([], []).jaccard is None
-    assert overlap([hub(1, 1)], []).jaccard == overlap([], [massive(1, 1)]).jaccard == 0
-    assert overlap([hub(1, 1)], [massive(1, 1)]).jaccard == 1
+    assert shared.jaccard == 0.25 and overlap([], []).jaccard is None
 
 
 PLACES = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 3)))

@@ -74,11 +74,6 @@ def test_positive_and_negative_scores_add_to_the_mean(shape: tuple[int, int, int
     torch.testing.assert_close(positive - negative.abs(), scores.double().mean(-1).sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_signs_by_hand() -> None:
-    positive, negative = signs(torch.tensor([[[1.0, -2.0, 0.0, 5.0]], [[0.0, -4.0, 0.0, 0.0]]]))
-    assert positive.tolist() == [1.5] and negative.tolist() == [-1.5]
-
-
 @settings(deadline=None)
 @given(SHAPES, st.integers(0, 999), st.data())
 def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed: int, data: st.DataObject) -> None:

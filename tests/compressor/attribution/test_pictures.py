@@ -4,7 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from compressor.attribution.pictures import (
 from compressor.attribution.report import Findings, findings, full_content, write_attribution
 from compressor.document.blocks import Figure
 from compressor.drawing.heatmaps import log_scale
-from compressor.drawing.palette import ticks
 from tests.attributions import attribution, sender
 from tests.drawn import axes_of, canvases
 
@@ -221,13 +220,6 @@ def test_scales_hold_the_largest_numbers_and_six_decades(values: list[float | No
         assert scale.high == max(positive)
         assert scale.low <= min(positive) or scale.low == pytest.approx(max(positive) / 1e6)
     assert scale.has_smaller == any(value is not None and value < scale.low for value in values)
-
-
-@given(st.floats(1e-30, 1e12), st.floats(1.01, 1e6))
-def test_ticks_are_few_inside_the_scale_and_apart(low: float, factor: float) -> None:
-    found = ticks(low, low * factor)
-    assert 2 <= len(found) <= 8 and found[0] >= low and found[-1] <= low * factor
-    assert all(one < other for one, other in pairwise(found))
 
 
 def test_the_files_are_pngs_and_the_same_each_time(tmp_path: Path) -> None:

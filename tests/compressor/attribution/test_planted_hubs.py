@@ -66,15 +66,19 @@ def strongest(senders: Sequence[Sender], row: str) -> Sender:
     return max(senders, key=lambda sender: float(getattr(sender, row)))
 
 
+def most_routed(model: Any, layer: int, folder: Path) -> tuple[Sequence[Sender], Sender]:
+    """All experts, and the one of a layer that most tokens are routed to."""
+    experts = attributed(model, folder / "before").of_kind("expert")
+    return experts, strongest([sender for sender in experts if sender.layer == layer], "share")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_expert_that_a_later_router_reads_is_a_hub(name: str, tmp_path: Path) -> None:
     model = zoo.build(name, **FAMILIES[name])
-    before = attributed(model, tmp_path / "before").of_kind("expert")
-    often = strongest([sender for sender in before if sender.layer == LAYER], "share")
-    assert often.number is not None
+    before, often = most_routed(model, LAYER, tmp_path)
     for row in ("total_influence", "total_rank_change"):
         assert strongest(before, row).name != often.name
-    write(model, LAYER, often.number, towards(model, 5))
+    write(model, LAYER, often.number or 0, towards(model, 5))
     found = attributed(model, tmp_path / "after")
     hub = find_hubs(found)[0]
     assert (hub.layer, hub.expert, hub.share) == (LAYER, often.number, often.share)
@@ -90,10 +94,8 @@ def test_an_expert_that_a_later_router_reads_is_a_hub(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_expert_that_every_later_router_reads_is_first_by_every_measure(name: str, tmp_path: Path) -> None:
     model = zoo.build(name, **FAMILIES[name])
-    before = attributed(model, tmp_path / "before").of_kind("expert")
-    often = strongest([sender for sender in before if sender.layer == 1], "share")
-    assert often.number is not None
-    write(model, 1, often.number, torch.stack([towards(model, layer) for layer in range(2, 6)]).sum(0))
+    _, often = most_routed(model, 1, tmp_path)
+    write(model, 1, often.number or 0, torch.stack([towards(model, layer) for layer in range(2, 6)]).sum(0))
     graph = routing_graph(attributed(model, tmp_path / "after"))
     found = centralities(graph)
     for measure in MEASURES:

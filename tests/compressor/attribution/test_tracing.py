@@ -1,4 +1,4 @@
-"""Traced tensors: whatever linear code runs on them, their terms still sum to their values."""
+"""Traced tensors: whatever linear code runs on them, their terms still sum to their values, and pull rows back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from compressor.attribution.tracing import Context, Term, Traced, plain, untraced
-from tests.linear_maps import evaluate
+from compressor.attribution.tracing import Chain, Context, Step, Term, Traced, plain, pull_sum, same_chains, untraced
+from tests.linear_maps import evaluate, explicit
 
 H = 6
 SHAPES = [(5, H), (1, 5, H), (2, 3, H), (1, 1, H), (1, H), (3, 1, H)]
@@ -167,34 +167,26 @@ NONLINEAR: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NONLINEAR)
-def test_any_other_operation_loses_the_terms_and_not_the_values(name: str) -> None:
-    _, (x, y) = start((5, H))
-    found = NONLINEAR[name](x, y)
-    assert type(found) is Tensor
-    torch.testing.assert_close(found, NONLINEAR[name](plain(x), plain(y)))
-
-
-MIXING: dict[str, Callable[[Any], Any]] = {
-    "another order": lambda x: x.flip(0),
-    "transposed": lambda x: x.transpose(0, 1),
-    "fewer": lambda x: x[:2],
-    "picked": lambda x: x[torch.tensor([0, 0, 1])],
-    "more": lambda x: torch.cat([x, x]),
-    "repeated": lambda x: x.repeat(2, 1),
-    "mean over tokens": lambda x: x.mean(0, keepdim=True),
-    "mixed by a matrix": lambda x: draw(5, 5) @ x,
-    "wider by broadcasting": lambda x: x + draw(3, 1, H),
-    "to logits of heads": lambda x: x.view(5, 2, H // 2) * draw(H // 2),
+MIXING: dict[str, Callable[[Any, Any], Any]] = {
+    "another order": lambda x, y: x.flip(0),
+    "transposed": lambda x, y: x.transpose(0, 1),
+    "fewer": lambda x, y: x[:2],
+    "picked": lambda x, y: x[torch.tensor([0, 0, 1])],
+    "more": lambda x, y: torch.cat([x, x]),
+    "repeated": lambda x, y: x.repeat(2, 1),
+    "mean over tokens": lambda x, y: x.mean(0, keepdim=True),
+    "mixed by a matrix": lambda x, y: draw(5, 5) @ x,
+    "wider by broadcasting": lambda x, y: x + draw(3, 1, H),
+    "to logits of heads": lambda x, y: x.view(5, 2, H // 2) * draw(H // 2),
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_or_picks_tokens_is_plain(name: str) -> None:
-    _, (x, _) = start((5, H))
-    found = MIXING[name](x)
+@pytest.mark.parametrize("operation", {**NONLINEAR, **MIXING}.values(), ids=[*NONLINEAR, *MIXING])
+def test_what_is_not_linear_or_mixes_tokens_is_plain(operation: Callable[[Any, Any], Any]) -> None:
+    _, (x, y) = start((5, H))
+    found = operation(x, y)
     assert type(found) is Tensor
-    assert torch.equal(found, MIXING[name](plain(x)))
+    assert torch.equal(found, operation(plain(x), plain(y)))
 
 
 def test_plain_rows_become_a_component_and_vectors_a_constant() -> None:
@@ -320,3 +312,65 @@ def test_untraced_reaches_into_nests() -> None:
     found = untraced({"list": [x, 1], "pair": (y, None)})
     assert type(found["list"][0]) is Tensor and type(found["pair"][0]) is Tensor
     assert found["list"][1] == 1 and found["pair"][1] is None
+
+
+# --- linear maps ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def chains(draw: st.DrawFn, width: int = 5) -> tuple[Chain, int, int]:
+    """A chain from vectors of `width`, the width of its images, and a seed for vectors."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    steps: list[Step] = []
+    own = width
+    for kind in draw(st.lists(st.sampled_from(["number", "vector", "mean", "centre", "matrix"]), max_size=6)):
+        if kind == "number":
+            steps.append(Step("factor", draw(st.sampled_from([-1.0, 0.5, 2.0, 0.0]))))
+        elif kind == "vector":
+            steps.append(Step("factor", torch.randn(own, generator=generator)))
+        elif kind == "matrix":
+            after = draw(st.integers(1, 7))
+            steps.append(Step("matrix", torch.randn(after, own, generator=generator)))
+            own = after
+        else:
+            steps.append(Step("mean" if kind == "mean" else "centre"))
+    return tuple(steps), own, draw(st.integers(0, 2**31))
+
+
+@settings(deadline=None)
+@given(st.lists(chains(), min_size=1, max_size=3))
+def test_pulling_back_is_the_transpose_of_the_explicit_matrices(drawn: list[tuple[Chain, int, int]]) -> None:
+    same_width = [chain for chain, width, _ in drawn if width == drawn[0][1]]
+    rows = torch.randn(3, drawn[0][1], generator=torch.Generator().manual_seed(drawn[0][2]))
+    total = torch.stack([rows.double() @ explicit(chain, 5) for chain in same_width]).sum(0)
+    found = pull_sum(rows, same_width).double()
+    torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4 * (1 + float(total.abs().max())))
+
+
+def test_a_half_precision_matrix_is_computed_in_float32() -> None:
+    weight = torch.randn(4, 5).bfloat16()
+    rows = torch.randn(2, 4)
+    assert torch.equal(Step("matrix", weight).pull(rows), rows @ weight.float())
+
+
+STEPS = [
+    Step("factor", 2.0), Step("factor", torch.ones(5)), Step("mean"), Step("centre"), Step("matrix", torch.ones(4, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kind)
+def test_steps_of_another_kind_or_other_values_differ(step: Step) -> None:
+    others = [Step("factor", 3.0), Step("factor", 2 * torch.ones(5)), Step("matrix", torch.zeros(4, 5))]
+    others += [Step("matrix", torch.ones(3, 5)), *(other for other in STEPS if other.kind != step.kind)]
+    assert not any(step.is_same(other) or other.is_same(step) for other in others)
+    assert step.is_same(step)
+
+
+def test_equal_values_make_equal_chains() -> None:
+    weight, scale = torch.randn(4, 5), torch.randn(5)
+    one: list[Chain] = [(Step("factor", scale), Step("matrix", weight)), (Step("mean"),)]
+    same: list[Chain] = [(Step("factor", scale.clone()), Step("matrix", weight.clone())), (Step("mean"),)]
+    assert same_chains(one, same)
+    moved = [same[0][:1], (*same[0][1:], *same[1])]
+    for other in (same[:1], [same[1], same[0]], [(*same[0], Step("factor", 1.0)), same[1]], moved):
+        assert not same_chains(one, other)

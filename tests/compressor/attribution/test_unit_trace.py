@@ -145,15 +145,9 @@ def check_routing(trace: UnitTrace, name: str, chosen: Tensor) -> None:
     assert pairs == sorted((row, expert) for row, own in enumerate(chosen.tolist()) for expert in own)
 
 
-def test_a_trace_leaves_nothing_behind() -> None:
-    model, architecture, _ = traced("qwen2_moe")
-    for module in model.modules():
-        assert "forward" not in module.__dict__
-        assert not module._forward_hooks and not module._forward_pre_hooks
-    assert architecture.units
-
-
-def test_a_layer_that_fails_is_left_as_it_was() -> None:
+def test_nothing_is_left_behind_by_a_trace_or_by_a_layer_that_fails() -> None:
+    model, _, _ = traced("qwen2_moe")
+    as_it_was(model)
     model = zoo.build("mixtral")
     architecture = discover(model.config, zoo.skeleton("mixtral"))
     unit = architecture.units[0]
@@ -163,6 +157,10 @@ def test_a_layer_that_fails_is_left_as_it_was() -> None:
 
     with pytest.raises(RuntimeError, match="in the layer"):
         trace_unit(model, unit, architecture.layers[:1], broken, (torch.zeros(1, 4, 32),), {})
+    as_it_was(model)
+
+
+def as_it_was(model: nn.Module) -> None:
     for module in model.modules():
         assert "forward" not in module.__dict__
         assert not module._forward_hooks and not module._forward_pre_hooks

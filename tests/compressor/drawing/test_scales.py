@@ -17,7 +17,7 @@ VALUES = st.lists(st.one_of(SIZES, SIZES.map(lambda size: -size), st.just(0.0)),
 def test_ticks_are_few_round_numbers_within_the_limits(low: float, factor: float, most: int) -> None:
     high = low * factor
     found = ticks(low, high, most)
-    assert found == sorted(found) and 2 <= len(found) <= most
+    assert found == sorted(found) and 2 <= len(found) <= most and (len(set(found)) == len(found) or low == high)
     assert all(low * (1 - 1e-8) <= value <= high * (1 + 1e-8) for value in found)
     if found != [low, high]:
         assert {f"{value:.6e}"[0] for value in found} <= set("125")
