@@ -35,7 +35,7 @@ def plain(text: str, most: int = MOST_LETTERS) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust gave up, as a tokenizer whose pattern backtracks for ever: that is no `Exception`."""
+    """Return True if a library in Rust panicked, as a tokenizer whose pattern backtracks for ever: no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -85,7 +85,7 @@ def replace_folder(made: Path, target: Path, old: Path) -> None:
 
 
 def _exchanged(one: Path, two: Path) -> bool:
-    """Let two folders change places; return False where the system cannot do that."""
+    """Let two folders change places; return False where the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(two), EXCHANGE) == 0
 
@@ -118,30 +118,12 @@ def alone(out: Path) -> Iterator[Path]:
     """The hidden folder beside `out`, held by this run alone, which may ask for it again while it does.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
-    away comes back. Raises `CompressionError` while another run holds it; a kill lets go of it. On a file system
-    without locks nothing is refused.
+    away comes back. Raises `CompressionError` while another run holds it, but not on a file system without locks.
     """
     folder = work_folder(out)
     if (mine := (folder, threading.get_ident())) in _held:
         yield folder
         return
-    lock = _locked(folder, out)
-    _held.add(mine)
-    try:
-        if (folder / REPLACED).exists() and not os.path.lexists(out):
-            (folder / REPLACED).replace(out)
-        yield folder
-    finally:
-        _held.discard(mine)
-        with suppress(OSError):
-            if os.listdir(folder) == [LOCK]:
-                (folder / LOCK).unlink()
-                folder.rmdir()
-        lock.release()
-
-
-def _locked(folder: Path, out: Path) -> FileLock:
-    """The held lock of the folder, which is made if it is not there; not held on a file system without locks."""
     check_parent(out)
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     while not lock.is_locked:
@@ -158,51 +140,55 @@ def _locked(folder: Path, out: Path) -> FileLock:
             if isinstance(error, PermissionError) or not (folder / LOCK).exists():
                 raise
             break
-    return lock
+    _held.add(mine)
+    try:
+        if (folder / REPLACED).exists() and not os.path.lexists(out):
+            (folder / REPLACED).replace(out)
+        yield folder
+    finally:
+        _held.discard(mine)
+        with suppress(OSError):
+            if os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+        lock.release()
 
 
 def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
-    """Remove all that lies in a folder but what has one of the names to `keep`."""
+    """Remove everything in a folder but the names to `keep`."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name in keep:
-            continue
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink() and path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        elif path.name not in keep:
             path.unlink(missing_ok=True)
 
 
 def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> None:
     """Refuse a folder for reports that cannot be made, or exists and is not to be replaced by files of these names.
 
-    The first name tells a folder that may be replaced: of reports of the same sort, and nothing else.
+    `overwrite` replaces a folder with a report of the first name, and nothing but files of these names.
     """
     check_parent(folder, "folder for the reports")
     if not (folder.exists() or folder.is_symlink()):
         return
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
-    if folder.is_symlink() or not _is_report(folder / names[0]):
-        raise CompressionError(
-            f"{folder} holds no {names[0]}, so --overwrite will not replace it; name a new folder for the reports"
+    first, remedy = folder / names[0], "so --overwrite will not replace it; name a new folder for the reports"
+    if first.suffix == ".json":
+        content = json_object(first)
+        known = str(content.get("format", "")).startswith("moe-compressor-") or any(
+            each in content for each in REPORTED
         )
+    else:
+        known = first.is_file() and first.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    if folder.is_symlink() or not known:
+        raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
     if others := sorted(path.name for path in folder.iterdir() if path.name not in names or not path.is_file()):
-        raise CompressionError(
-            f"{folder} holds {others[0]} beside {names[0]}, so --overwrite will not replace it; move that or name "
-            "a new folder for the reports"
-        )
-
-
-def _is_report(path: Path) -> bool:
-    """Whether a file is a report of this tool: JSON with its fields, or a picture."""
-    if path.suffix != ".json":
-        return path.is_file() and path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    content = json_object(path)
-    return str(content.get("format", "")).startswith("moe-compressor-") or any(name in content for name in REPORTED)
+        raise CompressionError(f"{folder} holds {others[0]} beside {names[0]}, {remedy} or move that")
 
 
 def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
-    """Where to write reports of these names: a `new_folder`."""
+    """A `new_folder` for reports of these names."""
     return new_folder(folder, partial(check_folder, folder, names, overwrite))
 
 

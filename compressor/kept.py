@@ -1,4 +1,4 @@
-"""Tensors that a run keeps on disk for the one that goes on after it, with what is to be told of them as JSON.
+"""Tensors that a run keeps on disk for the one that resumes it, with facts about them as JSON.
 
 A file is there whole or not at all. One that cannot be read, as after a loss of power, counts as none.
 """
@@ -18,7 +18,7 @@ TOLD = "told"
 
 
 def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], told: Any) -> None:
-    """Write tensors with what is to be told of them; folders on the way are made."""
+    """Write tensors with facts about them, and the folders on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path, path.with_suffix(".new")) as fresh:
@@ -26,7 +26,7 @@ def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], told: Any) -> 
 
 
 def told_of(path: Path) -> Any:
-    """What is told of kept tensors; None if they are not there, or cannot be read."""
+    """Facts about kept tensors; None if they are not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()[TOLD])
@@ -35,6 +35,6 @@ def told_of(path: Path) -> Any:
 
 
 def kept_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of which something is told."""
-    found: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
-    return found
+    """Read kept tensors."""
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+    return tensors

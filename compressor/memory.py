@@ -19,12 +19,12 @@ INTERVAL = 0.02  # seconds between samples
 
 
 def resident() -> int:
-    """Anonymous resident bytes; where the system does not tell, the peak of all so far."""
-    found = _told(STATUS, "RssAnon")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if found is None else found
+    """Anonymous resident bytes; where the system does not report them, the peak of all so far."""
+    nbytes = _field(STATUS, "RssAnon")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if nbytes is None else nbytes
 
 
-def _told(file: Path, field: str) -> int | None:
+def _field(file: Path, field: str) -> int | None:
     """The bytes of one field of a file in /proc; None where there is none."""
     with suppress(OSError):
         if found := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
@@ -33,17 +33,16 @@ def _told(file: Path, field: str) -> int | None:
 
 
 def available() -> int | None:
-    """Bytes that this process may still take: the least of what machine, cgroup and limits leave; None: not told."""
-    left = [_told(MACHINE, "MemAvailable"), *_left_in_groups()]
+    """Bytes that this process may still take: the least that machine, cgroup and limits leave; None: not known."""
+    left = [_field(MACHINE, "MemAvailable"), *_left_in_groups()]
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most, held = resource.getrlimit(limit)[0], _told(STATUS, field)
+        most, held = resource.getrlimit(limit)[0], _field(STATUS, field)
         left.append(None if most == resource.RLIM_INFINITY or held is None else most - held)
-    told = [room for room in left if room is not None]
-    return max(0, min(told)) if told else None
+    return max(0, min(known)) if (known := [nbytes for nbytes in left if nbytes is not None]) else None
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What each control group (version 2) around this process leaves; the page cache that it can drop is free."""
+    """Bytes that each control group (version 2) around this process leaves; the page cache it can drop is free."""
     with suppress(OSError):
         if own := re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE):
             place = GROUPS / own[1]

@@ -43,7 +43,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def is_page(path: Path, made_by: str) -> bool:
-    """Whether a file is a page that says at its end by what it was made, as the pages of this tool do."""
+    """Return True if a file is a page that says at its end by what it was made, as the pages of this tool do."""
     try:
         with path.open("rb") as stream:
             start = stream.read(64)
@@ -63,43 +63,39 @@ def refuse_replacing(out: Path) -> None:
         raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
     if strays := _strays(out):
         more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
-        which = "which is" if len(strays) == 1 else "which are"
-        raise CompressionError(
-            f"{out} holds {', '.join(strays[:MOST_NAMED])}{more}, {which} no part of a checkpoint, {remedy}; move "
-            f"{'that' if len(strays) == 1 else 'them'} or name another folder"
-        )
+        which, them = ("which is", "that") if len(strays) == 1 else ("which are", "them")
+        what = f"{', '.join(strays[:MOST_NAMED])}{more}, {which} no part of a checkpoint"
+        raise CompressionError(f"{out} holds {what}, {remedy}; move {them} or name another folder")
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """What an output of this tool tells of itself; nothing if the folder is none."""
+    """The records of an output of this tool; none of another folder."""
     return [record for name in RECORDS if (record := json_object(folder / name)).get("tool") == TOOL]
 
 
 def _strays(folder: Path) -> list[str]:
-    """What was neither written by this tool nor is, by its name, part of a checkpoint."""
-    records, found = _records(folder), list[str]()
+    """Names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
+    records, strays = _records(folder), list[str]()
     carried = [name for record in records if isinstance(names := record.get("files"), list) for name in names]
     subfolders = {TEMPLATES, *entry_points(group="moe_compressor.exporters").names}  # that compress makes
     for path in sorted(folder.iterdir()):
         name = path.name
         if path.is_dir() and not path.is_symlink() and name in subfolders:
-            found += [f"{name}/{stray}" for stray in (_strays(path) if _records(path) else ())]
-        elif path.is_dir():
+            strays += [f"{name}/{stray}" for stray in (_strays(path) if _records(path) else ())]
+            continue
+        if path.is_dir():
             of_hub = name == ".cache" and not path.is_symlink() and os.listdir(path) == ["huggingface"]  # its client's
-            if not of_hub and not (records and all(map(_is_report, path.iterdir()))):
-                found.append(name)
-        elif not (
-            WEIGHTS.fullmatch(name)
-            or BESIDE.fullmatch(name)
-            or name in (*RECORDS, *carried)
-            or (records and _is_report(path))
-        ):
-            found.append(name)
-    return found
+            known = of_hub or (bool(records) and all(map(_is_report, path.iterdir())))
+        else:
+            known = bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in (*RECORDS, *carried)
+            known = known or (bool(records) and _is_report(path))
+        if not known:
+            strays.append(name)
+    return strays
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a file is what `plan`, `report`, `gate`, `attribute` or `compare` writes."""
+    """Return True if `plan`, `report`, `gate`, `attribute` or `compare` writes such a file."""
     if path.is_symlink() or not path.is_file():
         return False
     written = str(json_object(path).get("format", "")).startswith(f"{TOOL}-")

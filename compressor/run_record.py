@@ -1,10 +1,10 @@
-"""What a run knew and its output does not tell: folders, times, memory and the command, kept in the user's cache.
+"""What a run knew and its output does not record: folders, times, memory and the command, kept in the user's cache.
 
 compression.json holds none of them, so that equal runs write equal bytes. The record is found again by the SHA-256 of
-that file; only its owner can read it, and without it nothing is lost but what a report says of the run.
+that file; only its owner can read it, and without it a report merely says less of the run.
 
-So is what was asked for, before an output is put in place: a command that is stopped at any moment after that finds it
-when it is repeated, and does nothing. Where nothing can be kept, the output merely exists already.
+The request is kept before an output is put in place: a command that is stopped at any moment after that finds it when
+it is repeated, and does nothing.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None
 
 
 def record_run(folder: Path, record: RunRecord) -> None:
-    """Keep what this run knew; access tokens are cut out of it all, and a read-only home is no fault."""
+    """Keep what this run knew without access tokens; a read-only home is no error."""
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     if (key := digest_of(folder)) is not None:
         kept = replace(record, calibration=with_folders(record.calibration), finished=finished)
@@ -94,7 +94,7 @@ def record_run(folder: Path, record: RunRecord) -> None:
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """What the run that made an output knew; None if this machine has no record of it, or none that can be read."""
+    """The record of the run that made an output; None if this machine has none, or none that can be read."""
     key = digest_of(folder)
     content = None if key is None else read_cached(cache_folder("runs") / f"{key}.json")
     try:
@@ -105,7 +105,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
-    """Write a private file of the cache, whole or not at all; where that fails, nothing is kept, and the fault told."""
+    """Write a private file of the cache, whole or not at all; where that fails, return the error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content), errors="backslashreplace")
@@ -126,12 +126,12 @@ def request_key(*facts: Any) -> str:
 
 
 def note_request(folder: Path, key: str) -> None:
-    """Keep that the finished `folder`, which is about to be renamed into place, is what `key` asks for."""
+    """Record that the finished `folder`, which is about to be renamed into place, is what `key` requests."""
     write_cached(_request(folder, key), {"weights": _weights(folder)})
 
 
 def answers(out: Path, key: str) -> bool:
-    """Whether `out` was made for this request, on this machine, and its weights have not been touched since."""
+    """Return True if `out` was made for this request on this machine, and its weights have not been touched since."""
     if out.is_symlink() or not out.is_dir() or (kept := read_cached(_request(out, key))) is None:
         return False
     return bool(kept.get("weights")) and kept["weights"] == _weights(out)
@@ -156,6 +156,6 @@ def _request(folder: Path, key: str) -> Path:
 
 
 def _weights(folder: Path) -> list[list[Any]]:
-    """The stamp of the weight files, which alone must be as they were; of all files where none is known as weights."""
+    """The stamp of the weight files, which alone must be unchanged; of all files where none is known as weights."""
     entries = stamp(folder)
     return [entry for entry in entries if WEIGHTS.fullmatch(entry[0])] or entries

@@ -22,7 +22,7 @@ PATH = re.compile(  # of an argument, up to the last name: a path from somewhere
 def readable(text: object) -> str:
     """Text without what neither HTML nor XML can hold, or what turns the direction of the text after it.
 
-    Lone halves of characters, which names of files may hold and UTF-8 cannot, are written as their numbers.
+    Lone surrogates, which names of files may hold and UTF-8 cannot, are written as their numbers.
     """
     return NOT_TEXT.sub("\ufffd", str(text).encode("utf-8", "backslashreplace").decode())
 

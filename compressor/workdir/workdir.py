@@ -1,4 +1,4 @@
-"""A run's work folder: what is made lies there until it is whole, and a run that was killed goes on from it.
+"""A run's work folder: the output lies there until it is whole, and a run that was killed is resumed from it.
 
 .OUT.moe-compressor/
     lock            held by the run
@@ -73,7 +73,7 @@ class Workdir:
         self.written = list[str]()  # names of the stages of which all layer files are there
 
     def resume(self, key: str) -> None:
-        """Go on with the work of a run of this key; that of any other run is cleared away."""
+        """Resume the work of a run of this key; that of any other run is cleared away."""
         self.key = key
 
         def journal() -> tuple[dict[int, Any], list[str]]:
@@ -88,12 +88,12 @@ class Workdir:
         self._save()
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
-        """Note what step `number` decided, and in the end what came of it."""
+        """Record what step `number` decided, and in the end its result."""
         self.steps[number] = dict(entry)
         self._save()
 
     def mark_written(self, folder: Path) -> None:
-        """Note that all layer files of a stage are there."""
+        """Record that all layer files of a stage are there."""
         self.written.append(folder.name)
         self._save()
 
@@ -162,7 +162,7 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 def check_space(out: Path, nbytes: int) -> None:
-    """Refuse when the disk cannot hold the output beside what is already there."""
+    """Refuse a disk that cannot hold the output beside what is already there."""
     reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
     out = Path(os.path.abspath(out))
     free = shutil.disk_usage(out.parent).free + reusable
@@ -228,8 +228,8 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    found = [*dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())]
-    layers = [[*read_header(stage / name).values()] for name in found]
+    names = dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())
+    layers = [[*read_header(stage / name).values()] for name in names]
     most = max_shard_bytes or math.inf  # of a part of a layer; one tensor may be larger
     parts = [[layer[n] for n in part] for layer in layers for part in shards([info.nbytes for info in layer], most)]
     groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
@@ -347,7 +347,16 @@ class LayerWriter:
                     raise
                 os.ftruncate(file, nbytes)
             os.pwrite(file, header, 0)
-            _write_tensors(file, made, sizes, places)
+            with ThreadPoolExecutor(WRITERS) as pool:
+                running = deque[Future[None]]()
+                for name, content in made:
+                    assert name in places, f"tensor {name!r} was made and has no place in the output"
+                    running.append(pool.submit(_write_tensor, content, file, places.pop(name), sizes[name], name))
+                    if len(running) > WRITERS:
+                        running.popleft().result()
+                for task in running:
+                    task.result()
+            assert not places, f"tensor {min(places)!r} of the output was not made"
         except BaseException:
             os.close(file)
             fresh.unlink(missing_ok=True)
@@ -364,21 +373,6 @@ def _settle(file: int, fresh: Path, path: Path, done: Callable[[], None]) -> Non
         os.close(file)
     fresh.replace(path)
     done()
-
-
-def _write_tensors(file: int, made: Made, sizes: Mapping[str, int], places: Mapping[str, int]) -> None:
-    missing = set(sizes)
-    with ThreadPoolExecutor(WRITERS) as pool:
-        running = deque[Future[None]]()
-        for name, content in made:
-            assert name in missing, f"tensor {name!r} was made and has no place in the output"
-            missing.discard(name)
-            running.append(pool.submit(_write_tensor, content, file, places[name], sizes[name], name))
-            if len(running) > WRITERS:
-                running.popleft().result()
-        for task in running:
-            task.result()
-    assert not missing, f"tensor {min(missing)!r} of the output was not made"
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
@@ -420,15 +414,15 @@ def _copy_some(source: int, begin: int, target: int, offset: int, size: int, pat
 
 def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
     """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
-    found, filled = list[list[int]](), 0
+    groups, filled = list[list[int]](), 0
     for number, nbytes in enumerate(sizes):
-        alone = nbytes > small or not found or sizes[found[-1][-1]] > small
+        alone = nbytes > small or not groups or sizes[groups[-1][-1]] > small
         if alone or filled + nbytes > most:
-            found.append([])
+            groups.append([])
             filled = 0
-        found[-1].append(number)
+        groups[-1].append(number)
         filled += nbytes
-    return found
+    return groups
 
 
 def index_json(places: Mapping[str, str], outputs: Collection[TensorInfo | OutputTensor]) -> bytes:
