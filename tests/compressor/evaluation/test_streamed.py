@@ -170,7 +170,7 @@ def test_available_is_the_least_that_is_told(tmp_path: Path, monkeypatch: pytest
         (folder / "memory.current").write_text(f"{held}\n")
         (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
     assert memory.available() == 150_000
-    held = memory._told(memory.STATUS, "VmSize")
+    held = memory._field(memory.STATUS, "VmSize")
     assert held is not None
     limits = {resource.RLIMIT_AS: held + 1000}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
