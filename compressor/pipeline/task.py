@@ -156,17 +156,12 @@ def check_order(steps: Sequence[Step]) -> None:
     for number, step in enumerate(steps):
         for before in steps[:number]:
             if before.name in step.not_after:
-                reason = step.not_after[before.name]
-                raise CompressionError(
-                    f"steps[{number}]: {step.name} cannot stand after {before.name}: {reason}; put it before, or leave "
-                    "one of them out"
-                )
+                fault = f"{step.name} cannot stand after {before.name}: {step.not_after[before.name]}"
+                raise CompressionError(f"steps[{number}]: {fault}; put it before, or leave one of them out")
         together = {other.name for other in of_stage(steps, numbers[number])}
         if step.only_after and not together & set(step.only_after):
-            raise CompressionError(
-                f"steps[{number}]: {step.name} works on what {' or '.join(step.only_after)} leaves; put "
-                f"{step.only_after[0]} right before it"
-            )
+            fault = f"{step.name} works on what {' or '.join(step.only_after)} leaves"
+            raise CompressionError(f"steps[{number}]: {fault}; put {step.only_after[0]} right before it")
         if not step.processes and not launched().is_alone:
             raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
 
@@ -178,10 +173,8 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
     if base is not model:
         check_base(model, base)
     if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:
-        raise CompressionError(
-            f"the plan was made toward the base {plan.base.label}, whose fingerprint is not that of "
-            f"{base.source.label}; run on that base, or plan again"
-        )
+        bases = f"the base {plan.base.label}, whose fingerprint is not that of {base.source.label}"
+        raise CompressionError(f"the plan was made toward {bases}; run on that base, or plan again")
     stages, resolved = stage_numbers(recipe.steps), list[Step]()
     for stage, step in zip(stages, recipe.steps, strict=True):
         settled = step if plan is not None else step.resolved(model, of_stage(recipe.steps, stage))

@@ -6,9 +6,8 @@
         check_strategy(my_strategy)
         assert my_strategy.plan(fake_statistics(experts=8), keep=4).dropped == (1, 2, 5, 7)
 
-The layer is that of a stock model with random weights, observed as calibration observes it, so that every statistic is
-there and they agree: visits sum to tokens times top-k, outputs are those of the layer's experts. What these do to
-later routers is made up, for there are none.
+The layer is that of a stock model with random weights, observed as calibration observes it, so that all statistics
+agree: routed tokens sum to tokens times top-k. Only the effect on later routers is made up, for there are none.
 """
 
 from collections.abc import Mapping
@@ -40,8 +39,7 @@ def fake_statistics(
 ) -> LayerStatistics:
     """Every statistic of a layer with random experts, on random tokens; the same for the same arguments.
 
-    With `tokens` 0 no token has reached the layer: sums are zero and samples empty. `routing_groups` divides the
-    experts into groups of neighbours, of which equally many have to stay.
+    With no `tokens` sums are zero and samples empty. Of each of the `routing_groups` equally many experts have to stay.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -109,9 +107,7 @@ def check_strategy(module: Any, settings: Mapping[str, Any] | None = None, name:
                 remedy = "draw from a torch.Generator with stats.seed"
                 raise CompressionError(f"strategy {strategy.name!r} plans the same layer in two ways; {remedy}")
             if changed := touched(plans[0], protected):
-                raise CompressionError(
-                    f"strategy {strategy.name!r} does not keep protected expert {changed[0]} as it is"
-                )
+                raise CompressionError(f"strategy {strategy.name!r} does not keep protected expert {changed[0]}")
         if strategy.likeness is not None and tokens:
             values = {name: value for name, value in full.values.items() if name in strategy.likeness_needs}
             label, table = strategy.likeness(replace(full, values=values), strategy.options)

@@ -96,28 +96,28 @@ def divergence(result: Mapping[str, Any], changed: bool) -> str:
     pairs = {"KL": ("before", "after"), "loss": ("loss_before", "loss_after"), "flips": ("flips_before", "flips_after")}
     found = []
     for what, names in pairs.items():
-        before, after = (_share(result.get(name)) if what == "flips" else figure(result.get(name)) for name in names)
+        values = [result.get(name) for name in names]
+        if what == "flips":
+            before, after = (f"{100 * value:.3g}%" if is_number(value) else "-" for value in values)
+        else:
+            before, after = map(figure, values)
         if what == "KL" or before != "-":
             found.append(f"{what} {f'{before} to {after}' if changed else before}")
-    kl, *others = found
-    return ", ".join([f"{kl} nats per token from the base on held-out text", *others])
-
-
-def _share(value: Any) -> str:
-    return f"{100 * value:.3g}%" if is_number(value) else "-"
+    found[0] += " nats per token from the base on held-out text"
+    return ", ".join(found)
 
 
 def changed(entry: Mapping[str, Any]) -> bool:
-    """Return True if a step changed the model: as it says itself, or else if it brought held-out text nearer."""
+    """Return True if a step changed the model: by its own record, or else if it brought held-out text nearer."""
     result = result_of(entry)
-    before, after, said = (result.get(name) for name in ("before", "after", "changed"))
-    if isinstance(said, bool):
-        return said
+    before, after, recorded = (result.get(name) for name in ("before", "after", "changed"))
+    if isinstance(recorded, bool):
+        return recorded
     return after < before if is_number(before) and is_number(after) else "before" not in result
 
 
 def step_blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """What a step says of what came of it, a sentence first; its name alone where it says nothing or is not there."""
+    """A step's description of its result, a sentence first; its name alone where there is none."""
     name = one_line(str(entry.get("name")))
     try:
         found = tuple(make_step(name, entry.get("options") or {}).describe(entry))

@@ -310,10 +310,8 @@ def parts_of(split: Mapping[str, Any] | None) -> int:
 def check_source(source: Source, fingerprint: str) -> None:
     """Refuse a plan that was made for another model."""
     if source.fingerprint != fingerprint:
-        raise CompressionError(
-            "the plan was made for another model: its source fingerprint "
-            f"{source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}; plan again for this one"
-        )
+        differs = f"its source fingerprint {source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}"
+        raise CompressionError(f"the plan was made for another model: {differs}; plan again for this one")
 
 
 def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerprint: str) -> None:
@@ -325,9 +323,8 @@ def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerpri
             raise CompressionError(f"the plan speaks of {planned.module}, which this model does not have; plan again")
         for fact in LAYER_FACTS:
             if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
-                raise CompressionError(
-                    f"{layer.name}: the plan says {fact} {stated}, the model has {actual}; restore it"
-                )
+                fault = f"the plan says {fact} {stated}, the model has {actual}"
+                raise CompressionError(f"{layer.name}: {fault}; restore it")
     if missing := sorted(known):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")
 

@@ -38,10 +38,7 @@ def _scanned(group: str, folders: tuple[tuple[str, float], ...]) -> EntryPoints:
 
 
 def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
-    """Entry points by name and by what they stand for: two packages may offer one name.
-
-    They are read again when a folder of packages has changed.
-    """
+    """Entry points by name and value, as two packages may offer one name; read again when a folder has changed."""
     found: dict[str, dict[str, EntryPoint]] = {}
     places = [folder or "." for folder in sys.path]
     changed = tuple((place, os.path.getmtime(place) if os.path.isdir(place) else 0.0) for place in places)
@@ -72,16 +69,13 @@ def load(group: str, name: str, place: str = "") -> Any:
         raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
     try:
         return offered[name][value].load()
-    except ImportError as error:
-        raise CompressionError(f"{what} {name!r} ({value}) cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:  # a plugin runs what it likes
-        raise CompressionError(
-            f"{what} {name!r} ({value}) cannot be imported: {type(error).__name__}: {reason_of(error)}"
-        ) from error
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {reason_of(error)}"
+        raise CompressionError(f"{what} {name!r} ({value}) cannot be imported: {reason}") from error
 
 
 def takes(function: Any, count: int) -> bool:
-    """Whether something can be called with so many positional arguments, as far as that can be told."""
+    """Return True if something can be called with so many positional arguments, as far as that is known."""
     try:
         inspect.signature(function).bind(*range(count))
     except (TypeError, ValueError) as error:  # what is not written in Python may have no signature: ValueError
@@ -108,8 +102,8 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
 
 def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
     """A field of an `Options` dataclass, with the text that tells users what it does, and its values if few."""
-    made: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
-    return made
+    option: T = field(default=default, metadata={"help": help, "choices": tuple(choices)})
+    return option
 
 
 def helps(options: Any) -> dict[str, str]:
@@ -136,7 +130,7 @@ def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> 
     known = defaults(options_class)
     if unknown := sorted(set(settings) - set(known)):
         raise CompressionError(f"{what} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    for entry in _fields(options_class):
+    for entry in fields(options_class):
         name, default, choices = entry.name, known[entry.name], entry.metadata.get("choices")
         value = settings.get(name, default)
         alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)

@@ -74,7 +74,7 @@ class Recipe(Options):
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
         """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
-        return _made(cls, content, f"{where} has no field", where)
+        return _validated(cls, content, f"{where} has no field", where)
 
     def with_steps(self, steps: Sequence[Step]) -> "Recipe":
         """The same with other steps."""
@@ -83,10 +83,10 @@ class Recipe(Options):
 
 def step_class(name: str, place: str = "") -> type[Step]:
     """The class of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
-    found = load(STEPS, name, place)
-    if not (isinstance(found, type) and issubclass(found, Step)) or getattr(found, "name", None) != name:
+    kind = load(STEPS, name, place)
+    if not (isinstance(kind, type) and issubclass(kind, Step)) or getattr(kind, "name", None) != name:
         raise CompressionError(f"step {name!r} is no plugin: its entry point should be a Step whose `name` is {name!r}")
-    return found
+    return kind
 
 
 def working_steps() -> Iterator[type[Step]]:
@@ -97,11 +97,11 @@ def working_steps() -> Iterator[type[Step]]:
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
     """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
-    return _made(step_class(name, place), options, f"step {name} has no option", where, at)
+    return _validated(step_class(name, place), options, f"step {name} has no option", where, at)
 
 
-def _made(kind: type[Model], content: Mapping[str, Any], unknown: str, where: str, at: str = "") -> Model:
-    """A model of these values; what is wrong is told in one sentence with its place, and the nearest known name."""
+def _validated(kind: type[Model], content: Mapping[str, Any], unknown: str, where: str, at: str = "") -> Model:
+    """A model of these values; the first fault is raised with its place and the nearest known name."""
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
@@ -133,20 +133,20 @@ def _step(entry: Any, number: int) -> Step:
 
 
 def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
-    """The recipe as YAML, without what is as if nothing was said."""
+    """The recipe as YAML, without defaults; sizes of the calibration text are always there."""
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
     content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
     content["gate"] = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
-    said = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
-    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     return (heading + text).encode(errors="backslashreplace")
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe file, its model and texts found where the run had them.
+    """Read a recipe file, its model and texts located where the run had them.
 
     Raises `CompressionError` for a file that is too large or no YAML mapping, and for a field, step or option that is
     not known, with its place.
@@ -176,10 +176,8 @@ def _refuse_mazes(path: Path, text: str) -> None:
         if depth > MOST_DEPTH:
             raise CompressionError(f"{path} is nested deeper than {MOST_DEPTH} lists or mappings; mend it")
         if number > MOST_PARTS or (isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LETTERS):
-            raise CompressionError(
-                f"{path} has more than {MOST_PARTS:,} parts or a word of over {MOST_LETTERS:,} letters, so it is no "
-                "recipe; name a recipe.yaml"
-            )
+            fault = f"has more than {MOST_PARTS:,} parts or a word of over {MOST_LETTERS:,} letters"
+            raise CompressionError(f"{path} {fault}, so it is no recipe; name a recipe.yaml")
 
 
 def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Strategy:
     likeness_needs: frozenset[str] = frozenset()
 
     def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-        """Plan one layer, handing on the options if the strategy has any; refuses what is no plan of this layer."""
+        """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
         extra = () if self.options is None else (self.options,)
         before = _versions(statistics)
         layer, who = statistics.layer, f"strategy {self.name!r}"
@@ -41,10 +41,8 @@ class Strategy:
         except CompressionError:
             raise
         except Exception as error:  # a plugin does what it likes
-            raise CompressionError(
-                f"{layer.name}: {who} failed: {type(error).__name__}: {reason_of(error)}; mend its plan() or choose "
-                "another strategy"
-            ) from error
+            fault = f"{who} failed: {type(error).__name__}: {reason_of(error)}"
+            raise CompressionError(f"{layer.name}: {fault}; mend its plan() or choose another strategy") from error
         if changed := [name for name, version in _versions(statistics).items() if version != before[name]]:
             fault = f"changed the statistic {changed[0]!r}, which the next strategy reads too; clone() it before "
             fault += "writing to it"
@@ -63,24 +61,20 @@ class Strategy:
 
 
 def _versions(statistics: LayerStatistics) -> dict[str, list[int]]:
-    """How often each tensor of the statistics, and of the layer's live modules, has been written to, by statistic.
-
-    Writes through numpy() are not counted.
-    """
-    found = dict[str, list[int]]()
-    for name, value in statistics.values.items():
-        if isinstance(value, LayerStatistics):
-            found |= {f"{name}.{inner}": versions for inner, versions in _versions(value).items()}
-            continue
+    """How often each tensor of the statistics and of the layer's modules was written to (but not through numpy())."""
+    inner = {f"by_source[{number}]": source for number, source in enumerate(statistics.by_source)}
+    versions = dict[str, list[int]]()
+    for name, value in {**statistics.values, **inner}.items():
         parts: Iterable[Any] = (value,)
+        if isinstance(value, LayerStatistics):
+            versions |= {f"{name}.{each}": numbers for each, numbers in _versions(value).items()}
+            continue
         if isinstance(value, RouterArguments):
             parts = (*value.positional, *value.by_keyword.values())
         elif isinstance(value, LayerWeights):
             parts = value.block.state_dict().values() if isinstance(value.block, torch.nn.Module) else ()
-        found[name] = [part._version for part in parts if isinstance(part, torch.Tensor) and not part.is_inference()]
-    for number, own in enumerate(statistics.by_source):
-        found |= {f"by_source[{number}].{inner}": versions for inner, versions in _versions(own).items()}
-    return found
+        versions[name] = [part._version for part in parts if isinstance(part, torch.Tensor) and not part.is_inference()]
+    return versions
 
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
@@ -90,40 +84,31 @@ def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strat
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
-    what = f"strategy {name!r}"
-    given = getattr(module, "NEEDS", None)
-    if not callable(getattr(module, "plan", None)) or not isinstance(given, frozenset):
-        raise CompressionError(
-            f"{what} is no plugin: it needs a frozenset NEEDS and a function plan(statistics, keep, protected)"
-        )
+    what, arguments = f"strategy {name!r}", "statistics, keep, protected"
+    no_plugin = f"{what} is no plugin:"
+    if not callable(getattr(module, "plan", None)) or not isinstance(getattr(module, "NEEDS", None), frozenset):
+        raise CompressionError(f"{no_plugin} it needs a frozenset NEEDS and a function plan({arguments})")
     options = make_options(what, getattr(module, "Options", None), settings or {})
     if not plugins.takes(module.plan, 3 if options is None else 4):
-        raise CompressionError(
-            f"{what} is no plugin: its plan should take (statistics, keep, protected"
-            f"{'' if options is None else ', options'})"
-        )
-    needs = _needs(module, "needs", options, given, name)
+        more = "" if options is None else ", options"
+        raise CompressionError(f"{no_plugin} its plan should take ({arguments}{more})")
+
+    def needs_of(function: str, default: frozenset[str]) -> frozenset[str]:
+        optional = plugins.optional(module, function, what)
+        needs = default if optional is None else optional(options)
+        if not isinstance(needs, frozenset):
+            raise CompressionError(f"{no_plugin} {function}(options) should return a frozenset of statistics")
+        check_needs(needs, name)
+        return needs
+
+    needs = needs_of("needs", module.NEEDS)
     correction = getattr(module, "CORRECTION", "none")
     if correction not in CORRECTIONS:
-        raise CompressionError(
-            f"{what} is no plugin: CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}"
-        )
+        raise CompressionError(f"{no_plugin} CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}")
     likeness = plugins.optional(module, "likeness", what)
-    likeness_needs = _needs(module, "likeness_needs", options, needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
+    likeness_needs = needs_of("likeness_needs", needs)
     return Strategy(name, module.plan, needs, options, summary, correction, likeness, likeness_needs)
-
-
-def _needs(module: Any, function: str, options: Any, default: frozenset[str], name: str) -> frozenset[str]:
-    """What an optional function (options) -> needs of the strategy `name` says, or the default."""
-    asked = plugins.optional(module, function, f"strategy {name!r}")
-    found = default if asked is None else asked(options)
-    if not isinstance(found, frozenset):
-        raise CompressionError(
-            f"strategy {name!r} is no plugin: {function}(options) should return a frozenset of statistics"
-        )
-    check_needs(found, name)
-    return found
 
 
 def working_strategies() -> Iterator[Strategy]:
@@ -140,12 +125,12 @@ class Exporter(Protocol):
     """A module that writes a finished checkpoint in another format; the first line of its docstring says which.
 
     It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
-    `CompressionError` where an optional package is missing, before anything is read. `output` is a hidden folder that
-    is renamed when `export` returns. `read_summary(output)`, if there is one, says what `export` said of an output.
+    `CompressionError` where an optional package is missing, before anything is read. `read_summary(output)`, if there
+    is one, returns what `export` returned.
     """
 
     def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:
-        """Write the checkpoint folder `checkpoint` to the new folder `output`.
+        """Write `checkpoint` to the new folder `output`, which has a hidden name until this returns.
 
         `options` is an instance of `Options`, None without them. Returns a dataclass that sums up what was written, or
         None. Raises `CompressionError` and leaves nothing in `output` where it fails.

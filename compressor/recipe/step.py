@@ -25,7 +25,7 @@ MOST_SOURCES = 100  # as many as a plan may have
 
 
 class Options(BaseModel):
-    """Options of which none is unknown, and none is changed; a switch is no number."""
+    """Frozen options, unknown ones refused; a switch is no number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ class TextOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Text of a step's own beyond the calibration's: so many sequences of so many tokens to train on."""
+    """Text of a step's own to train on."""
 
     sequences: int
     length: int
@@ -69,10 +69,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a step reads: calibration text, of which some may be held out, and further text of its own.
-
-    Held-out sequences for the evaluator come with text of one's own.
-    """
+    """What a step reads: calibration text, of which some may be held out, and text of its own with a held-out part."""
 
     text: bool = False
     heldout: int = 0  # sequences of it that are held out, at the least
@@ -91,7 +88,7 @@ class LayerAt:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a step on the whole model: figures as JSON, and stored tensors with new values, by name."""
+    """Result of a step on the whole model: figures as JSON, and stored tensors with new values, by name."""
 
     figures: Mapping[str, Any]
     tensors: "Iterator[Tensors]" = field(default_factory=lambda: iter(()))
@@ -115,7 +112,7 @@ class Step(Options):
         super().__init__(**dict(zip(own, values, strict=False)), **named)
 
     def resolved(self, model: "OpenModel", steps: "Sequence[Step]") -> Self | None:
-        """The step with all settled that was left to it, for the source `model`; None if nothing is to be done."""
+        """The step with every option resolved for the source `model`; None if nothing is to be done."""
         return self
 
     def view(self, model: "OpenModel") -> "OpenModel":
@@ -125,7 +122,7 @@ class Step(Options):
     def needs(self, model: "OpenModel", steps: "Sequence[Step]", planned: bool) -> Needs:
         """Return what it reads; raise `CompressionError` for what cannot be done, before any weight is read.
 
-        `steps` are those of its stage, `planned` says that its decisions are there already.
+        `steps` are those of its stage; `planned`: its decisions are there already.
         """
         return Needs()
 
@@ -134,7 +131,7 @@ class Step(Options):
         return {}
 
     def take(self, decided: Mapping[str, Any], state: "State") -> None:
-        """Have `state.model` be as decided; the decisions may be those of an earlier run."""
+        """Apply the decisions, which may be an earlier run's, to `state.model`."""
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """Refit layers in order once all steps of the stage have decided; return decisions with figures, by step."""
@@ -162,11 +159,11 @@ class Step(Options):
         return None
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
-        """Say for terminal, report and card what came of it; `entry` is the plan's: options, plan, result."""
+        """Describe its result for terminal, report and card; `entry` is the plan's: options, plan, result."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Its options as JSON, those excepted that are as if nothing was said."""
+        """Its options as JSON, without those that are None."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def changed(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def writing(stats: LayerStatistics, keep: int, protected: frozenset[int] = froze
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (unprotecting, "'theirs' does not keep protected expert [17] as it is"),
+        (unprotecting, "'theirs' does not keep protected expert [17]"),
         (drawn, "'theirs' plans the same layer in two ways; draw from a torch.Generator"),
         (too_many, "'theirs' planned 8 experts instead of 4"),
         (undeclared, "statistic 'norm_sum' was not collected"),
