@@ -7,9 +7,16 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.files import alone
 from compressor.gguf_files.blocks import find_blocks
-from compressor.gguf_files.choosing import NO_IMATRIX, compare_routers, fit_plan, imatrix_plan, refuse_more_than_drop
+from compressor.gguf_files.choosing import (
+    NO_IMATRIX,
+    Imatrix,
+    compare_routers,
+    fit_plan,
+    imatrix_plan,
+    read_imatrix,
+    refuse_more_than_drop,
+)
 from compressor.gguf_files.header import Gguf, open_gguf
-from compressor.gguf_files.scores import Imatrix, read_imatrix
 from compressor.gguf_files.writing import GgufSummary, carry_out, check_output
 from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import Plan

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import inspect_gguf
+from compressor.gguf_files.choosing import read_imatrix
 from compressor.gguf_files.header import open_gguf, read_header
-from compressor.gguf_files.scores import read_imatrix
 from tests import gguf_models
 
 HUGE = 2**63 - 1

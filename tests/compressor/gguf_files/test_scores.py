@@ -10,8 +10,8 @@ from gguf.quants import quantize
 
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import find_blocks
+from compressor.gguf_files.choosing import count_scores, energy_scores, read_imatrix
 from compressor.gguf_files.header import open_gguf
-from compressor.gguf_files.scores import count_scores, energy_scores, read_imatrix
 from tests import gguf_models
 
 EXPERTS, WIDE, HIDDEN = 4, 32, 64
