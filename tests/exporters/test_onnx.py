@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -25,6 +24,7 @@ from compressor.errors import CompressionError
 from exporters import onnx as exporter
 from exporters.onnx import ExportOptions, ExportSummary, export, weights
 from tests import small, zoo
+from tests.exporters.answers import Runner, session_of
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 SHAPES = ((1, 1), (1, 9), (2, 5), (3, 21), (4, 2), (1, 200))
@@ -40,8 +40,8 @@ class Made:
     summary: ExportSummary
     stock: Any
 
-    def session(self) -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(str(self.out / exporter.GRAPH), providers=["CPUExecutionProvider"])
+    def session(self) -> Any:
+        return session_of(self.out)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,38 +56,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.rmtree(folder)
 
 
-@dataclass(slots=True)
-class Runner:
-    """Calls a graph by the names of its inputs and outputs alone, and keeps what it gives as the past."""
-
-    session: Any
-    past: dict[str, Any]
-    length: int = 0
-
-    @classmethod
-    def of(cls, session: Any, rows: int) -> "Runner":
-        past = {
-            entry.name: np.zeros([rows, *entry.shape[1:2], 0, entry.shape[3]], np.float32)
-            for entry in session.get_inputs()
-            if entry.name.startswith("past_key_values.")
-        }
-        return cls(session, past)
-
-    def __call__(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        rows, count = tokens.shape
-        if mask is None:
-            mask = torch.ones(rows, self.length + count, dtype=torch.long)
-        if positions is None:
-            positions = torch.arange(self.length, self.length + count).expand(rows, -1)
-        feed = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-        names = [entry.name for entry in self.session.get_outputs()]
-        given = {name: value.contiguous().numpy() for name, value in feed.items()} | self.past
-        found = dict(zip(names, self.session.run(None, given), strict=True))
-        self.past = {name: found[name.replace("past_key_values", "present")] for name in self.past}
-        self.length += count
-        return torch.from_numpy(found["logits"])
-
-
 @torch.no_grad()
 def stock_logits(model: Any, tokens: Tensor) -> Tensor:
     logits: Tensor = model(tokens, use_cache=False).logits
@@ -98,14 +66,14 @@ def test_logits_of_many_shapes(made: Made) -> None:
     session = made.session()
     for rows, length in SHAPES:
         tokens = zoo.tokens(made.stock, rows, length, seed=7)
-        error = (Runner.of(session, rows)(tokens) - stock_logits(made.stock, tokens)).abs().max()
+        error = (Runner(session, rows)(tokens) - stock_logits(made.stock, tokens)).abs().max()
         assert float(error) < 1e-5
     assert made.summary.verification.largest_difference < 1e-5
 
 
 def test_chunks_and_single_tokens(made: Made) -> None:
     tokens = zoo.tokens(made.stock, 2, 24, seed=8)
-    runner = Runner.of(made.session(), 2)
+    runner = Runner(made.session(), 2)
     found = torch.cat([runner(part) for part in tokens.split([3, 1, 1, 12, 7], dim=1)], dim=1)
     torch.testing.assert_close(found, stock_logits(made.stock, tokens), rtol=0, atol=1e-5)
     assert all(value.shape[2] == 24 for value in runner.past.values())
@@ -118,7 +86,7 @@ def test_padding_on_the_left_changes_nothing(made: Made) -> None:
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :4] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    runner = Runner.of(made.session(), 2)
+    runner = Runner(made.session(), 2)
     found = runner(torch.cat([padded, other]), mask, positions)
     torch.testing.assert_close(found[:1, 4:], stock_logits(made.stock, tokens), rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1:], stock_logits(made.stock, other), rtol=0, atol=1e-5)
@@ -130,7 +98,7 @@ def test_padding_on_the_left_changes_nothing(made: Made) -> None:
 
 def test_64_greedy_tokens_are_those_of_generate(made: Made) -> None:
     prompt = zoo.tokens(made.stock, 1, 6, seed=12)
-    runner, tokens = Runner.of(made.session(), 1), prompt
+    runner, tokens = Runner(made.session(), 1), prompt
     for _ in range(64):
         logits = runner(tokens[:, runner.length :])
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
@@ -197,12 +165,12 @@ def whole(source: Path) -> Path:
 
 def test_without_a_cache(source: Path, whole: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(source).eval()
-    session = onnxruntime.InferenceSession(str(whole / exporter.GRAPH), providers=["CPUExecutionProvider"])
+    session = session_of(whole)
     assert [entry.name for entry in session.get_inputs()] == ["input_ids", "attention_mask", "position_ids"]
     assert [entry.name for entry in session.get_outputs()] == ["logits"]
     for rows, length in SHAPES:
         tokens = zoo.tokens(stock, rows, length, seed=7)
-        found = Runner(session, {})(tokens)
+        found = Runner(session, rows)(tokens)
         torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-5)
 
 
@@ -213,10 +181,8 @@ def test_half_precision(source: Path, tmp_path: Path) -> None:
     assert {entry.version for entry in graph.opset_import if entry.domain == ""} == {18}
     weights = [value for value in graph.graph.initializer if len(value.dims) > 1]
     assert {value.data_type for value in weights} == {onnx.TensorProto.FLOAT16}
-    session = onnxruntime.InferenceSession(str(tmp_path / "out" / exporter.GRAPH), providers=["CPUExecutionProvider"])
     tokens = zoo.tokens(stock, 2, 9)
-    past = {name: np.zeros((2, 2, 0, 16), np.float16) for name in ("past_key_values.0.key", "past_key_values.0.value")}
-    found = Runner(session, past)(tokens).float()
+    found = Runner(session_of(tmp_path / "out"), 2)(tokens).float()
     torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-2)
     assert "rounded to float16" in summary.verification.reference
 
@@ -259,10 +225,6 @@ def spoil(weight: Any) -> None:
 PLAIN = ExportOptions(past=False, tokens=4)
 
 
-def test_a_sound_graph_passes(source: Path, retraced: Path, tmp_path: Path) -> None:
-    assert export(source, tmp_path / "out", PLAIN).verification.tokens_equal == 4
-
-
 @pytest.mark.parametrize("change", [swap, scale, spoil])
 def test_a_tampered_graph_leaves_nothing(change: Any, source: Path, retraced: Path, tmp_path: Path) -> None:
     tamper(retraced, change)
@@ -286,7 +248,8 @@ def test_what_was_there_stays_when_its_successor_is_wrong(source: Path, retraced
 def test_equal_runs_give_equal_records(source: Path, retraced: Path, tmp_path: Path) -> None:
     trees = []
     for _ in range(2):
-        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+        summary = export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+        assert summary.verification.tokens_equal == 4
         trees.append(small.tree(tmp_path / "out"))
     assert trees[0] == trees[1]
 

@@ -20,6 +20,7 @@ from exporters.onnx import ExportOptions, export, moe, trace
 from exporters.onnx.reference import model_inputs
 from exporters.onnx.trace import divide_by_roots, graph_name, present_name
 from tests import zoo
+from tests.exporters.answers import Runner, session_of
 
 WIDTH = 8
 
@@ -168,18 +169,13 @@ def test_a_recurrent_hybrid_is_right_for_one_chunk_and_for_many(tmp_path: Path) 
     model.save_pretrained(tmp_path / "model")
     found = export(tmp_path / "model", tmp_path / "graph", ExportOptions(tokens=10)).verification
     assert {(1, 1), (3, 5), (2, 33)} <= set(found.shapes) and found.largest_difference < found.tolerance
-    session = onnxruntime.InferenceSession(str(tmp_path / "graph" / "model.onnx"), providers=["CPUExecutionProvider"])
     tokens = torch.arange(1, 14)[None]
-    sizes = {"batch": 1, "past": 0}
-    feed = {
-        entry.name: np.zeros([sizes.get(side, side) for side in entry.shape], np.float32)
-        for entry in session.get_inputs()
-        if entry.name.startswith("past_key_values")
-    }
-    given = {name: value.numpy() for name, value in model_inputs(model, tokens).items()}
+    inputs = {name: value.numpy() for name, value in model_inputs(model, tokens).items()}
     with torch.no_grad():
         stock = model(tokens).logits
-    assert torch.allclose(torch.from_numpy(session.run(["logits"], {**given, **feed})[0]), stock, atol=1e-4)
+    runner = Runner(session_of(tmp_path / "graph"), 1)
+    logits = runner.session.run(["logits"], inputs | runner.past)[0]
+    assert torch.allclose(torch.from_numpy(logits), stock, atol=1e-4)
 
 
 # --- norms: x * (1 / sqrt(v)) becomes x / sqrt(v), the same numbers and one operator in ONNX Runtime ---------------

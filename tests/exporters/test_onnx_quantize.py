@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exporters.onnx.quantise import (
-    RATIOS,
-    SCHEMES,
-    Scheme,
-    best_scales,
-    blocks,
-    codes,
-    dequantise,
-    pack,
-    rounded,
-)
+from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, blocks, codes, dequantise, pack, rounded
 from tests.packed import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 import transformers
@@ -20,12 +19,12 @@ from compressor.demo.evaluation import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent
-from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export
+from exporters.onnx import ExportOptions, ExportSummary, export
 from exporters.onnx.moe import SCALES, qmoe_tensors, round_experts
 from exporters.onnx.quantise import SCHEMES, dequantise
 from exporters.onnx.verify import EXACT, Graph, compare, rounding_cost
 from tests import zoo
-from tests.exporters.answers import observe
+from tests.exporters.answers import Runner, experts_of, observe, session_of
 from tests.packed import unpack
 
 SHAPES = ((1, 1), (1, 7), (3, 5), (2, 33), (4, 16))
@@ -117,54 +116,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made(source, quantize)
 
 
-class Runner:
-    """A graph with a cache, one call after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = 1
-        self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), settings, ["CPUExecutionProvider"])
-        self.cache: dict[str, np.ndarray] = {}
-
-    def start(self, rows: int) -> None:
-        sizes = {"batch": rows, "past": 0}
-        self.cache = {
-            entry.name: np.zeros([sizes.get(side, side) for side in entry.shape], np.float32)
-            for entry in self.session.get_inputs()
-            if entry.name.startswith("past_key_values.")
-        }
-
-    def step(self, tokens: Tensor, past: int) -> Tensor:
-        """[B, S] after so many others -> [B, S, V]."""
-        rows, length = tokens.shape
-        positions = torch.arange(past, past + length).expand(rows, -1).contiguous()
-        mask = torch.ones(rows, past + length, dtype=torch.long)
-        given = {"input_ids": tokens.numpy(), "attention_mask": mask.numpy(), "position_ids": positions.numpy()}
-        names = [entry.name for entry in self.session.get_outputs()]
-        found = dict(zip(names, self.session.run(None, {**given, **self.cache}), strict=True))
-        self.cache = {name: found[name.replace("past_key_values", "present")] for name in self.cache}
-        return torch.from_numpy(found["logits"])
-
-
 @torch.no_grad()
 def test_logits_are_those_of_torch_with_the_weights_in_the_file(case: Exported) -> None:
-    runner = Runner(case.folder)
+    session = session_of(case.folder)
     for rows, length in SHAPES:
         tokens = zoo.tokens(case.stock, rows, length, seed=length)
-        runner.start(rows)
         wanted = case.stock(input_ids=tokens, use_cache=False).logits
-        torch.testing.assert_close(runner.step(tokens, 0), wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(Runner(session, rows)(tokens), wanted, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_torch_without_a_cache(case: Exported) -> None:
     tokens = zoo.tokens(case.stock, 1, 8, seed=5)
-    runner, mine = Runner(case.folder), tokens
-    runner.start(1)
-    room = min(64, case.stock.config.max_position_embeddings - 8)
-    for _ in range(room):
-        past = next(iter(runner.cache.values())).shape[2]
-        mine = torch.cat([mine, runner.step(mine[:, past:], past)[:, -1:].argmax(-1)], 1)
+    runner, mine = Runner(session_of(case.folder), 1), tokens
+    for _ in range(min(64, case.stock.config.max_position_embeddings - 8)):
+        mine = torch.cat([mine, runner(mine[:, runner.length :])[:, -1:].argmax(-1)], 1)
         tokens = torch.cat([tokens, case.stock(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(mine, tokens)
 
@@ -210,10 +176,6 @@ def test_a_graph_with_the_scales_of_one_expert_changed_is_caught(case: Exported,
         asked(tmp_path)
 
 
-def experts_of(name: str, **overrides: Any) -> Any:
-    return next(iter(experts_modules(zoo.build(name, **overrides))))[1]
-
-
 @pytest.mark.parametrize("quantize", SCHEMES)
 @pytest.mark.parametrize(("name", "overrides"), [("mixtral", WIDE), ("gpt_oss", {}), ("nemotron_h", {})])
 def test_the_nodes_tensors_mean_the_rounded_weights(name: str, overrides: dict[str, Any], quantize: str) -> None:
@@ -254,9 +216,3 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
     experts.down_proj.data[3, 0, 0] = torch.inf
     with pytest.raises(CompressionError, match=r"down_proj of expert 3 holds a value that is not finite.*none"):
         round_experts(experts, SCHEMES["int8"])
-
-
-def test_unknown_formats_are_refused_with_the_list() -> None:
-    assert set(FORMATS) == {"none", "int8", "int4"}
-    with pytest.raises(CompressionError, match="--quantize 'int2' is not known; it is one of none, int8, int4"):
-        ExportOptions(quantize="int2")
