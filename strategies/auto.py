@@ -9,10 +9,10 @@ from compressor.plugins import (
     LayerPlan,
     LayerStatistics,
     Strategy,
-    least,
     load_strategy,
     option,
     rescaled_error,
+    stable_argmin,
 )
 
 CANDIDATES = "enumerate,gated-mass,count-guided,reap"
@@ -68,7 +68,7 @@ def plan(
         errors[strategy.name] = rescaled_error(stats.heldout, made) if same is None else errors[same]
     if not plans:
         raise refusals[0]
-    won = [*errors][least(errors.values(), SQUARED)]
+    won = [*errors][stable_argmin(errors.values(), SQUARED)]
     others = [error for name, error in errors.items() if plans[name].groups != plans[won].groups]
     margin = {"ahead_by": round(max(min(others) - errors[won], 0.0), 6)} if others else {}
     rounded = {name: round(error, 6) for name, error in errors.items()}

@@ -17,10 +17,10 @@ from compressor.plugins import (
     LayerStatistics,
     Routed,
     blocks_of,
-    least,
     option,
     relative_error,
     rounded,
+    stable_argmin,
 )
 
 NEEDS = RECONSTRUCTION
@@ -138,7 +138,7 @@ def _search(
 
     def best(tried: Iterable[Kept]) -> Kept:
         sets = sorted(tried)
-        return sets[least((float(errors.kept(kept).errors.sum()) for kept in sets), errors.noise)]
+        return sets[stable_argmin((float(errors.kept(kept).errors.sum()) for kept in sets), errors.noise)]
 
     if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
         return best(_subsets(blocks)), {"search": f"all {count} subsets"}

@@ -21,12 +21,12 @@ from torch import Tensor
 import compressor
 from compressor.evaluation import base_answers
 from compressor.evaluation.evaluator import Figures
+from compressor.formatting import short
 from compressor.publishing.card import card_text
 from compressor.recipe.recipe import read_recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
-from compressor.words import short
 from tests import small, zoo
 from tests.command_line import Run, captured, ended, names, refused, run_killed, start
 from tests.small import tree

@@ -9,11 +9,11 @@ from typing import Any
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
 from compressor.files import REPLACED, alone, clear, full_disk_told, replace_folder
+from compressor.formatting import did_you_mean
 from compressor.progress import Progress
 from compressor.recipe.plugins import EXPORTERS, names
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
 from compressor.run_record import PACKAGES, answers, note_request, request_key, stamp, tell_in_place, versions
-from compressor.words import did_you_mean
 from compressor.workdir.workdir import check_target
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads

@@ -16,11 +16,11 @@ from compressor.errors import CompressionError
 from compressor.evaluation.scores import identity
 from compressor.evaluation.tasks import item_options, items_of
 from compressor.files import check_folder
+from compressor.formatting import label
 from compressor.model.architecture import load_config
 from compressor.model.opened import load_whole, pick_device, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, quiet_transformers
-from compressor.words import label
 
 
 def train_comoe(

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
 from compressor.distributed.ranks import here
-from compressor.ties import rounded
-from compressor.words import one_line
+from compressor.formatting import one_line
+from compressor.tolerance import rounded
 
 if TYPE_CHECKING:
     import networkx as nx

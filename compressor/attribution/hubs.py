@@ -11,7 +11,7 @@ from statistics import fmean, median
 import torch
 
 from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender
-from compressor.ties import exceeds, rounded
+from compressor.tolerance import exceeds, rounded
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
 LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub has

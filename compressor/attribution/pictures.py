@@ -24,7 +24,7 @@ from compressor.drawing.heatmaps import Panel, Scale, draw_panels, log_scale
 from compressor.drawing.marks import colour
 from compressor.drawing.palette import FONT, MARKERS, scale_axis
 from compressor.drawing.picture import Drawing
-from compressor.words import counted, readable
+from compressor.formatting import counted, readable
 
 if TYPE_CHECKING:
     import networkx as nx

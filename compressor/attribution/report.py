@@ -27,8 +27,8 @@ from compressor.document.blocks import Block, Code, Heading, Table, Text
 from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.files import whole_folder
+from compressor.formatting import counted, percent, short
 from compressor.records import finite, plain_json
-from compressor.words import counted, percent, short
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -13,7 +13,7 @@ from compressor.cli.terminal import progress_bars, tell
 from compressor.distributed.ranks import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
-from compressor.words import counted, human_bytes, human_count, ranges
+from compressor.formatting import counted, human_bytes, human_count, ranges
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
     from compressor.gguf_files.blocks import GgufInspection

@@ -15,10 +15,10 @@ from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
+from compressor.formatting import one_line
 from compressor.memory import limit_caches
 from compressor.recipe.plugins import packages
 from compressor.run_record import versions
-from compressor.words import one_line
 
 PACKAGE = "moe-compressor"
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])  # click's ClickException, wherever typer keeps it

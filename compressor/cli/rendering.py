@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.cli.terminal import tell
 from compressor.comparison.report import Comparison, comparison_brief
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
+from compressor.formatting import counted, human_bytes, human_count, share
 from compressor.gates.report import full_content, gate_brief
 from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import NOT_STOCK
@@ -20,7 +21,6 @@ from compressor.recipe.plugins import helps
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
 from compressor.serving.advice import Advice, Breach
-from compressor.words import counted, human_bytes, human_count, share
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.api.searching import Gated

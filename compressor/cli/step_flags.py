@@ -18,6 +18,7 @@ from compressor.cli.options import (
     without_none,
 )
 from compressor.errors import CompressionError
+from compressor.formatting import did_you_mean
 from compressor.recipe.plugins import read_option
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, refuse_missing, step_class
 from compressor.recipe.step import Step
@@ -27,7 +28,6 @@ from compressor.steps.distill.step import Distill
 from compressor.steps.prune.step import Prune
 from compressor.steps.routers.step import Routers
 from compressor.steps.split.step import Split
-from compressor.words import did_you_mean
 
 SUFFIXES = (".yaml", ".yml")
 FLAGS: tuple[tuple[type[Step], str, Mapping[str, str]], ...] = (  # the option's name, and the field that it is

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from compressor.distributed.ranks import here, process_group, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
+from compressor.formatting import one_line
 from compressor.progress import Silent
-from compressor.words import one_line
 
 PROGRAM = "moe-compress"
 Command = Callable[..., None]

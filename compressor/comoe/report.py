@@ -17,8 +17,8 @@ from compressor.drawing.marks import draw_bars
 from compressor.drawing.palette import FONT, ink_on
 from compressor.drawing.picture import Drawing, png
 from compressor.files import whole_folder
+from compressor.formatting import counted, human_count, share
 from compressor.records import plain_json
-from compressor.words import counted, human_count, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

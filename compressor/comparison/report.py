@@ -21,8 +21,8 @@ from compressor.drawing.marks import LABEL_LENGTH, Line, colour, draw_lines, leg
 from compressor.drawing.palette import ROLES, scale_axis
 from compressor.drawing.picture import Drawing, png
 from compressor.files import whole_folder
+from compressor.formatting import human_bytes, human_count, joined
 from compressor.records import finite, plain_json
-from compressor.words import human_bytes, human_count, joined
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

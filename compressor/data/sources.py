@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.words import distinct
+from compressor.formatting import distinct
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"

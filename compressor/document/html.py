@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from compressor.document import blocks
 from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Words
 from compressor.drawing.picture import inline_svgs
-from compressor.words import readable
+from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from jinja2 import Template

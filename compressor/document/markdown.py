@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from compressor.document import blocks
 from compressor.document.blocks import Block, Words, plain_words
-from compressor.words import readable
+from compressor.formatting import readable
 
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")  # underscores inside words mean nothing in Markdown
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph

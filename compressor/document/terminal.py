@@ -12,7 +12,7 @@ from rich.text import Text as RichText
 
 from compressor.document import blocks
 from compressor.document.blocks import Block, Table, Words, plain_words
-from compressor.words import readable
+from compressor.formatting import readable
 
 PIPED_WIDTH = 120  # columns of a table that no terminal limits
 LEAST_WORDS = 20  # letters of a column of words that stay on one line while there are columns to leave out

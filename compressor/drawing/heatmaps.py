@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.drawing.palette import FONT, HEAT, log_limits, ticks
 from compressor.drawing.picture import Drawing
-from compressor.words import readable
+from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

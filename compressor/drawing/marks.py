@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compressor.drawing.palette import COLOURS, FONT, MARKERS, ROLES, ink_on, scale_axis
-from compressor.words import readable
+from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

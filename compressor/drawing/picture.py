@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from compressor.drawing.palette import DPI, FONT
-from compressor.words import readable
+from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

@@ -17,12 +17,12 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, faults_told
 from compressor.evaluation.scores import ItemScores, ResultStore, identity, item_scores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
+from compressor.formatting import human_bytes
 from compressor.memory import available
 from compressor.model.architecture import build_stored, load_config
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import Progress
 from compressor.run_record import versions
-from compressor.words import human_bytes
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
 SHARE = 1.1  # of the weights: a layer is there twice while the stock loader puts its experts together

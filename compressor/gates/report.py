@@ -24,10 +24,10 @@ from compressor.drawing.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.evaluation.scores import REPORT
 from compressor.files import file_digest, whole_folder
+from compressor.formatting import counted, one_line, readable
 from compressor.gates.statistics import POWER
 from compressor.gates.verdict import EXIT_STATUS, GateResult, TaskGate, Verdict, gate_content, gate_from_content
 from compressor.records import read_json
-from compressor.words import counted, one_line, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

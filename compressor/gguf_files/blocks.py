@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
+from compressor.formatting import counted, joined
 from compressor.gguf_files.header import Gguf, Tensor, open_gguf, type_name
 from compressor.model.architecture import MoeLayer, check_count
 from compressor.model.inspection import PARTS, Outcome, Part, candidates
 from compressor.recipe.steps_plan import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
-from compressor.words import counted, joined
 
 EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")
 ROUTER = re.compile(r"blk\.(\d{1,5})\.(?:ffn_gate_inp(?:\.(?:weight|bias))?|exp_probs_b(?:_vl)?(?:\.(?:weight|bias))?)")

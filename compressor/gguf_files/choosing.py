@@ -20,6 +20,7 @@ import torch
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import file_digest
+from compressor.formatting import known_names
 from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
 from compressor.gguf_files.header import (
     MOST_LETTERS,
@@ -40,7 +41,6 @@ from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.protecting import given_protected, listed, with_list
 from compressor.steps.prune.step import protector_of
-from compressor.words import known_names
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import alone, check_parent, full_disk_told
+from compressor.formatting import runs
 from compressor.gguf_files.blocks import PLANS, Blocks, cut
 from compressor.gguf_files.header import (
     ARRAY,
@@ -32,7 +33,6 @@ from compressor.gguf_files.header import (
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import versions
-from compressor.words import runs
 
 VERSION, LABEL = "moe_compressor.version", "general.size_label"
 CHUNK = 2**22  # bytes in memory at a time

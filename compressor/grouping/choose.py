@@ -19,7 +19,7 @@ from compressor.model.experts import ExpertsView, Parameters, apply_expert, expe
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.cutting import aligned_experts, mixed_parameters
-from compressor.ties import SQUARED, least, rounded
+from compressor.tolerance import SQUARED, least, rounded
 
 STEPS = 60  # of learning coefficients
 LEARNING_RATE = 0.05

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.ties import least, rounded
+from compressor.tolerance import least, rounded
 
 EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
 RANDOM_STARTS = 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.ties import FLOAT32
+from compressor.tolerance import FLOAT32
 
 BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
 CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds

@@ -21,6 +21,7 @@ from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, rows_of
 from compressor.files import file_digest, whole_folder
+from compressor.formatting import counted, share
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
@@ -28,7 +29,6 @@ from compressor.pathways.engine import PathwayModel, Plain
 from compressor.pathways.options import OWN, Routing
 from compressor.progress import Progress
 from compressor.records import RESTORE, plain_json, read_as, read_json
-from compressor.words import counted, share
 
 NAMES = ("reference.json", "reference.safetensors", "items.jsonl")
 COLUMNS = ("task", "items", "right", "share")

@@ -12,6 +12,7 @@ from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
+from compressor.formatting import human_bytes, human_count, share
 from compressor.gates.report import belonging, find_gate, read_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import OpenModel, advice_on, served_model
@@ -21,7 +22,6 @@ from compressor.records import read_json, readable_json
 from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, read_record, versions
 from compressor.serving.advice import Advice
-from compressor.words import human_bytes, human_count, share
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
 

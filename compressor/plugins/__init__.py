@@ -37,6 +37,6 @@ from compressor.recipe.plugins import option
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
 from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
 from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
-from compressor.ties import FLOAT32, SQUARED, exceeds, least, rounded
+from compressor.tolerance import FLOAT32, SQUARED, exceeds, rounded, stable_argmin
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -11,6 +11,7 @@ from compressor.document.blocks import Block, Code, Details, Figure, Heading, It
 from compressor.document.markdown import markdown
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError, without_tokens
+from compressor.formatting import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
 from compressor.gates.verdict import GateResult
 from compressor.pipeline.outcome import Outcome
 from compressor.publishing.facts import (
@@ -33,7 +34,6 @@ from compressor.report.data import Measured, all_dispositions
 from compressor.report.figures import figures
 from compressor.report.measuring import kept_measures
 from compressor.run_record import read_record
-from compressor.words import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
 
 Blocks = tuple[Block, ...]
 NOT_STOCK = (

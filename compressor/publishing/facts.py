@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
+from compressor.formatting import label, one_line
 from compressor.gates.report import card_metrics
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import open_model
@@ -19,7 +20,6 @@ from compressor.recipe.plan import Source, parts_of
 from compressor.records import read_object
 from compressor.report.data import Measured, Report, report_data
 from compressor.run_record import COMPRESSION
-from compressor.words import label, one_line
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData

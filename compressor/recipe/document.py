@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from compressor.document.blocks import Block, Table, Text, plain_words
+from compressor.formatting import counted, one_line, short, span
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
-from compressor.words import counted, one_line, short, span
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
-from compressor.words import known_names
+from compressor.formatting import known_names
 
 logger = logging.getLogger(__name__)
 

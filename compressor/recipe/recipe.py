@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
 from compressor.errors import CompressionError, reason_of
+from compressor.formatting import known_names
 from compressor.recipe.plugins import STEPS, load, working
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
-from compressor.words import known_names
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000

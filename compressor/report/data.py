@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
+from compressor.formatting import counted, joined, one_line, ranges
 from compressor.gates.verdict import GateResult, gate_content
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_json
-from compressor.words import counted, joined, one_line, ranges
 
 FORMAT = "moe-compressor-report/3"
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."

@@ -25,11 +25,11 @@ from compressor.drawing.marks import (
 )
 from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
 from compressor.drawing.picture import Drawing
+from compressor.formatting import counted, listed, percent, readable, short, span
 from compressor.gates.report import gate_figure
 from compressor.recipe.document import changed, result_of
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
 from compressor.steps.distill.describe import curve
-from compressor.words import counted, listed, percent, readable, short, span
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase

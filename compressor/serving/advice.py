@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
-from compressor.words import joined
+from compressor.formatting import joined
 
 Effect = Literal["fails", "wrong", "slower", "larger"]
 About = Literal["experts", "top-k", "width", "head"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compressor.errors import CompressionError
-from compressor.words import human_bytes
+from compressor.formatting import human_bytes
 from scripts.benchmark import compress_command
 from scripts.benchmarks.frame import BARE, COMMAND, Child, Sizes, head, options, row, run_child, warm
 

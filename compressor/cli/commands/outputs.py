@@ -13,8 +13,8 @@ from compressor.cli.options import Model, Out, Printing, Publishing, Running, Te
 from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError
 from compressor.files import alone
+from compressor.formatting import readable
 from compressor.publishing.hub import AGAIN
-from compressor.words import readable
 
 if TYPE_CHECKING:
     from compressor.publishing.push import PushSummary

@@ -27,6 +27,7 @@ from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
+from compressor.formatting import human_bytes
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
@@ -37,7 +38,6 @@ from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.step import Distill
 from compressor.surgery.conversion import saved_names
 from compressor.surgery.tensors import refuse_overflow
-from compressor.words import human_bytes
 
 logger = logging.getLogger(__name__)
 READS = 2  # of the model, by a streamed step

@@ -34,7 +34,7 @@ from compressor.cli.rendering import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
-from compressor.words import short
+from compressor.formatting import short
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [

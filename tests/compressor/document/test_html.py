@@ -26,7 +26,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.html import page, sections, stylesheet, words_html
 from compressor.drawing.picture import Drawing
-from compressor.words import readable
+from compressor.formatting import readable
 from tests.reported import HOSTILE, Tree
 
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from([HOSTILE, "{{ 7 * 7 }}", "{% raw %}", "&amp;", "</td>", "]]>"]))

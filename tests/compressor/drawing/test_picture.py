@@ -15,7 +15,7 @@ from compressor.drawing.heatmaps import draw_heat
 from compressor.drawing.marks import draw_bars
 from compressor.drawing.palette import DPI, draw_key
 from compressor.drawing.picture import Drawing, inline_svgs, png
-from compressor.words import readable
+from compressor.formatting import readable
 
 SVG = "{http://www.w3.org/2000/svg}"
 

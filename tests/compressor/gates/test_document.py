@@ -11,9 +11,9 @@ from scipy.stats import norm
 
 from compressor.document import markdown as rendered
 from compressor.document.markdown import escaped
+from compressor.formatting import readable
 from compressor.gates.report import advice, change, gate_blocks, items_needed, level, verdict_line
 from compressor.gates.verdict import GateResult, RoutedBy
-from compressor.words import readable
 from tests.gates import DIFFERING, gate, gates, likelihood, mixed, task, tasks
 
 

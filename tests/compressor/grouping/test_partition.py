@@ -12,7 +12,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from compressor.grouping import partition as grouping
 from compressor.grouping.partition import Grouping, group_experts
-from compressor.ties import ROUNDING
+from compressor.tolerance import ROUNDING
 
 Groups = tuple[tuple[int, ...], ...]
 

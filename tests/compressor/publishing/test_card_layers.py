@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from compressor.document.markdown import markdown
 from compressor.drawing.marks import group_look
+from compressor.formatting import joined, label, one_line, ranges, without_paths
 from compressor.model.architecture import MoeLayer
 from compressor.publishing.card import experts_details
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.report.data import LayerReport, all_dispositions, experts_table
 from compressor.report.figures import cells
-from compressor.words import joined, label, one_line, ranges, without_paths
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:

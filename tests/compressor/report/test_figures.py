@@ -20,9 +20,9 @@ from PIL import Image
 from compressor.document.blocks import Figure
 from compressor.drawing.marks import group_look
 from compressor.drawing.picture import Drawing, drawing_settings, inline_svgs, png
+from compressor.formatting import listed, short
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, NAMES, cells, figures, limits, matrix_alt, phases, visit_alt
-from compressor.words import listed, short
 from tests.gates import gates
 from tests.reported import HOSTILE, STEPS, bare, hostile, layer, report
 

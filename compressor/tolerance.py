@@ -1,4 +1,4 @@
-"""Ties: scores, distances and errors that differ by rounding alone count as equal wherever a decision is made.
+"""Numeric tolerance: scores, distances and errors that differ by rounding alone count as equal in every decision.
 
 The last bits of a matrix product hang on the processor, so a plan must not. A fixed grid of rounded values will not
 do by itself: wherever its borders are, some equal values fall on both sides of one. Here the values themselves say
@@ -53,7 +53,7 @@ def _on_grid(numbers: Tensor) -> Tensor:
     return torch.from_numpy(np.where(np.isfinite(coarse), coarse, numbers.numpy()))
 
 
-def least(values: Iterable[float], noise: float = 0.0) -> int:
+def stable_argmin(values: Iterable[float], noise: float = 0.0) -> int:
     """Position of the least value, the first of equal ones; NaN is never less."""
     numbers = torch.tensor([*values], dtype=torch.float64).nan_to_num(torch.inf, torch.inf, -torch.inf)
     return int(rounded(numbers, noise).argmin())

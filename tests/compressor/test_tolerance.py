@@ -22,7 +22,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, collect
-from compressor.ties import ROUNDING, exceeds, least, rounded
+from compressor.tolerance import ROUNDING, exceeds, rounded, stable_argmin
 from tests import zoo
 from tests.opened import batches
 
@@ -106,9 +106,9 @@ def test_noise_says_what_is_zero() -> None:
 
 
 def test_the_least_is_the_first_of_equal_ones() -> None:
-    assert least([2.0, 1.0 + 1e-9, 1.0]) == 1 and least([2.0, 1.001, 1.0]) == 2
-    assert least([float("nan"), 3.0, 3.0]) == 1 and least([float("nan")] * 2) == 0
-    assert least([float("inf"), float("-inf")]) == 1 and least([1e-12, 0.0], 1e-11) == 0
+    assert stable_argmin([2.0, 1.0 + 1e-9, 1.0]) == 1 and stable_argmin([2.0, 1.001, 1.0]) == 2
+    assert stable_argmin([float("nan"), 3.0, 3.0]) == 1 and stable_argmin([float("nan")] * 2) == 0
+    assert stable_argmin([float("inf"), float("-inf")]) == 1 and stable_argmin([1e-12, 0.0], 1e-11) == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Words of reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
+"""Formatting for reports: names shown as they are written, without folders or tokens, short lists, counts and sizes."""
 
 import difflib
 import math
