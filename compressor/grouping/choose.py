@@ -19,7 +19,7 @@ from compressor.model.experts import ExpertsView, Parameters, apply_expert, expe
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.surgery.cutting import aligned_experts, mixed_parameters
-from compressor.tolerance import SQUARED, least, rounded
+from compressor.tolerance import SQUARED, rounded, stable_argmin
 
 STEPS = 60  # of learning coefficients
 LEARNING_RATE = 0.05
@@ -173,7 +173,7 @@ def learn_coefficients(
         if weights.requires_grad:
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
-    won, groups = least(losses, SQUARED), list(plan.groups)
+    won, groups = stable_argmin(losses, SQUARED), list(plan.groups)
     for slot, group in enumerate(plan.groups):
         if len(group.members) > 1:
             shares = states[won][slot].double().softmax(0)

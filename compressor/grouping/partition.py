@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.tolerance import least, rounded
+from compressor.tolerance import rounded, stable_argmin
 
 EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
 RANDOM_STARTS = 4
@@ -185,7 +185,7 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _cheapest(distances: Tensor, found: list[Tensor]) -> Tensor:
     """The labels [E] of least cost, the first of equal ones."""
-    return found[least(cost(distances, labels) for labels in found)]
+    return found[stable_argmin(cost(distances, labels) for labels in found)]
 
 
 def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
