@@ -211,7 +211,6 @@ class Pass:
                     yield unit
                     if self.phase:
                         self.progress.advance(unit)
-                lockstep.finish()
             finally:
                 lockstep.close()
 
@@ -237,18 +236,24 @@ class _Lockstep:
             module.forward = bind(self._pass_layer, unit)
         self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
         self.handles += [
-            self.model.get_submodule(name).register_forward_pre_hook(bind(self._load, keys))
+            self.model.get_submodule(name).register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
             for name, keys in _outside_keys(self.partial, self.units).items()
         ]
         numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
-        """Load, pass, yield and release one layer after another, as far as any is wanted."""
+        """Load, pass, yield and release one layer after another, as far as any is wanted, then finish batches."""
         places = [self._resume(number, number) for number in self.runs]
         _release_embedding(self.partial)
         following = dict(pairwise(self.units))
         idle = iter(self.units if self.own is not None and not places else ())  # ranks keep in step
+
+        def replay(numbers: Iterable[int]) -> None:
+            for number in numbers:
+                if number in self.runs:
+                    self._resume(number, _REPLAY)
+
         while (unit := places[0] if places else next(idle, None)) is not None:
             if any(place != unit for place in places):
                 raise CompressionError(
@@ -261,7 +266,7 @@ class _Lockstep:
             for visitor in self.visitors:
                 visitor.loaded(unit)
             for visitor in self.visitors:
-                visitor.before(unit, self._replay)
+                visitor.before(unit, replay)
             places = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
                 visitor.passed(unit)
@@ -272,9 +277,6 @@ class _Lockstep:
             if not self.waiting:
                 break
         self.place.layer = ""
-
-    def finish(self) -> None:
-        """Let the batches that go on to the model's output do so."""
         for number in self.run.finishing:
             if number in self.runs:
                 output = self._resume(number)
@@ -300,11 +302,6 @@ class _Lockstep:
         with torch.set_grad_enabled(self.run.gradients):
             return self.runs[number].switch(*values)
 
-    def _replay(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if number in self.runs:
-                self._resume(number, _REPLAY)
-
     def _run(self, number: int) -> Any:
         """What a batch's greenlet does: the stock forward."""
         padding, device = self.run.padding, self.partial.device
@@ -326,9 +323,6 @@ class _Lockstep:
         if self.waiting <= {unit}:
             self.driver.switch(None)  # no batch need go on, least of all through the head
 
-    def _load(self, keys: list[str], module: nn.Module, args: Any) -> None:
-        self.partial.load(keys)
-
 
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
     """For each module outside the decoder layers: the tensors that its forward may use directly."""
@@ -348,10 +342,7 @@ def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, li
 
 
 def _release_embedding(partial: PartialModel) -> None:
-    """Give back the token embedding, often larger than a layer, once all batches have passed it.
-
-    One that a later part of the model shares stays.
-    """
+    """Give back the token embedding, often larger than a layer; one that a later part of the model shares stays."""
     model = partial.model
     names = {module: name for name, module in model.named_modules()}
     own = names[model.get_input_embeddings()]

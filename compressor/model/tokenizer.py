@@ -8,16 +8,8 @@ from compressor.errors import CompressionError, reason_of
 from compressor.progress import quiet_transformers
 
 VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.*.json",
-    "tekken.json",
-    "vocab*",
-    "*.model",
-    "*.model.v*",
-    "*.tiktoken",
-    "*.spm",
-    "*.bpe",
-    "*.codes",
+    *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*"),
+    *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
 )
 MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
 LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in texts of blanks, marks or the unknown
@@ -32,23 +24,19 @@ def load_tokenizer(folder: Path, remedy: str = "copy those of the original model
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # None would ask
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
+    try:
+        tokens = set(tokenizer.get_vocab().values())
+    except NotImplementedError:  # which the base class of slow tokenizers raises
+        tokens = {None}
     own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
     files = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")  # which names a class without
     if not any(path.is_file() for name in files for path in folder.glob(name)):
         fault = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-    elif _knows_nothing(tokenizer):
+    elif tokens <= set(getattr(tokenizer, "all_special_ids", ())):
         fault = "its vocabulary holds nothing but special tokens"
     else:
         return tokenizer
     raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
-
-
-def _knows_nothing(tokenizer: Any) -> bool:
-    try:
-        words = set(tokenizer.get_vocab().values())
-    except NotImplementedError:  # which the base class of slow tokenizers raises
-        return False
-    return words <= set(getattr(tokenizer, "all_special_ids", ()))
 
 
 def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:

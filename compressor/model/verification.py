@@ -21,22 +21,9 @@ from compressor.replaceable import TEMPLATES
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
-BESIDE = (
-    *CHAT_TEMPLATES,
-    "chat_template.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
-OBJECTS = (
-    GENERATION,
-    "tokenizer.json",
-    *BESIDE[-4:],
-    "adapter_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
+OPTIONAL = ("chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+OBJECTS = (GENERATION, "tokenizer.json", *OPTIONAL, "adapter_config.json", *PROCESSORS)
 REMEDY = "mend it, or remove it from the folder"
 
 
@@ -92,7 +79,7 @@ def _culprit(folder: Path) -> Path | None:
     if config.is_file() and "auto_map" in read_object(config):
         return None  # of its own code, which is never run
     left = {path.relative_to(folder): path for pattern in ("*", CHAT_TEMPLATES[1]) for path in folder.glob(pattern)}
-    for path in _found(folder, BESIDE):
+    for path in _found(folder, (*CHAT_TEMPLATES, *OPTIONAL)):
         del left[path.relative_to(folder)]
         with TemporaryDirectory() as scratch:
             for place, source in left.items():

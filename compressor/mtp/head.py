@@ -71,31 +71,6 @@ class HeadNames:
         return (*(self.prefix + name for name in self.block), *self.parts.values())
 
 
-def head_names(left_out: Iterable[str], container: str, layers: int) -> tuple[HeadNames, ...]:
-    """The heads among tensors that the stock model does not load; none where no name speaks of one.
-
-    `container` is how the names of decoder layers begin before their number, of which there are `layers`. Raises
-    `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
-    """
-    names = sorted(left_out)
-    found = list[HeadNames]()
-    for number in count(layers):
-        prefix = f"{container}{number}."
-        own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        if not own:
-            break
-        parts = {PARTS[name]: prefix + name for name in own if name in PARTS}
-        found.append(HeadNames(prefix, number, tuple(name for name in own if name not in PARTS), parts))
-    if not found:
-        found = _own_layers([name.removeprefix(ROOT) for name in names if name.startswith(ROOT)], layers)
-    for head in found:
-        if missing := [part for part in NEEDED if part not in head.parts]:
-            raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
-        if not head.block:
-            raise CompressionError(f"{head.prefix}* has no decoder layer of its own")
-    return tuple(found)
-
-
 def _own_layers(names: list[str], layers: int) -> list[HeadNames]:
     """Heads under `mtp.`, which share what stands beside their layers."""
     blocks: dict[int, list[str]] = {}
@@ -153,12 +128,29 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
-    """The names of a model's heads; raises `CompressionError` for a layout that is not known."""
-    if not model.layout.left_out:
+    """The heads among the tensors that the stock model does not load; none where no name speaks of one.
+
+    Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
+    """
+    names, units = sorted(model.layout.left_out), model.architecture.units
+    if not names:
         return ()
-    units = model.architecture.units
     container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
-    return head_names(model.layout.left_out, container, len(units))
+    heads = list[HeadNames]()
+    for number in count(len(units)):
+        prefix = f"{container}{number}."
+        own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if not own:
+            break
+        parts = {PARTS[name]: prefix + name for name in own if name in PARTS}
+        heads.append(HeadNames(prefix, number, tuple(name for name in own if name not in PARTS), parts))
+    heads = heads or _own_layers([name.removeprefix(ROOT) for name in names if name.startswith(ROOT)], len(units))
+    for head in heads:
+        if missing := [part for part in NEEDED if part not in head.parts]:
+            raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
+        if not head.block:
+            raise CompressionError(f"{head.prefix}* has no decoder layer of its own")
+    return tuple(heads)
 
 
 def known_heads(model: OpenModel) -> tuple[Head, ...]:
@@ -245,7 +237,15 @@ def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> He
         raise CompressionError(f"{kind} cannot be built with {like} alone")
     if type(embedding) is not nn.Embedding:
         raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
-    norm = _final_norm(stock, units[0])
+    above = units[0].rpartition(".")[0].rpartition(".")[0]
+    norms = [  # beside the list of decoder layers, with one vector alone
+        f"{above}.{name}".removeprefix(".")
+        for name, child in stock.get_submodule(above).named_children()
+        if [(key, value.dim()) for key, value in child.named_parameters()] == [("weight", 1)]
+    ]
+    if len(norms) != 1:
+        raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
+    norm = norms[0]
 
     # the tensors outside the decoder layers are the trunk's, by their stored names, except where the head has its own
     parts, stored = names.parts, {target: name for name, target in model.partial.plain_keys.targets.items()}
@@ -297,16 +297,3 @@ def _one_layer(model: OpenModel, like: str) -> Any:
     text.num_hidden_layers = 1
     config.tie_word_embeddings = text.tie_word_embeddings = False
     return config
-
-
-def _final_norm(stock: nn.Module, unit: str) -> str:
-    """The module beside the list of decoder layers that holds one vector alone."""
-    above = unit.rpartition(".")[0].rpartition(".")[0]
-    found = [
-        f"{above}.{name}".removeprefix(".")
-        for name, child in stock.get_submodule(above).named_children()
-        if [(key, value.dim()) for key, value in child.named_parameters()] == [("weight", 1)]
-    ]
-    if len(found) != 1:
-        raise CompressionError(f"{type(stock).__name__} has {len(found)} modules that could be its final norm")
-    return found[0]

@@ -8,7 +8,7 @@ of these rows, which its embedding looks up there.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +108,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
 @dataclass(slots=True)
 class LastStates(LayerVisitor):
-    """At the end of a model: its last hidden states for the next head, and its likeliest tokens of judged batches.
+    """At the end of a model: its last hidden states for the next head, and its argmax tokens of judged batches.
 
     All batches of the pass must be finished. The language-model head runs for the judged ones alone.
     """
@@ -147,16 +147,10 @@ class LastStates(LayerVisitor):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """At how many of so many positions a head's likeliest token is what the trunk chooses there."""
+    """At how many of so many positions a head's argmax token is the trunk's."""
 
     agreed: int
     positions: int
-
-    @classmethod
-    def of(cls, trunk: Mapping[int, Tensor], head: Mapping[int, Tensor], ahead: int) -> "Acceptance":
-        """Of the choices [B, L] of the trunk and [B, L - ahead] of a head, which looks `ahead` tokens past it."""
-        agreed = sum(int((trunk[batch][:, ahead:] == chosen).sum()) for batch, chosen in head.items())
-        return cls(agreed, sum(chosen.numel() for chosen in head.values()))
 
     @property
     def share(self) -> float:
@@ -180,8 +174,10 @@ class Relay:
         self.ends = [LastStates(own, judged, text) for own, text in zip(models, following, strict=True)]
 
     def acceptance(self, number: int) -> Acceptance:
-        """Of the head of this number, once it has run."""
-        return Acceptance.of(self.ends[0].choices, self.ends[number + 1].choices, number + 1)
+        """Of the head of this number, once it has run: it looks `number + 1` tokens past the trunk."""
+        trunk, head = self.ends[0].choices, self.ends[number + 1].choices
+        agreed = sum(int((trunk[batch][:, number + 1 :] == chosen).sum()) for batch, chosen in head.items())
+        return Acceptance(agreed, sum(chosen.numel() for chosen in head.values()))
 
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Acceptance]:

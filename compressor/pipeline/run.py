@@ -32,7 +32,7 @@ from compressor.records import read_as, read_object
 from compressor.run_record import COMPRESSION, RunRecord, answers, note_request, record_run, request_key, tell_in_place
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.state import Observer, State
-from compressor.surgery.conversion import LayerChange
+from compressor.surgery.cutting import LayerChange
 from compressor.surgery.job import check_plan, left_out_of, make_job, output_size
 from compressor.surgery.tensors import OutputJob
 from compressor.workdir.workdir import (

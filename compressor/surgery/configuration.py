@@ -18,13 +18,6 @@ PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are re
 EXTRA_HEAD = (("mtp", "nextn"), ("num", "layers"))  # a field with one of each announces a multi-token-prediction head
 
 
-def _aliases(config: Any, name: str) -> set[str]:
-    """All the names under which a config class accepts a field."""
-    mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
-    canonical = mapping.get(name, name)
-    return {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
-
-
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
     """Set a field of `config` in its JSON, by whatever name it stands there; in a list, where its value stood."""
     *parents, name = path.split(".")
@@ -32,7 +25,9 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
     for parent in parents:
         node = node.setdefault(parent, {})
     owner = attrgetter(".".join(parents))(config) if parents else config
-    names, before = _aliases(owner, name), getattr(owner, name)
+    mapping: Mapping[str, str] = getattr(type(owner), "attribute_map", {}) or {}
+    canonical, before = mapping.get(name, name), getattr(owner, name)
+    names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
     for alias in sorted(names & set(node)) or [name]:
         old = node.get(alias)
         in_list = isinstance(old, list) and not isinstance(value, list)
@@ -70,14 +65,6 @@ def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
     return changed
 
 
-def _renumbered(text: str, renames: Mapping[str, str | None]) -> str | None:
-    """A module name in which an expert's number is replaced; None for a dropped expert's."""
-    for old in accumulate(text.split("."), "{}.{}".format):
-        if old in renames:
-            return None if (new := renames[old]) is None else new + text[len(old) :]
-    return text
-
-
 def expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
     """For experts stored by themselves: what an expert's name becomes; None for a dropped one's."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
@@ -109,7 +96,10 @@ def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> boo
 
 
 def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
-    changed = _renumbered(text, renames)
+    """A module name in which an expert's number is replaced; None for a dropped expert's."""
+    changed: str | None = text
+    if old := next((name for name in accumulate(text.split("."), "{}.{}".format) if name in renames), None):
+        changed = None if (new := renames[old]) is None else new + text[len(old) :]
     if changed == text and text not in renames and _tells_experts_apart(text, renames):
         raise CompressionError(
             f"config.json: {text!r} in quantization_config speaks of single experts, which get other numbers; "

@@ -1,11 +1,15 @@
-"""Cutting a loaded decoder layer by its plan, and keeping what was cut on disk until the output is written.
+"""Cutting a loaded decoder layer by its plan, keeping it on disk, and naming it as `save_pretrained` would.
+
+Output goes through the model where stored tensors cannot be mixed as they are: quantised experts that are merged (the
+output is then plain), experts whose neurons are aligned first, and storage that only transformers' reversible
+conversions understand.
 
 Before experts are mixed, their neurons may be brought into one order: weight matching of Ainsworth et al. 2023,
 arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expert whose intermediate neurons stand in
 another order computes the same, a mean over unlike orders does not.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import is_finite
+from compressor.checkpoint.quantized import wanted_dtype
+from compressor.checkpoint.reader import is_finite, refuse_nan
 from compressor.errors import CompressionError
 from compressor.kept import keep_tensors, kept_tensors, told_of
-from compressor.model.architecture import MoeLayer
+from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
-from compressor.recipe.plan import Group, LayerPlan
+from compressor.model.layout import Layout
+from compressor.model.loading import PartialModel
+from compressor.progress import quiet_transformers
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
-from compressor.surgery.tensors import mix, mixed_rows, refuse_overflow, remap_table, told_apart, weighted_members
+from compressor.surgery.tensors import (
+    Named,
+    OutputTensor,
+    mix,
+    mixed_rows,
+    refuse_overflow,
+    remap_table,
+    tensor_bytes_view,
+    tensor_output,
+    told_apart,
+    weighted_members,
+)
+
+LayerChange = Callable[[str, Mapping[str, Tensor]], Mapping[str, Tensor]]  # of a layer's tensors, by key
 
 
 @torch.no_grad()
@@ -168,3 +189,85 @@ class CutFiles:
     def tensors(self, layer: MoeLayer) -> dict[str, Tensor]:
         """The tensors of a finished layer; none if it is not there."""
         return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
+
+
+def through_model(layout: Layout, plan: CompressionPlan) -> bool:
+    """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
+    return not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
+
+
+def saved_names(small: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with quiet_transformers():
+        reverted: dict[str, Tensor] = revert_weight_conversion(small, state)
+    return reverted.items()
+
+
+def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[str]:
+    others = () if unit else tuple(f"{other}." for other in units)
+    return [key for key in partial.keys_under(unit) if not key.startswith(others) and key not in partial.tied]
+
+
+def converted_outputs(partial: PartialModel, architecture: Architecture, small: Any) -> list[OutputTensor]:
+    """Every tensor of the output, named and shaped as stock `save_pretrained` would write the model `small`."""
+    state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
+    outputs = list[OutputTensor]()
+    for unit in ("", *architecture.units):
+        keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
+        saved = saved_names(small, {key: state[key] for key in keys})
+        outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
+    return outputs
+
+
+def convert_unit(
+    partial: PartialModel,
+    architecture: Architecture,
+    plan: CompressionPlan,
+    small: Any,
+    files: CutFiles | None,
+    change: LayerChange | None,
+    unit: str,
+) -> Named:
+    """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
+    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+
+    def cut(layer: MoeLayer) -> Mapping[str, Tensor]:
+        made = files.tensors(layer) if files else {}
+        if plan.correction is not None and not made:
+            raise CompressionError(
+                f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
+            )
+        for key, value in made.items():  # in float32, and refitted
+            refuse_overflow(key, value.to(partial.model.state_dict()[key].dtype))
+        return made or cut_layers(partial.model, [layer], plans)
+
+    yield from changed_unit(partial, architecture, small, cut, unit, change)
+
+
+def changed_unit(
+    partial: PartialModel,
+    architecture: Architecture,
+    small: Any,
+    made: Callable[[MoeLayer], Mapping[str, Tensor]],
+    unit: str,
+    change: LayerChange | None = None,
+) -> Named:
+    """Load a decoder layer ("" is the rest), put what is `made` of its MoE layers in place, and yield all of it.
+
+    Tensors come out by the names and in the shapes in which stock `save_pretrained` would write the model `small`.
+    """
+    keys = _keys_of(partial, unit, architecture.units)
+    partial.load(keys)
+    state = partial.model.state_dict()
+    cut = {key: state[key] for key in keys}
+    for layer in (layer for layer in architecture.layers if layer.unit == unit):
+        cut.update({key: value.to(cut[key].dtype) for key, value in made(layer).items()})
+    if change is not None and unit:
+        cut.update({key: refuse_overflow(key, value.to(cut[key].dtype)) for key, value in change(unit, cut).items()})
+    for name, tensor in saved_names(small, cut):
+        refuse_nan(name, "the converted model", tensor)
+        yield name, iter([tensor_bytes_view(tensor)])
+    for key in keys:
+        partial.release(key.rpartition(".")[0])

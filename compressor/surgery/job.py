@@ -25,33 +25,17 @@ from compressor.mtp.head import Head, find_heads, kept_heads
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
 from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import expert_renames, output_config
-from compressor.surgery.conversion import LayerChange, convert_unit, converted_outputs, through_model
-from compressor.surgery.cutting import CutFiles
+from compressor.surgery.cutting import CutFiles, LayerChange, convert_unit, converted_outputs, through_model
 from compressor.surgery.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
 
 logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-    ".py",
-    ".md",
-    ".index.json",
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"),
+    *(".py", ".md", ".index.json"),
 )
-NOT_CARRIED_NAMES = {  # what says of another model how it was made and judged, or is made anew
-    "config.json",
-    "compression.json",
-    "recipe.yaml",
-    "gate.json",
-    "onnx_export.json",
-}
+# what says of another model how it was made and judged, or is made anew
+NOT_CARRIED_NAMES = {"config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json"}
 
 
 def carried_files(folder: Path) -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
 Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
-checkpoint that must be mixed goes through the dequantised model instead (`compressor.surgery.conversion`).
+checkpoint that must be mixed goes through the dequantised model instead (`compressor.surgery.cutting`).
 """
 
 import math

@@ -46,7 +46,7 @@ from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.state import State
 from compressor.surgery.configuration import config_with
-from compressor.surgery.conversion import changed_unit
+from compressor.surgery.cutting import changed_unit
 from compressor.surgery.job import files_with, stored_partial
 from compressor.surgery.tensors import (
     OutputJob,

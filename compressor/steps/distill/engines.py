@@ -36,7 +36,7 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.step import Distill
-from compressor.surgery.conversion import saved_names
+from compressor.surgery.cutting import saved_names
 from compressor.surgery.tensors import refuse_overflow
 
 logger = logging.getLogger(__name__)
