@@ -152,6 +152,12 @@ class Acceptance:
     agreed: int
     positions: int
 
+    @classmethod
+    def of(cls, trunk: Mapping[int, Tensor], head: Mapping[int, Tensor], ahead: int) -> "Acceptance":
+        """Of the choices [B, L] of the trunk and [B, L - ahead] of a head, which looks `ahead` tokens past it."""
+        agreed = sum(int((trunk[batch][:, ahead:] == chosen).sum()) for batch, chosen in head.items())
+        return cls(agreed, sum(chosen.numel() for chosen in head.values()))
+
     @property
     def share(self) -> float:
         """From 0 to 1."""
@@ -174,10 +180,8 @@ class Relay:
         self.ends = [LastStates(own, judged, text) for own, text in zip(models, following, strict=True)]
 
     def acceptance(self, number: int) -> Acceptance:
-        """Of the head of this number, once it has run: it looks `number + 1` tokens past the trunk."""
-        trunk, head = self.ends[0].choices, self.ends[number + 1].choices
-        agreed = sum(int((trunk[batch][:, number + 1 :] == chosen).sum()) for batch, chosen in head.items())
-        return Acceptance(agreed, sum(chosen.numel() for chosen in head.values()))
+        """Of the head of this number, once it has run."""
+        return Acceptance.of(self.ends[0].choices, self.ends[number + 1].choices, number + 1)
 
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Acceptance]:

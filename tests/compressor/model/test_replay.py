@@ -72,7 +72,7 @@ def test_replaying_a_layer_that_writes_into_its_input_does_not_move_it_on() -> N
     nothing: Any = lambda *_: ()  # noqa: E731
     partial: Any = SimpleNamespace(
         model=Doubling(), device=torch.device("cpu"), tied={}, empty={},
-        load=nothing, read_ahead=nothing, release=nothing, keys_under=nothing,
+        load=lambda keys: None, read_ahead=nothing, release=nothing, keys_under=nothing,
     )  # fmt: skip
     ids, replaying = torch.tensor([[2, 5]]), Replaying(1, 1)
     model: Any = SimpleNamespace(

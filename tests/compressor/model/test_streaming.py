@@ -228,8 +228,9 @@ def unopened(partial: Any) -> Any:
 def test_batches_that_take_different_ways_are_refused() -> None:
     nothing: Any = lambda *_: ()  # noqa: E731
     partial: Any = SimpleNamespace(
-        model=Fork(), device=torch.device("cpu"), load=nothing, release=nothing, keys_under=nothing, tied={}, empty={}
-    )
+        model=Fork(), device=torch.device("cpu"), tied={}, empty={},
+        load=lambda keys: None, release=nothing, keys_under=nothing,
+    )  # fmt: skip
     parts = [torch.tensor([[2]]), torch.tensor([[3]])]
     with pytest.raises(CompressionError, match=r"different ways through the model at layers\.0"):
         Pass(unopened(partial), parts, wanted={"layers.1"}).run()
