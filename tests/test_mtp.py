@@ -21,10 +21,7 @@ from tests.mtp_plain import run_all
 from tests.plans import edited, plan_of, pruned
 
 Tensors = dict[str, Tensor]
-CASES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {},
-    "deepseek_v3": {"own_ends": True},
-}
+CASES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "deepseek_v3": {"own_ends": True}}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -32,14 +29,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return mtp_heads.make(request.param, tmp_path_factory.mktemp(request.param) / "in", **CASES[request.param])
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
-
-
-def record_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "compression.json").read_text())
-    return content
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
 
 
 def with_text(folder: Path) -> dict[str, Any]:
@@ -52,7 +43,7 @@ def test_all_experts_kept_leave_every_tensor_as_it_is(made: Made, tmp_path: Path
     assert set(before) == set(after)
     assert all(before[name].numpy().tobytes() == after[name].numpy().tobytes() for name in before)
     assert (summary.left_out, summary.zeroed_fields) == ((), ())
-    assert config_of(tmp_path / "out")[made.field] == len(made.blocks)
+    assert read(tmp_path / "out", "config.json")[made.field] == len(made.blocks)
 
 
 def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path) -> None:
@@ -76,8 +67,8 @@ def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert (summary.left_out, summary.zeroed_fields) == ((), ())
-    assert config_of(tmp_path / "out")[made.field] == len(made.blocks)
-    record = record_of(tmp_path / "out")
+    assert read(tmp_path / "out", "config.json")[made.field] == len(made.blocks)
+    record = read(tmp_path / "out", "compression.json")
     assert (record["left_out"], record["zeroed_fields"], pruned(record["plan"])["mtp"]) == ([], [], "keep")
 
 
@@ -90,7 +81,7 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
     compressor.apply(planned, tmp_path / "later")
     for file in sorted((tmp_path / "out").iterdir()):
         assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes(), file.name
-    assert pruned(record_of(tmp_path / "out")["plan"])["mtp"] == "keep"
+    assert pruned(read(tmp_path / "out", "compression.json")["plan"])["mtp"] == "keep"
     figures = summary.plan.stage.layers[-1].figures["correction"]
     assert figures["heldout_error"] < figures["heldout_error_before"]
     data = repeat_text(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY).fit
@@ -112,7 +103,7 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     owned = made.owned(made.tensors)
     assert set(dropped.left_out) == owned
     assert dropped.zeroed_fields == (made.field,)
-    assert config_of(tmp_path / "out")[made.field] == 0
+    assert read(tmp_path / "out", "config.json")[made.field] == 0
     found, both = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "kept")
     assert set(found) == set(both) - made.owned(both)
     assert all(torch.equal(found[name], both[name]) for name in found)

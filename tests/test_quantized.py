@@ -38,40 +38,24 @@ Save = Callable[[Path], None]
 HALF_A_BLOCK = {"qk_rope_head_dim": 8}  # 40 rows under 3 scales of 16 rows, as DeepSeek's 576 under 5 of 128
 HALF_A_BLOCK_EVEN = HALF_A_BLOCK | {"kv_lora_rank": 16}  # 24 rows under 2 scales, which 2 divides
 
+FP8, COMPRESSED = FineGrainedFP8Config, CompressedTensorsConfig
 READ_BY_STOCK: dict[str, tuple[Save, type]] = {
-    "fp8-qwen3_moe": (save_fp8, FineGrainedFP8Config),
-    "fp8-deepseek_v3": (lambda folder: save_fp8(folder, "deepseek_v3"), FineGrainedFP8Config),
-    "fp8-minimax_m2": (lambda folder: save_fp8(folder, "minimax_m2"), FineGrainedFP8Config),
+    "fp8-qwen3_moe": (save_fp8, FP8),
+    "fp8-deepseek_v3": (lambda folder: save_fp8(folder, "deepseek_v3"), FP8),
+    "fp8-minimax_m2": (lambda folder: save_fp8(folder, "minimax_m2"), FP8),
     "mxfp4-gpt_oss": (save_mxfp4, Mxfp4Config),
-    "float-qwen3_moe": (
-        lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"),
-        CompressedTensorsConfig,
-    ),
-    "packed-qwen3_moe": (save_compressed_tensors, CompressedTensorsConfig),
-    "packed-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral"), CompressedTensorsConfig),
+    "float-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"), COMPRESSED),
+    "packed-qwen3_moe": (save_compressed_tensors, COMPRESSED),
+    "packed-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral"), COMPRESSED),
 }
 REFUSED_BY_STOCK: dict[str, tuple[Save, type]] = {
-    "fp8-ragged": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK), FineGrainedFP8Config),
-    "int8-qwen3_moe": (
-        lambda folder: save_compressed_tensors(folder, "qwen3_moe", "int-quantized"),
-        CompressedTensorsConfig,
-    ),
-    "naive-int8-mixtral": (
-        lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"),
-        CompressedTensorsConfig,
-    ),
-    "packed-asymmetric": (
-        lambda folder: save_compressed_tensors(folder, symmetric=False),
-        CompressedTensorsConfig,
-    ),
+    "fp8-ragged": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK), FP8),
+    "int8-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "int-quantized"), COMPRESSED),
+    "naive-int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"), COMPRESSED),
+    "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, symmetric=False), COMPRESSED),
 }
-SILENTLY_WRONG: dict[str, tuple[Save, type]] = {
-    "fp8-ragged-even": (
-        lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN),
-        FineGrainedFP8Config,
-    ),
-}
-ALL = READ_BY_STOCK | REFUSED_BY_STOCK | SILENTLY_WRONG
+SILENTLY_WRONG = {"fp8-ragged-even": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN), FP8)}
+ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | REFUSED_BY_STOCK | SILENTLY_WRONG
 
 
 def save(folder: Path, case: str) -> type:

@@ -66,23 +66,28 @@ def fine(results: Sequence[Result]) -> None:
     assert results[0].out and not any(result.out for result in results[1:])
 
 
+def both(run: Run, tmp_path: Path, size: int, *ask: Any, end: str = "") -> tuple[Path, Path]:
+    """What so many ranks write, and what one process does."""
+    together, alone = tmp_path / f"together{end}", tmp_path / f"alone{end}"
+    assert run(*ask, "-o", alone).status == 0
+    fine(launched(size, tmp_path, *ask, "-o", together))
+    return together, alone
+
+
 @pytest.mark.parametrize(
     ("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2"))]
 )
 def test_the_plan_is_the_same_for_any_number_of_ranks(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, size: int, ask: tuple[str, ...]
 ) -> None:
-    assert run("plan", model, "--experts", 4, *ask, *text, "-o", tmp_path / "alone.json").status == 0
-    fine(launched(size, tmp_path, "plan", model, "--experts", 4, *ask, *text, "-o", tmp_path / "together.json"))
-    assert (tmp_path / "together.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+    together, alone = both(run, tmp_path, size, "plan", model, "--experts", 4, *ask, *text, end=".json")
+    assert together.read_bytes() == alone.read_bytes()
 
 
 def test_ranks_without_a_batch_keep_in_step(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
     few = (*text, "--samples", 6)  # a batch to fit on, and one held out
     ask = ("compress", model, "--experts", 4, "--strategy", "ream", "--sequential", "--correct", "ridge", *few)
-    assert run(*ask, "-o", tmp_path / "alone").status == 0
-    fine(launched(3, tmp_path, *ask, "-o", tmp_path / "together"))
-    alike(tmp_path / "together", tmp_path / "alone")
+    alike(*both(run, tmp_path, 3, *ask))
 
 
 def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
@@ -90,9 +95,7 @@ def test_a_correction_comes_to_the_same_weights(run: Run, model: Path, text: tup
     ask = ("--experts", 4, "--strategy", "reap", "--correct", "tune", *text, "--samples", 100)
     assert run("plan", model, *ask, "-o", plan).status == 0
     small.edit_json(plan, lambda content: content["steps"][-1]["options"].update(steps=2 * REBALANCED + 2))
-    assert run("apply", plan, "-o", tmp_path / "alone").status == 0
-    fine(launched(3, tmp_path, "apply", plan, "-o", tmp_path / "together"))
-    alike(tmp_path / "together", tmp_path / "alone")
+    alike(*both(run, tmp_path, 3, "apply", plan))
     record = pruned(plan_in(tmp_path / "alone"))
     assert {layer["figures"]["correction"]["kept"] for layer in record["layers"]} == {"tune"}
 
@@ -141,10 +144,9 @@ def told(folder: Path, name: str) -> Any:
 def test_a_comparison_is_the_same(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:
     ask = ("compare", model, "--ratio", 0.5, "--strategies", "hc-smoe,hub-guided", "--random-seeds", 1)
     ask = (*ask, "--correct", "none,ridge", "--evaluation-samples", 12, *text)
-    assert run(*ask, "-o", tmp_path / "alone").status == 0
-    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
-    assert near(told(tmp_path / "together", "comparison.json"), told(tmp_path / "alone", "comparison.json"))
-    assert names(tmp_path / "together") == names(tmp_path / "alone")
+    together, alone = both(run, tmp_path, 2, *ask)
+    assert near(told(together, "comparison.json"), told(alone, "comparison.json"))
+    assert names(together) == names(alone)
 
 
 def test_a_gate_gives_each_item_the_same_result(run: Run, tmp_path: Path) -> None:
@@ -189,15 +191,12 @@ def test_routers_are_moved_alike(run: Run, model: Path, text: tuple[str, ...], t
     ask = ("compress", model, "--experts", 4, "--strategy", "reap", "--correct", "none", "--routers", "router", *text)
     sizes = {"rounds": 2, "sequences": 24, "sequence_length": 32}
     ask = (*ask, *(word for name, value in sizes.items() for word in ("--set", f"routers.{name}={value}")))
-    assert run(*ask, "-o", tmp_path / "alone").status == 0
-    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
+    written = [both(run, tmp_path, 2, *ask)]
     data = ("--base", model, *text[:2], "--rounds", 1, "--sequences", 9, "--sequence-length", 24)
-    again = ("calibrate-router", tmp_path / "alone", *data)
-    assert run(*again, "-o", tmp_path / "alone-again").status == 0
-    fine(launched(3, tmp_path, *again, "-o", tmp_path / "together-again"))
-    for name in ("", "-again"):
-        alike(tmp_path / f"together{name}", tmp_path / f"alone{name}")
-        last = plan_in(tmp_path / f"alone{name}")["steps"][-1]
+    written.append(both(run, tmp_path, 3, "calibrate-router", tmp_path / "alone", *data, end="-again"))
+    for together, alone in written:
+        alike(together, alone)
+        last = plan_in(alone)["steps"][-1]
         assert last["name"] == "routers" and any(step["step"] for step in last["result"]["steps"])
 
 
@@ -206,10 +205,9 @@ def test_a_distillation_comes_to_the_same_weights(run: Run, model: Path, text: t
     assert run("compress", model, "--experts", 4, "--strategy", "model-centric", "-o", small_model).status == 0
     sizes = ("--steps", 4, "--tokens-per-step", 128, "--sequence-length", 32, "--learning-rate", 1e-2)
     ask = ("distill", small_model, "--base", model, "--train", "experts", *text[:2], *sizes)
-    assert run(*ask, "-o", tmp_path / "alone").status == 0
-    fine(launched(2, tmp_path, *ask, "-o", tmp_path / "together"))
-    alike(tmp_path / "together", tmp_path / "alone")
-    figures = [plan_in(tmp_path / name)["steps"][-1]["result"] for name in ("alone", "together")]
+    outputs = both(run, tmp_path, 2, *ask)
+    alike(*outputs)
+    figures = [plan_in(output)["steps"][-1]["result"] for output in outputs]
     assert figures[0]["changed"] and near(*figures)
 
 

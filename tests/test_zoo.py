@@ -30,10 +30,7 @@ BESIDE = {
     ("expert_bias", "gate.weight"): "lfm2_moe",
     ("gate.balancing_biases", "gate.router_mlp.out_proj.weight"): "zaya",
 }
-EXTRA_ROWS = {
-    "inkling": 2,
-    "zaya": 1,
-}  # rows of the router beyond the experts: shared experts, the skip expert
+EXTRA_ROWS = {"inkling": 2, "zaya": 1}  # rows of the router beyond the experts: shared experts, the skip expert
 
 
 def beside(name: str) -> tuple[str, ...]:
@@ -68,7 +65,7 @@ def test_zoo_covers_every_family_with_the_experts_interface() -> None:
 
 
 @EVERY
-def test_forward_is_finite_and_routes_to_top_k(name: str) -> None:
+def test_forward_is_finite_and_routes_tokens_to_different_top_k(name: str) -> None:
     model = zoo.build(name)
     modules = zoo.experts(model)
     seen = record_calls(model)
@@ -82,13 +79,6 @@ def test_forward_is_finite_and_routes_to_top_k(name: str) -> None:
     assert [indices.shape[-1] for indices in seen.values()] == expected
     never_called = set(modules) - set(seen)
     assert all("vision" in module for module in never_called)  # ernie4_5_vl_moe, on text alone
-
-
-@EVERY
-def test_routing_differs_between_tokens(name: str) -> None:
-    model = zoo.build(name)
-    seen = record_calls(model)
-    zoo.logits(model, zoo.tokens(model))
     for indices in seen.values():
         assert len(set(indices.flatten().tolist())) >= 4
         assert len({tuple(sorted(row)) for row in indices.tolist()}) >= 4
@@ -118,16 +108,6 @@ def test_biases_and_scales_of_the_routers_tell_the_experts_apart(name: str) -> N
     for key, tensor in state.items():
         if any(key.endswith(f".{leaf}") for leaf in beside(name) if "bias" in leaf or "scale" in leaf):
             assert len(set(tensor.flatten().tolist())) == tensor.numel(), key
-
-
-@EVERY
-def test_same_seed_same_weights(name: str) -> None:
-    first, second, other = zoo.build(name), zoo.build(name), zoo.build(name, seed=1)
-    pairs = zip(first.state_dict().items(), second.state_dict().values(), strict=True)
-    assert all(torch.equal(one, two) for (_, one), two in pairs)
-    ids = zoo.tokens(first)
-    assert torch.equal(ids, zoo.tokens(first))
-    assert not torch.allclose(zoo.logits(first, ids), zoo.logits(other, ids))
 
 
 @EVERY
@@ -166,29 +146,6 @@ def test_two_builds_differ_in_the_expert_sized_keys(name: str) -> None:
         assert sizes in {(count, count // 2), (count + extra, count // 2 + extra)}, key
 
 
-@EVERY
-def test_swapping_neighbours_in_the_expert_sized_keys_changes_nothing(name: str) -> None:
-    model = zoo.build(name)
-    ids = zoo.tokens(model)
-    expected = zoo.logits(model, ids)
-    count = look_up(model.config.to_dict(), zoo.family(name).count_field)
-    half = shapes(zoo.skeleton(name, count // 2))
-    swap = torch.arange(count) ^ 1  # pairs stay inside their routing group
-    for key, tensor in unique_state(model).items():
-        if "tid2eid" in key:
-            tensor.copy_(swap[tensor])
-        for dim in (d for d in range(tensor.dim()) if tensor.shape[d] != half[key][d]):
-            order = torch.cat([swap, torch.arange(count, tensor.shape[dim])])
-            tensor.copy_(tensor.index_select(dim, order))
-    torch.testing.assert_close(zoo.logits(model, ids), expected, rtol=0, atol=1e-4)
-
-
-def unique_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied tensors once."""
-    by_storage = {tensor.data_ptr(): (key, tensor) for key, tensor in model.state_dict().items()}
-    return dict(by_storage.values())
-
-
 def test_zaya_skips_its_experts_for_some_tokens() -> None:
     model = zoo.build("zaya")
     weights: list[Tensor] = []
@@ -202,12 +159,3 @@ def test_deepseek_v4_hash_layer_gives_each_token_two_experts() -> None:
     table = zoo.build("deepseek_v4").get_buffer("model.layers.0.mlp.gate.tid2eid")
     assert (table[:, 0] != table[:, 1]).all()
     assert set(table.flatten().tolist()) == set(range(8))
-
-
-@EVERY
-def test_count_field_is_accepted_by_the_config_class(name: str) -> None:
-    entry = zoo.family(name)
-    overridden = zoo.configure(name, **{entry.count_field: 4}).to_dict()
-    edited = zoo.configure(name)
-    zoo.set_count(edited, entry.count_field, 4)
-    assert look_up(overridden, entry.count_field) == look_up(edited.to_dict(), entry.count_field) == 4

@@ -1,7 +1,6 @@
 """Checks on a finished output before it is declared good: the stock loader's own view, without reading a weight."""
 
-from collections.abc import Collection, Mapping
-from operator import attrgetter
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,24 +88,6 @@ def _culprit(folder: Path) -> Path | None:
             if _tokenizer_fault(Path(scratch)) is None:
                 return path
     return None
-
-
-def verify_output(
-    folder: Path, fields: Mapping[str, Any], experts: int, original: Path, known: Collection[str] = ()
-) -> None:
-    """Check all written tensors against the stock model of the written config; raises `CompressionError` naming one.
-
-    `fields` are what the config must say, by dotted path. What was carried from the `original` folder is loaded too;
-    tensors that are `known` to be no part of the stock model are passed over.
-    """
-    config = load_config(folder)
-    for path, wanted in fields.items():
-        if (said := attrgetter(path)(config)) != wanted:
-            raise CompressionError(
-                f"the written config says {path} {said} instead of {wanted}; please report this model"
-            )
-    verify_checkpoint(folder, experts, known)
-    check_carried(folder, original)
 
 
 def verify_checkpoint(folder: Path, experts: int | None = None, known: Collection[str] = ()) -> Checkpoint:

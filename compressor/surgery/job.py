@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial as bind
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from compressor.checkpoint.reader import Size, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import build_meta
+from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model, pick_dtype
-from compressor.model.verification import verify_output
+from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.mtp.head import Head, find_heads, kept_heads
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
 from compressor.replaceable import TEMPLATES
@@ -158,9 +159,15 @@ def _cut_head(
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
-    """Check a written folder against the stock model, and the heads whose tensors have these `names`."""
-    fields = {model.architecture.count_field: experts, **model.architecture.written}
-    verify_output(folder, fields, experts, model.source.folder, names)
+    """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
+    config, fields = load_config(folder), {model.architecture.count_field: experts, **model.architecture.written}
+    for path, wanted in fields.items():
+        if (value := attrgetter(path)(config)) != wanted:
+            raise CompressionError(
+                f"the written config says {path} {value} instead of {wanted}; please report this model"
+            )
+    verify_checkpoint(folder, experts, names)
+    check_carried(folder, model.source.folder)
     if not names:
         return
     written = find_heads(open_model(locate(str(folder))))

@@ -69,12 +69,11 @@ def with_header(text: bytes) -> Callable[[Path], Any]:
     return raw(lambda whole: len(text).to_bytes(8, "little") + text + bytes(32))
 
 
+# of headers themselves, whatever safetensors checks: `tests.test_mutated` makes many more
 BROKEN = r"model.safetensors is truncated or no safetensors file \(.*\); download it again"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), "config.json should hold a JSON object"),
-    "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), "is not valid JSON"),
     "config too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "is not valid JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "pickle only": (
@@ -90,34 +89,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "neither model.safetensors",
     ),
     "empty file": (raw(lambda whole: b""), BROKEN),
-    "cut in the length": (raw(lambda whole: whole[:4]), BROKEN),
     "cut in the header": (raw(lambda whole: whole[:50]), BROKEN),
     "cut by a byte": (raw(lambda whole: whole[:-1]), "is truncated .* file not fully covered"),
     "bytes too many": (raw(lambda whole: whole + b"more"), "is truncated .* file not fully covered"),
-    "header too long": (raw(lambda whole: (2**63).to_bytes(8, "little") + whole), BROKEN),
     "header no JSON": (with_header(b"not JSON"), BROKEN),
-    "header a list": (with_header(b"[1, 2, 3]"), BROKEN),
-    "header not UTF-8": (with_header(b"\xff\xfe\xfd"), BROKEN),
     "dtype unknown": (header(lambda h: h[NAME].update(dtype="Q4_K")), "unknown variant `Q4_K`"),
-    "dtype a number": (header(lambda h: h[NAME].update(dtype=7)), BROKEN),
-    "offsets negative": (header(lambda h: h[NAME].update(data_offsets=[-8, 0])), BROKEN),
-    "offsets reversed": (
-        header(lambda h: h[NAME].update(data_offsets=[32, 24])),
-        "invalid offset for tensor `b.weight`",
-    ),
-    "offsets three": (header(lambda h: h[NAME].update(data_offsets=[0, 8, 16])), BROKEN),
-    "offsets fractions": (header(lambda h: h[NAME].update(data_offsets=[0.5, 8.5])), BROKEN),
-    "tensors overlap": (header(lambda h: h[NAME].update(data_offsets=[8, 16])), "invalid offset for tensor `b.weight`"),
     "a gap": (header(lambda h: h.pop("a.weight")), "invalid offset for tensor `b.weight`"),
-    "beyond the end": (
-        header(lambda h: h[NAME].update(data_offsets=[10**9, 10**9 + 8])),
-        "invalid offset for tensor `b.weight`",
-    ),
-    "shape negative": (header(lambda h: h[NAME].update(shape=[-2, -2])), BROKEN),
-    "shape fractions": (header(lambda h: h[NAME].update(shape=[4.0])), BROKEN),
-    "shape text": (header(lambda h: h[NAME].update(shape="four")), BROKEN),
     "shape too large": (header(lambda h: h[NAME].update(shape=[5])), BROKEN),
-    "entry null": (header(lambda h: h.update({NAME: None})), BROKEN),
     "entry incomplete": (header(lambda h: h[NAME].pop("dtype")), BROKEN),
 }
 

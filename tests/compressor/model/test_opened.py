@@ -54,10 +54,13 @@ def test_routing_groups_stay_equal_under_a_ratio(groups: int, size: int, percent
 def test_ratios_by_hand() -> None:
     counts = {0.0: 8, 0.1: 8, 0.125: 7, 0.25: 6, 0.3: 6, 0.49999999999: 5, 0.5: 4, 0.75: 2}
     assert {ratio: resolve_count((layer(),), None, ratio) for ratio in counts} == counts
+    assert [resolve_count((layer(),), count, None) for count in (8, 2)] == [8, 2]
     assert resolve_count((layer(100),), None, 0.29) == 71  # 100 * 0.29 is 28.999999999999996
     assert resolve_count((layer(8, routing_groups=4, chosen_groups=4),), None, 0.3) == 8
 
 
+IN_FOUR, IN_TWO = {"routing_groups": 4, "chosen_groups": 4}, {"routing_groups": 2, "chosen_groups": 1}
+GROUPS, EIGHT = "routing groups", "keep at least 8"
 REFUSALS: list[tuple[dict[str, Any], int | None, float | None, str]] = [
     ({}, None, None, "either --experts N or --ratio R"),
     ({}, 4, 0.5, "either --experts N or --ratio R"),
@@ -71,18 +74,8 @@ REFUSALS: list[tuple[dict[str, Any], int | None, float | None, str]] = [
     ({}, None, math.inf, "--ratio inf is not a share"),
     ({}, None, 0.99, "1 experts are fewer than the top-k of 2"),
     ({"routing_groups": 2, "chosen_groups": 2}, 5, None, "5 experts do not divide into its 2 routing groups"),
-    (
-        {"routing_groups": 4, "chosen_groups": 4, "experts_per_group": 2},
-        4,
-        None,
-        "leave 1 in each of its 4 routing groups, its router needs 2; keep at least 8",
-    ),
-    (
-        {"top_k": 4, "routing_groups": 2, "chosen_groups": 1},
-        6,
-        None,
-        "leave 3 within a token's 1 routing groups, fewer than the top-k of 4; keep at least 8",
-    ),
+    ({**IN_FOUR, "experts_per_group": 2}, 4, None, f"leave 1 in each of its 4 {GROUPS}, its router needs 2; {EIGHT}"),
+    ({**IN_TWO, "top_k": 4}, 6, None, f"leave 3 within a token's 1 {GROUPS}, fewer than the top-k of 4; {EIGHT}"),
 ]
 
 
@@ -92,11 +85,6 @@ def test_impossible_counts_are_refused(
 ) -> None:
     with pytest.raises(CompressionError, match=message):
         resolve_count((layer(**details),), experts, ratio)
-
-
-def test_all_experts_is_the_identity() -> None:
-    assert resolve_count((layer(),), 8, None) == 8
-    assert resolve_count((layer(),), 2, None) == 2
 
 
 def test_every_layer_is_asked() -> None:

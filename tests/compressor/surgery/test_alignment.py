@@ -16,7 +16,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.grouping.choose import learn_coefficients, merge_groups, merge_needs
 from compressor.model.architecture import MoeLayer
-from compressor.model.experts import Parameters, expert_parameters
+from compressor.model.experts import Parameters, expert_parameters, width_of
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
@@ -54,14 +54,10 @@ def neuron(experts: Any, expert: int, number: int) -> list[Tensor]:
     )
 
 
-def width(experts: Any) -> int:
-    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
-
-
 @torch.no_grad()
 def plant(experts: Any, head: int, member: int, seed: int = 0) -> list[int]:
     """Make the member the head with its neurons in a random order, which is returned."""
-    order: list[int] = torch.randperm(width(experts), generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(width_of(experts), generator=torch.Generator().manual_seed(seed)).tolist()
     for place, number in enumerate(order):
         for own, other in zip(neuron(experts, member, place), neuron(experts, head, number), strict=True):
             own.copy_(other)
@@ -97,7 +93,7 @@ def test_an_expert_with_permuted_neurons_computes_the_same(name: str) -> None:
     before = one_expert(experts, 1, x)
     original = {key: value.clone() for key, value in expert_parameters(experts, 1).items()}
 
-    @given(st.permutations(range(width(experts))))
+    @given(st.permutations(range(width_of(experts))))
     @settings(max_examples=10, deadline=None)
     def check(order: list[int]) -> None:
         moved = permuted(experts, original, torch.tensor(order))
@@ -115,7 +111,7 @@ def test_a_permuted_twin_merges_into_its_head(name: str) -> None:
     experts = an_experts_module(name)
     order = plant(experts, 6, 2)
     found = matching(experts, 6, 2)
-    assert [order[place] for place in found.tolist()] == list(range(width(experts)))
+    assert [order[place] for place in found.tolist()] == list(range(width_of(experts)))
     assert torch.equal(found, matching(experts, 6, 2))
     for shares, scale in (((0.3, 0.7), 1.0), ((1.5, -0.5), 0.8)):
         group = Group((2, 6), shares, (0.0, 1.0), scale, head=6)
@@ -136,7 +132,7 @@ def test_a_group_is_mixed_neuron_by_neuron(name: str) -> None:
     merged = merged_parameters(experts, group)
     orders = {member: matching(experts, 7, member).tolist() for member in (1, 4)}
     assert orders[1] != orders[4]
-    for number in range(width(experts)):
+    for number in range(width_of(experts)):
         parts = zip(neuron(experts, 1, orders[1][number]), neuron(experts, 4, orders[4][number]), strict=True)
         expected = [scale * (0.6 * one.double() + 0.4 * other.double()) for one, other in parts]
         for key, value in merged.items():
@@ -247,7 +243,7 @@ def test_learning_does_not_depend_on_the_order_of_the_neurons(name: str, tmp_pat
         model = zoo.build(name)
         for experts in zoo.experts(model).values():
             for expert in (1, 5):
-                order = torch.randperm(width(experts), generator=torch.Generator().manual_seed(expert))
+                order = torch.randperm(width_of(experts), generator=torch.Generator().manual_seed(expert))
                 if folder == "permuted":
                     for key, value in permuted(experts, expert_parameters(experts, expert), order).items():
                         getattr(experts, key).data[expert] = value
