@@ -205,69 +205,56 @@ def saved_names(small: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Ten
     return reverted.items()
 
 
-def _keys_of(partial: PartialModel, unit: str, units: tuple[str, ...]) -> list[str]:
-    others = () if unit else tuple(f"{other}." for other in units)
-    return [key for key in partial.keys_under(unit) if not key.startswith(others) and key not in partial.tied]
+def cut_or_kept(model: Any, plan: CompressionPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:
+    """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
+    kept = files.tensors(layer) if files else {}
+    if plan.correction is not None and not kept:
+        raise CompressionError(
+            f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
+        )
+    for key, value in kept.items():  # in float32, and refitted
+        refuse_overflow(key, value.to(model.state_dict()[key].dtype))
+    return kept or cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
 
 
-def converted_outputs(partial: PartialModel, architecture: Architecture, small: Any) -> list[OutputTensor]:
-    """Every tensor of the output, named and shaped as stock `save_pretrained` would write the model `small`."""
-    state = {key: value.to(wanted_dtype(small, key)) for key, value in small.state_dict().items()}
-    outputs = list[OutputTensor]()
-    for unit in ("", *architecture.units):
-        keys = [key for key in _keys_of(partial, unit, architecture.units) if key in state]
-        saved = saved_names(small, {key: state[key] for key in keys})
-        outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
-    return outputs
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Output made by loading unit after unit of `partial`: a decoder layer, or "" for the rest.
 
-
-def convert_unit(
-    partial: PartialModel,
-    architecture: Architecture,
-    plan: CompressionPlan,
-    small: Any,
-    files: CutFiles | None,
-    change: LayerChange | None,
-    unit: str,
-) -> Named:
-    """Load a decoder layer ("" is the rest), cut it or take it from `files`, and yield its tensors as stored."""
-    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
-
-    def cut(layer: MoeLayer) -> Mapping[str, Tensor]:
-        made = files.tensors(layer) if files else {}
-        if plan.correction is not None and not made:
-            raise CompressionError(
-                f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
-            )
-        for key, value in made.items():  # in float32, and refitted
-            refuse_overflow(key, value.to(partial.model.state_dict()[key].dtype))
-        return made or cut_layers(partial.model, [layer], plans)
-
-    yield from changed_unit(partial, architecture, small, cut, unit, change)
-
-
-def changed_unit(
-    partial: PartialModel,
-    architecture: Architecture,
-    small: Any,
-    made: Callable[[MoeLayer], Mapping[str, Tensor]],
-    unit: str,
-    change: LayerChange | None = None,
-) -> Named:
-    """Load a decoder layer ("" is the rest), put what is `made` of its MoE layers in place, and yield all of it.
-
-    Tensors come out by the names and in the shapes in which stock `save_pretrained` would write the model `small`.
+    Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`.
     """
-    keys = _keys_of(partial, unit, architecture.units)
-    partial.load(keys)
-    state = partial.model.state_dict()
-    cut = {key: state[key] for key in keys}
-    for layer in (layer for layer in architecture.layers if layer.unit == unit):
-        cut.update({key: value.to(cut[key].dtype) for key, value in made(layer).items()})
-    if change is not None and unit:
-        cut.update({key: refuse_overflow(key, value.to(cut[key].dtype)) for key, value in change(unit, cut).items()})
-    for name, tensor in saved_names(small, cut):
-        refuse_nan(name, "the converted model", tensor)
-        yield name, iter([tensor_bytes_view(tensor)])
-    for key in keys:
-        partial.release(key.rpartition(".")[0])
+
+    partial: PartialModel
+    architecture: Architecture
+    small: Any
+
+    def _keys_of(self, unit: str) -> list[str]:
+        others = () if unit else tuple(f"{other}." for other in self.architecture.units)
+        tied = self.partial.tied
+        return [key for key in self.partial.keys_under(unit) if not key.startswith(others) and key not in tied]
+
+    def outputs(self) -> list[OutputTensor]:
+        """Every tensor of the output."""
+        state = {key: value.to(wanted_dtype(self.small, key)) for key, value in self.small.state_dict().items()}
+        outputs = list[OutputTensor]()
+        for unit in ("", *self.architecture.units):
+            saved = saved_names(self.small, {key: state[key] for key in self._keys_of(unit) if key in state})
+            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
+        return outputs
+
+    def produce(self, cut: Callable[[MoeLayer], Mapping[str, Tensor]], change: LayerChange | None, unit: str) -> Named:
+        """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
+        keys = self._keys_of(unit)
+        self.partial.load(keys)
+        state = self.partial.model.state_dict()
+        tensors = {key: state[key] for key in keys}
+        for layer in (layer for layer in self.architecture.layers if layer.unit == unit):
+            tensors |= {key: value.to(state[key].dtype) for key, value in cut(layer).items()}
+        if change is not None and unit:
+            changed = {key: value.to(state[key].dtype) for key, value in change(unit, tensors).items()}
+            tensors |= {key: refuse_overflow(key, value) for key, value in changed.items()}
+        for name, tensor in saved_names(self.small, tensors):
+            refuse_nan(name, "the converted model", tensor)
+            yield name, iter([tensor_bytes_view(tensor)])
+        for key in keys:
+            self.partial.release(key.rpartition(".")[0])

@@ -26,7 +26,7 @@ from compressor.mtp.head import Head, find_heads, kept_heads
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
 from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import expert_renames, output_config
-from compressor.surgery.cutting import CutFiles, LayerChange, convert_unit, converted_outputs, through_model
+from compressor.surgery.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.surgery.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def output_size(model: OpenModel, experts: int) -> Size:
     if not model.is_split:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
-    return Size.of(converted_outputs(model.partial, model.architecture, small))
+    return Size.of(Conversion(model.partial, model.architecture, small).outputs())
 
 
 def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
@@ -128,10 +128,9 @@ def _cut(
     if partial is None:
         return plan_outputs(model.checkpoint, model.layout, plan, architecture.units), {}
     small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
-    convert = bind(convert_unit, partial, architecture, plan, small, files, change)
-    return converted_outputs(partial, architecture, small), {
-        unit: bind(convert, unit) for unit in ("", *architecture.units)
-    }
+    conversion = Conversion(partial, architecture, small)
+    produce = bind(conversion.produce, bind(cut_or_kept, partial.model, plan, files), change)
+    return conversion.outputs(), {unit: bind(produce, unit) for unit in ("", *architecture.units)}
 
 
 def _cut_head(

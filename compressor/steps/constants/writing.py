@@ -46,7 +46,7 @@ from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.state import State
 from compressor.surgery.configuration import config_with
-from compressor.surgery.cutting import changed_unit
+from compressor.surgery.cutting import Conversion
 from compressor.surgery.job import files_with, stored_partial
 from compressor.surgery.tensors import (
     OutputJob,
@@ -226,7 +226,7 @@ def _refitted(
             refuse_overflow(key, value.to(partial.dtype))
         return {key: value for key, value in tensors.items() if key != VALUES}
 
-    for name, content in changed_unit(partial, model.architecture, partial.model, change, unit):
+    for name, content in Conversion(partial, model.architecture, partial.model).produce(change, None, unit):
         if name in wanted:
             yield name, content
 
