@@ -24,11 +24,11 @@ from compressor.errors import CompressionError
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     """The quantiser that dequantises this checkpoint while loading, or None for plain weights."""
-    told = getattr(config, "quantization_config", None)
-    told = told or getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if not told:
+    declared = getattr(config, "quantization_config", None)
+    declared = declared or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if not declared:
         return None
-    fields: dict[str, Any] = dict(told) if isinstance(told, dict) else told.to_dict()
+    fields: dict[str, Any] = dict(declared) if isinstance(declared, dict) else declared.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     settings: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if settings is None or "dequantize" not in inspect.signature(settings).parameters:

@@ -82,7 +82,7 @@ def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
                 )
             return value
     raise CompressionError(
-        "neither the router nor the config says how many experts a token visits (top-k); not supported"
+        "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
     )
 
 

@@ -1,4 +1,4 @@
-"""Experts that put out a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward, and such checkpoints.
+"""Experts that output a constant (MoNE, Zhang et al. 2025, arXiv:2507.00390): their forward, and such checkpoints.
 
 The router keeps all its rows. A token that it sends to such an expert gets the gate weight times the expert's constant,
 and nothing is renormalised. The names are those that vLLM reads: the config's `approximate_experts` maps a decoder
@@ -44,7 +44,7 @@ class Substitutes:
 def substituted_forward(
     experts: Any, substitutes: Substitutes, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """What an experts module puts out with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
+    """What an experts module outputs with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
     place = {expert: number for number, expert in enumerate(substitutes.dropped)}
     rows_of = substitutes.rows
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)

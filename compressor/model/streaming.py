@@ -473,10 +473,10 @@ class _Calls(LayerVisitor):
         return forward
 
     def _refuse_other_ways(self, unit: str, hidden: Any, others: Sequence[tuple[str | None, Any]]) -> None:
-        """Raise unless the hidden states are what the layer before has put out, and nothing else hangs on it."""
+        """Raise unless the hidden states are the outputs of the layer before, and nothing else hangs on it."""
         before = self.outputs[self.at.batch]
         if before and hidden is not before[0]:
-            raise _another_way(self.partial, f"{unit} is not given the hidden states that the layer before puts out")
+            raise _another_way(self.partial, f"{unit} is not given the hidden states that the layer before outputs")
         if any(value.requires_grad for value in _tensors(others)):
             raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
         for leaf in (value for value in before if value.requires_grad):  # reached through the layers' replay alone

@@ -1,9 +1,9 @@
 """A multi-token-prediction head as a stock model of one decoder layer, so that all that works on models works on it.
 
-That model is the architecture's own with a single layer, the head's: what its embedding puts out is the projected pair
+That model is the architecture's own with a single layer, the head's: its embedding outputs the projected pair
 (`compressor.mtp.inputs`), its final norm is the head's, and its language-model head is the head's own or the trunk's.
 
-Whose tensors stand for what is told by their names alone, of which two layouts are known. DeepSeek-V3's, shared by
+Tensors are told apart by their names alone, of which two layouts are known. DeepSeek-V3's, shared by
 GLM-4-MoE and others: a decoder layer numbered past the last, with `enorm`, `hnorm`, `eh_proj` and `shared_head` (or
 `final_layernorm`) beside its own tensors. Qwen3-Next's, shared by Qwen3.5 and Mellum: `mtp.layers.N`, with
 `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc` and `norm` beside the layers. Both project the normed embedding of
@@ -165,13 +165,13 @@ def known_heads(model: OpenModel) -> tuple[Head, ...]:
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     """The heads whose experts modules a plan names, which must be all or none of them."""
     trunk = {layer.name for layer in model.architecture.layers}
-    if not (asked := set(modules) - trunk) or not model.layout.left_out:
+    if not (named_modules := set(modules) - trunk) or not model.layout.left_out:
         return ()
     heads = find_heads(model)
     known = {head.named.name for head in heads}
-    if known & asked and (absent := sorted(known - asked)):
+    if known & named_modules and (absent := sorted(known - named_modules)):
         raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
-    return heads if known & asked else ()
+    return heads if known & named_modules else ()
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:

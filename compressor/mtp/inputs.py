@@ -165,7 +165,7 @@ class Acceptance:
 
 
 class Relay:
-    """The way of all batches through a model and then its heads, each of which gets what the one before it puts out.
+    """The way of all batches through a model and then its heads, each of which gets the outputs of the one before it.
 
     The batches pass `model` while `ends[0]` is attached, and then the texts' heads in turn: `texts[n]` put in, and
     `ends[n + 1]` attached. `judged` batches are those of which acceptance is measured.

@@ -1,1 +1,1 @@
-"""From a plan and the source's tensors to the output's tensors."""
+"""From a plan and the base's tensors to the output's tensors."""

@@ -1,4 +1,4 @@
-"""The output's config.json: the source's, with the number of experts and what hangs on it rewritten."""
+"""The output's config.json: the base's, with the number of experts and what hangs on it rewritten."""
 
 import copy
 import re
@@ -160,8 +160,8 @@ def output_config(
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]
-        elif asked := node.get("quantization_config"):
-            node["quantization_config"] = renumbered_quantization(asked, renames)
+        elif quantization := node.get("quantization_config"):
+            node["quantization_config"] = renumbered_quantization(quantization, renames)
     if dequantized_dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dequantized_dtype

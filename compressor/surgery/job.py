@@ -87,7 +87,7 @@ def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
-    """Parameters of the experts that a token does not visit, over all layers of the output with `experts` in each."""
+    """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
     small = build_meta(model.architecture.with_experts(experts))
     modules = ((layer, small.get_submodule(layer.name)) for layer in model.architecture.layers)
     return sum(
