@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Spill
+from compressor.model.streaming import LayerVisitor, Pass, Spill
 from compressor.progress import Silent
 from compressor.statistics.statistics import LayerStatistics, collect
 from tests import zoo
@@ -30,6 +31,28 @@ def opened(name: str, folder: Path, seed: int = 0) -> tuple[PreTrainedModel, Ope
 def batches(stock: PreTrainedModel, sizes: Sequence[int] = (2, 1), length: int = 12) -> tuple[Tensor, ...]:
     """Batches of so many sequences each; the tokens do not depend on how they are cut."""
     return torch.split(zoo.tokens(stock, sum(sizes), length, seed=3), list(sizes))
+
+
+def logits(run: Pass) -> dict[int, Tensor]:
+    """Carry out a pass; the logits of the batches that reach the model's output, by number."""
+    found = dict[int, Tensor]()
+
+    class Keeping(LayerVisitor):
+        def finished(self, batch: int, output: Any) -> None:
+            found[batch] = output.logits.clone()
+
+    run.run(Keeping())
+    return found
+
+
+def of_two_layers(model: nn.Module) -> Any:
+    """Enough of an open model for a pass through `layers.0` and `layers.1`, in which nothing has to be loaded."""
+    nothing: Any = lambda *_: ()  # noqa: E731
+    partial = SimpleNamespace(
+        model=model, device=torch.device("cpu"), tied={}, empty={}, load=lambda keys: None, read_ahead=nothing,
+        release=nothing, keys_under=nothing,
+    )  # fmt: skip
+    return SimpleNamespace(partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=()))
 
 
 def calibration(parts: Sequence[Tensor]) -> Calibration:

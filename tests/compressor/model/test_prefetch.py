@@ -23,7 +23,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from tests import small, zoo
 from tests.compressor.model.test_reverse import Gathering, loss
-from tests.opened import batches, opened
+from tests.opened import batches, logits, opened
 
 
 @dataclass
@@ -89,17 +89,6 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("reading ahead")]
 
 
-def outputs(model: OpenModel, parts: tuple[Tensor, ...]) -> list[Tensor]:
-    found = list[Tensor]()
-
-    class Keeping(LayerVisitor):
-        def finished(self, batch: int, output: Any) -> None:
-            found.append(output.logits.clone())
-
-    Pass(model, parts, to_end=True).run(Keeping())
-    return found
-
-
 def gradients(model: OpenModel, parts: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
     gathering = Gathering(model)
     ReversePass(model, parts).run(loss, gathering)
@@ -124,12 +113,12 @@ def test_passes_give_the_same_bits(
     begun, begin = list[int](), ReadAhead.begin
     with monkeypatch.context() as without:
         without.setattr(ReadAhead, "begin", never)
-        expected, plain = outputs(model, parts), gradients(model, parts)
+        expected, plain = logits(Pass(model, parts, to_end=True)), gradients(model, parts)
     if device:
         reader.cuda = lagging = LaggingDevice()
     monkeypatch.setattr(ReadAhead, "begin", lambda self, names: begun.append(begin(self, names) or len(readers())))
     exact = {"rtol": 0.0, "atol": 0.0} if device is None else {"rtol": 1e-4, "atol": 1e-5}  # copies lie elsewhere
-    torch.testing.assert_close(outputs(model, parts), expected, **exact)
+    torch.testing.assert_close(logits(Pass(model, parts, to_end=True)), expected, **exact)
     torch.testing.assert_close(_given(gradients(model, parts)), _given(plain), **exact)
     assert len(begun) == 3 * (len(model.architecture.units) - 1)
     assert readers() == []

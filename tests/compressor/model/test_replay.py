@@ -1,7 +1,6 @@
 """Batches that run through a layer without being moved on."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.model.streaming import LayerVisitor, Pass, Replay
-from tests.opened import plain_calls, watch
+from tests.opened import of_two_layers, plain_calls, watch
 from tests.ordered import opened_wide, with_heldout
 
 
@@ -69,14 +68,6 @@ class Doubling(nn.Module):
 
 
 def test_replaying_a_layer_that_writes_into_its_input_does_not_move_it_on() -> None:
-    nothing: Any = lambda *_: ()  # noqa: E731
-    partial: Any = SimpleNamespace(
-        model=Doubling(), device=torch.device("cpu"), tied={}, empty={},
-        load=lambda keys: None, read_ahead=nothing, release=nothing, keys_under=nothing,
-    )  # fmt: skip
-    ids, replaying = torch.tensor([[2, 5]]), Replaying(1, 1)
-    model: Any = SimpleNamespace(
-        partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=())
-    )
+    ids, replaying, model = torch.tensor([[2, 5]]), Replaying(1, 1), of_two_layers(Doubling())
     Pass(model, [ids], to_end=True).run(replaying)
-    assert torch.equal(replaying.outputs[0], 4 * partial.model.embed(ids))
+    assert torch.equal(replaying.outputs[0], 4 * model.partial.model.embed(ids))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spill
 from tests import zoo
-from tests.opened import batches, note_spills, opened, plain_calls, watch
+from tests.opened import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
 
 EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
@@ -220,20 +219,10 @@ class Fork(nn.Module):
         return self.layers[1](self.layers[0](hidden) if int(input_ids[0, 0]) % 2 == 0 else hidden)  # type: ignore[no-any-return]
 
 
-def unopened(partial: Any) -> Any:
-    """Enough of a model of two decoder layers without MoE layers."""
-    return SimpleNamespace(partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=()))
-
-
 def test_batches_that_take_different_ways_are_refused() -> None:
-    nothing: Any = lambda *_: ()  # noqa: E731
-    partial: Any = SimpleNamespace(
-        model=Fork(), device=torch.device("cpu"), tied={}, empty={},
-        load=lambda keys: None, release=nothing, keys_under=nothing,
-    )  # fmt: skip
     parts = [torch.tensor([[2]]), torch.tensor([[3]])]
     with pytest.raises(CompressionError, match=r"different ways through the model at layers\.0"):
-        Pass(unopened(partial), parts, wanted={"layers.1"}).run()
+        Pass(of_two_layers(Fork()), parts, wanted={"layers.1"}).run()
 
 
 def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_before(tmp_path: Path) -> None:
@@ -273,7 +262,7 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
 
 def test_only_a_pass_over_all_layers_can_finish_batches() -> None:
     with pytest.raises(ValueError, match="only if all layers are wanted"):
-        Pass(unopened(None), [torch.ones(1, 2)], wanted={"layers.1"}, to_end=True)
+        Pass(of_two_layers(nn.Module()), [torch.ones(1, 2)], wanted={"layers.1"}, to_end=True)
 
 
 def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
@@ -312,10 +301,7 @@ def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
 def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
     units, drawn, reported = model.architecture.units, list[float](), list[Any]()
-
-    class Drawing(LayerVisitor):
-        def passed(self, unit: str) -> None:
-            drawn.append(float(torch.rand(())))
+    drawing = Calling(passed=lambda unit: drawn.append(float(torch.rand(()))))
 
     class Listening:
         def start(self, phase: str, total: int) -> None:
@@ -328,7 +314,7 @@ def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: P
     expected = float(torch.rand(()))
     torch.manual_seed(1)
     for _ in range(2):
-        Pass(model, batches(stock), Listening(), "try", seed=5, wanted=units[1:2]).run(Drawing())
+        Pass(model, batches(stock), Listening(), "try", seed=5, wanted=units[1:2]).run(drawing)
     assert float(torch.rand(())) == expected
     torch.manual_seed(5)
     assert drawn == 2 * [float(torch.rand(())) for _ in range(2)]
@@ -338,12 +324,6 @@ def test_a_pass_reports_its_layers_and_leaves_the_random_state_alone(tmp_path: P
 def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     one, two, three = batches(stock, (1, 1, 2))
-    found = dict[int, Tensor]()
-
-    class Keeping(LayerVisitor):
-        def finished(self, batch: int, output: Any) -> None:
-            found[batch] = output.logits
-
-    Pass(model, [one, two], evaluation=[three]).run(Keeping())
+    found = logits(Pass(model, [one, two], evaluation=[three]))
     assert list(found) == [2]
     torch.testing.assert_close(found[2], stock(input_ids=three).logits, rtol=0, atol=2e-6)
