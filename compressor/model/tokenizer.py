@@ -24,18 +24,18 @@ def load_tokenizer(folder: Path, remedy: str = "copy those of the original model
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # None would ask
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
-    try:
-        tokens = set(tokenizer.get_vocab().values())
-    except NotImplementedError:  # which the base class of slow tokenizers raises
-        tokens = {None}
     own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
     files = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")  # which names a class without
     if not any(path.is_file() for name in files for path in folder.glob(name)):
         fault = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-    elif tokens <= set(getattr(tokenizer, "all_special_ids", ())):
-        fault = "its vocabulary holds nothing but special tokens"
     else:
-        return tokenizer
+        try:
+            tokens = set(tokenizer.get_vocab().values())
+        except NotImplementedError:  # which the base class of slow tokenizers raises
+            return tokenizer
+        if not tokens <= set(getattr(tokenizer, "all_special_ids", ())):
+            return tokenizer
+        fault = "its vocabulary holds nothing but special tokens"
     raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
 
 

@@ -165,13 +165,13 @@ def known_heads(model: OpenModel) -> tuple[Head, ...]:
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     """The heads whose experts modules a plan names, which must be all or none of them."""
     trunk = {layer.name for layer in model.architecture.layers}
-    if not (named_modules := set(modules) - trunk) or not model.layout.left_out:
+    if not (outside := set(modules) - trunk) or not model.layout.left_out:
         return ()
     heads = find_heads(model)
     known = {head.named.name for head in heads}
-    if known & named_modules and (absent := sorted(known - named_modules)):
+    if known & outside and (absent := sorted(known - outside)):
         raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
-    return heads if known & named_modules else ()
+    return heads if known & outside else ()
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
