@@ -112,8 +112,6 @@ def test_killed_with_an_export_and_run_again(
     [
         (("--format", "gguf"), "'gguf' is not known"),
         (("--dtype", "fp8"), "'fp8' is not known"),
-        (("--quantize", "int2"), "'int2' is not known"),
-        (("--opset", 3), "--opset 3"),
     ],
 )
 def test_bad_options_are_refused(

@@ -119,11 +119,3 @@ def test_an_older_output_that_had_been_moved_away_comes_back(tmp_path: Path) -> 
     with alone(out):
         assert (out / "old").exists()
     assert list(tmp_path.iterdir()) == [out]
-
-
-@pytest.mark.parametrize("parent", ["absent", "file"])
-def test_an_output_without_a_folder_to_lie_in_is_refused(parent: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CompressionError, match="is not a folder; create it or name"), alone(tmp_path / parent / "out"):
-        pass
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

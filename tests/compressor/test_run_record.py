@@ -145,33 +145,16 @@ def test_the_cache_folder_lies_beside_the_stored_evaluations(monkeypatch: pytest
     assert cache_folder("runs") == Path("/somewhere/moe-compressor/runs")
 
 
-def test_a_record_is_private_and_whole(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"source": 1}', "\x00", '{"seconds": []}'])
+def test_a_record_is_private_and_gone_with_its_file_or_output(tmp_path: Path, cache: Path, content: str) -> None:
     folder = output(tmp_path / "out")
     record_run(folder, RunRecord("model", None))
     (file,) = (cache / "runs").iterdir()
-    assert os.stat(file).st_mode & 0o077 == 0
-    assert len(file.stem) == 64
-
-
-NONSENSE = ["", "[]", "{}", "null", '{"source": 1}', "\x00", '{"seconds": []}']
-
-
-@pytest.mark.parametrize("content", NONSENSE)
-def test_a_damaged_record_is_none(tmp_path: Path, cache: Path, content: str) -> None:
-    folder = output(tmp_path / "out")
-    record_run(folder, RunRecord("model", None))
-    (file,) = (cache / "runs").iterdir()
+    assert os.stat(file).st_mode & 0o077 == 0 and len(file.stem) == 64
     assert read_record(folder) is not None
+    assert read_record(output(tmp_path / "edited", "{ }")) is None and read_record(tmp_path / "nowhere") is None
     file.write_text(content)
     assert read_record(folder) is None
-
-
-def test_an_edited_or_missing_output_has_no_record(tmp_path: Path) -> None:
-    folder = output(tmp_path / "out")
-    record_run(folder, RunRecord("model", None))
-    output(folder, "{ }")
-    assert read_record(folder) is None
-    assert read_record(tmp_path / "nowhere") is None
 
 
 RECORDS = st.builds(

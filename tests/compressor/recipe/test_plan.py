@@ -161,77 +161,76 @@ def first_group(content: dict[str, Any]) -> Any:
 
 
 Edit = Callable[[dict[str, Any]], Any]
+CROWD = dict.fromkeys(map(str, range(101)), 0)
+
+
+def group(**changes: Any) -> Edit:
+    return lambda content: first_group(content).update(changes)
+
+
+def layer(**changes: Any) -> Edit:
+    return lambda content: first_layer(content).update(changes)
+
+
+def decided(**changes: Any) -> Edit:
+    return lambda content: pruned(content).update(changes)
+
+
+def whole(**changes: Any) -> Edit:
+    return lambda content: content.update(changes)
+
+
 EDITS: dict[str, tuple[Edit, str]] = {
-    "another format": (lambda c: c.update(format="moe-compressor-plan/9"), "format is 'moe-compressor-plan/9'"),
+    "another format": (whole(format="moe-compressor-plan/9"), "format is 'moe-compressor-plan/9'"),
     "no format": (lambda c: c.pop("format"), "format is None"),
     "no layers": (lambda c: pruned(c).pop("layers"), "the plan of prune has no 'layers'"),
     "no experts": (lambda c: pruned(c).pop("experts"), "the plan of prune has no 'experts'"),
     "no members": (lambda c: first_group(c).pop("members"), r"experts: groups\[0\]\.members is missing"),
     "no fingerprint": (lambda c: c["source"].pop("fingerprint"), r"source\.fingerprint is missing"),
-    "unknown field": (lambda c: c.update(exprets=4), "unknown field 'exprets'"),
-    "unknown layer field": (
-        lambda c: first_layer(c).update(bias=1),
-        "layers.0.mlp.experts: unknown field 'bias'",
-    ),
-    "unknown group field": (lambda c: first_group(c).update(weight=1), r"groups\[0\] has an unknown field 'weight'"),
+    "unknown field": (whole(exprets=4), "unknown field 'exprets'"),
+    "unknown layer field": (layer(bias=1), "layers.0.mlp.experts: unknown field 'bias'"),
+    "unknown group field": (group(weight=1), r"groups\[0\] has an unknown field 'weight'"),
     "unknown source field": (lambda c: c["source"].update(path="x"), "unknown field 'path'"),
     "expert in two groups": (
-        lambda c: first_group(c).update(members=[0, 2], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
+        group(members=[0, 2], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
         "layers.0.mlp.experts: expert 2 is in two groups",
     ),
     "expert twice in a group": (
-        lambda c: first_group(c).update(members=[0, 0], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
+        group(members=[0, 0], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
         "expert 0 is in two groups",
     ),
-    "no such expert": (lambda c: first_group(c).update(members=[8]), "expert 8 does not exist.*numbered 0 to 7"),
-    "negative expert": (lambda c: first_group(c).update(members=[-1]), "expert -1 does not exist"),
-    "expert true": (
-        lambda c: first_group(c).update(members=[True]),
-        r"members\[0\] should be a whole number, it is True",
-    ),
-    "expert a fraction": (
-        lambda c: first_group(c).update(members=[0.0]),
-        r"whole number, it is 0\.0$",
-    ),
-    "expert text": (lambda c: first_group(c).update(members="0"), "members should be a list, it is '0'"),
-    "empty group": (
-        lambda c: first_group(c).update(members=[], coefficients=[], router_coefficients=[]),
-        "must sum to 1|no members",
-    ),
-    "sum above 1": (lambda c: first_group(c).update(coefficients=[1.1]), r"coefficients that sum to 1\.1; they must"),
-    "router sum": (lambda c: first_group(c).update(router_coefficients=[0.5]), "router_coefficients that sum to 0.5"),
-    "coefficient NaN": (lambda c: first_group(c).update(coefficients=[float("nan")]), "must sum to 1"),
-    "coefficient infinite": (lambda c: first_group(c).update(coefficients=[float("inf")]), "must sum to 1"),
-    "coefficient text": (
-        lambda c: first_group(c).update(coefficients=["1"]),
-        "should be a number, it is '1'",
-    ),
-    "coefficient true": (
-        lambda c: first_group(c).update(coefficients=[True]),
-        "should be a number, it is True",
-    ),
-    "coefficients too many": (lambda c: first_group(c).update(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
-    "scale zero": (lambda c: first_group(c).update(scale=0), "scale 0.0; it must be a positive number"),
-    "head no member": (lambda c: first_group(c).update(head=3), r"group \[0\] has head 3, which is none of its"),
-    "head true": (lambda c: first_group(c).update(head=True), "head should be a whole number, it is True"),
-    "head a fraction": (lambda c: first_group(c).update(head=0.0), "head should be a whole number, it is 0.0"),
-    "head text": (lambda c: first_group(c).update(head="0"), "head should be a whole number, it is '0'"),
-    "scale infinite": (lambda c: first_group(c).update(scale=float("inf")), "scale inf; it must be a positive number"),
-    "scale beyond float32": (lambda c: first_group(c).update(scale=1e308), "scale 1e.308; it must be .* float32 holds"),
-    "scale of nothing": (lambda c: first_group(c).update(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
+    "no such expert": (group(members=[8]), "expert 8 does not exist.*numbered 0 to 7"),
+    "negative expert": (group(members=[-1]), "expert -1 does not exist"),
+    "expert true": (group(members=[True]), r"members\[0\] should be a whole number, it is True"),
+    "expert a fraction": (group(members=[0.0]), r"whole number, it is 0\.0$"),
+    "expert text": (group(members="0"), "members should be a list, it is '0'"),
+    "empty group": (group(members=[], coefficients=[], router_coefficients=[]), "must sum to 1|no members"),
+    "sum above 1": (group(coefficients=[1.1]), r"coefficients that sum to 1\.1; they must"),
+    "router sum": (group(router_coefficients=[0.5]), "router_coefficients that sum to 0.5"),
+    "coefficient NaN": (group(coefficients=[float("nan")]), "must sum to 1"),
+    "coefficient infinite": (group(coefficients=[float("inf")]), "must sum to 1"),
+    "coefficient text": (group(coefficients=["1"]), "should be a number, it is '1'"),
+    "coefficient true": (group(coefficients=[True]), "should be a number, it is True"),
+    "coefficients too many": (group(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
+    "scale zero": (group(scale=0), "scale 0.0; it must be a positive number"),
+    "head no member": (group(head=3), r"group \[0\] has head 3, which is none of its"),
+    "head true": (group(head=True), "head should be a whole number, it is True"),
+    "head a fraction": (group(head=0.0), "head should be a whole number, it is 0.0"),
+    "head text": (group(head="0"), "head should be a whole number, it is '0'"),
+    "scale infinite": (group(scale=float("inf")), "scale inf; it must be a positive number"),
+    "scale beyond float32": (group(scale=1e308), "scale 1e.308; it must be .* float32 holds"),
+    "scale of nothing": (group(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
     "coefficients beyond float32": (
-        lambda c: first_group(c).update(members=[0, 1], coefficients=[1e300, -1e300], router_coefficients=[1, 0]),
+        group(members=[0, 1], coefficients=[1e300, -1e300], router_coefficients=[1, 0]),
         "must sum to 1",
     ),
     "scaled beyond float32": (
-        lambda c: first_group(c).update(
-            members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38
-        ),
+        group(members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38),
         "times its coefficients it is more than float32 holds",
     ),
-    "top-k 0": (lambda c: first_layer(c).update(top_k=0), "with a top-k of 0 would never be asked"),
-    "top-k below 0": (lambda c: first_layer(c).update(top_k=-1), "with a top-k of -1 would never be asked"),
-    "scale huge": (lambda c: first_group(c).update(scale=10**400), "a number in it is too large"),
+    "top-k 0": (layer(top_k=0), "with a top-k of 0 would never be asked"),
+    "top-k below 0": (layer(top_k=-1), "with a top-k of -1 would never be asked"),
+    "scale huge": (group(scale=10**400), "a number in it is too large"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
@@ -243,51 +242,41 @@ EDITS: dict[str, tuple[Edit, str]] = {
         ),
         "1 experts are fewer than the top-k of 2",
     ),
-    "count edited": (lambda c: pruned(c).update(experts=5), "4 groups, but the plan keeps 5"),
-    "count a text": (lambda c: pruned(c).update(experts="4"), "experts should be a whole number, it is '4'"),
-    "top-k a fraction": (lambda c: first_layer(c).update(top_k=2.5), "top_k should be a whole number"),
-    "routing groups text": (lambda c: first_layer(c).update(routing_groups="2"), "routing_groups should be a whole"),
-    "seed text": (lambda c: c.update(seed="x"), "seed should be a whole number"),
+    "count edited": (decided(experts=5), "4 groups, but the plan keeps 5"),
+    "count a text": (decided(experts="4"), "experts should be a whole number, it is '4'"),
+    "top-k a fraction": (layer(top_k=2.5), "top_k should be a whole number"),
+    "routing groups text": (layer(routing_groups="2"), "routing_groups should be a whole"),
+    "seed text": (whole(seed="x"), "seed should be a whole number"),
     "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
     "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
     "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
-    "layers a text": (lambda c: pruned(c).update(layers="all"), "layers: 'a' stands where an object"),
-    "layers null": (lambda c: pruned(c).update(layers=None), "not built like a plan"),
-    "layer null": (lambda c: pruned(c).update(layers=[None]), "None stands where an object"),
-    "groups null": (lambda c: first_layer(c).update(groups=None), "groups should be a list, it is None"),
-    "group a list": (
-        lambda c: first_layer(c).update(groups=[[0, 1]]),
-        r"groups\[0\] should be an object with",
-    ),
-    "source text": (lambda c: c.update(source="here"), "source should be an object with .*it is 'here'"),
+    "layers a text": (decided(layers="all"), "layers: 'a' stands where an object"),
+    "layers null": (decided(layers=None), "not built like a plan"),
+    "layer null": (decided(layers=[None]), "None stands where an object"),
+    "groups null": (layer(groups=None), "groups should be a list, it is None"),
+    "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object with"),
+    "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
     "fingerprint number": (lambda c: c["source"].update(fingerprint=5), r"source\.fingerprint should be text, it is 5"),
     "revision number": (lambda c: c["source"].update(revision=5), r"source\.revision should be text, it is 5"),
-    "calibration text": (lambda c: c.update(calibration="c4"), "calibration should be an object, it is 'c4'"),
-    "calibration empty": (lambda c: c.update(calibration={}), "calibration should name its source"),
+    "calibration text": (whole(calibration="c4"), "calibration should be an object, it is 'c4'"),
+    "calibration empty": (whole(calibration={}), "calibration should name its source"),
     "options text": (lambda c: c["steps"][0].update(options="x"), r"steps\[0\]\.options should be an object"),
-    "layers without end": (lambda c: pruned(c).update(layers=[{}] * 1025), "1,025 layers are more than any model has"),
-    "experts without end": (lambda c: first_layer(c).update(experts=10**12), "experts are more than any layer has"),
-    "experts in all": (
-        lambda c: pruned(c).update(layers=[{"experts": 4096}] * 33),
-        "more than 131,072 experts together",
-    ),
-    "figures without end": (lambda c: first_layer(c).update(figures=crowd()), "figures: 101 entries are more than 100"),
-    "versions without end": (lambda c: c.update(versions=crowd()), "versions: 101 entries"),
-    "options without end": (lambda c: c["steps"][0].update(options=crowd()), "options: 101 entries"),
-    "sources without end": (lambda c: c.update(calibration={"source": "a", "sources": [{}] * 101}), "sources: 101 ent"),
-    "steps a text": (lambda c: c.update(steps="prune"), "steps should be a list of at most 100"),
+    "layers without end": (decided(layers=[{}] * 1025), "1,025 layers are more than any model has"),
+    "experts without end": (layer(experts=10**12), "experts are more than any layer has"),
+    "experts in all": (decided(layers=[{"experts": 4096}] * 33), "more than 131,072 experts together"),
+    "figures without end": (layer(figures=CROWD), "figures: 101 entries are more than 100"),
+    "versions without end": (whole(versions=CROWD), "versions: 101 entries"),
+    "options without end": (lambda c: c["steps"][0].update(options=CROWD), "options: 101 entries"),
+    "sources without end": (whole(calibration={"source": "a", "sources": [{}] * 101}), "sources: 101 ent"),
+    "steps a text": (whole(steps="prune"), "steps should be a list of at most 100"),
     "steps without end": (lambda c: c.update(steps=c["steps"] * 101), "steps should be a list of at most 100"),
-    "step a text": (lambda c: c.update(steps=["prune"]), r"steps\[0\] should be an object with .*it is 'prune'"),
+    "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object with .*it is 'prune'"),
     "step without name": (lambda c: c["steps"][0].pop("name"), r"steps\[0\]\.name is missing"),
     "unknown step field": (lambda c: c["steps"][0].update(plam={}), r"steps\[0\] has an unknown field 'plam'"),
-    "unknown decision": (lambda c: pruned(c).update(layer=[]), "the plan of prune has an unknown field 'layer'"),
+    "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),
     "decisions a list": (lambda c: c["steps"][0].update(plan=[1]), r"steps\[0\]\.plan should be an object"),
     "stage a text": (lambda c: c["steps"][0].update(stage="x"), r"steps\[0\]\.stage should be a whole number"),
 }
-
-
-def crowd() -> dict[str, int]:
-    return dict.fromkeys(map(str, range(101)), 0)
 
 
 def test_experts_are_in_the_order_of_their_routing_groups_however_many_there_are() -> None:
