@@ -223,6 +223,5 @@ def default_folder() -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file of any size."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -35,6 +35,5 @@ def told_of(path: Path) -> Any:
 
 
 def kept_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read kept tensors."""
     tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
     return tensors

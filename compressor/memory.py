@@ -83,7 +83,6 @@ M_ARENA_MAX = -8  # glibc's name for it
 
 @cache
 def _libc() -> Any:
-    """The C library, or None where it is not glibc."""
     try:
         library = ctypes.CDLL("libc.so.6")
     except OSError:

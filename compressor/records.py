@@ -153,7 +153,6 @@ def readable_json(content: Mapping[str, Any]) -> str:
 
 
 def _lines(content: Any, margin: str) -> str:
-    """JSON of plain JSON types, of which all lines but the first begin with `margin`."""
     if isinstance(content, dict) and content:
         inner = [f"{_plain(name)}: {_lines(value, margin + '  ')}" for name, value in content.items()]
     elif isinstance(content, list) and any(isinstance(value, dict | list) for value in content):

@@ -138,7 +138,6 @@ def answers(out: Path, key: str) -> bool:
 
 
 def tell_in_place(out: Path) -> None:
-    """Say that there is nothing to do."""
     logger.warning("%s is in place already and is what this command asks for, so nothing was written", out)
 
 

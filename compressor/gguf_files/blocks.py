@@ -36,7 +36,6 @@ class Blocks:
 
     @property
     def experts(self) -> int:
-        """Experts of each block."""
         return self.layers[0].experts
 
 

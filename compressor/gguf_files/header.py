@@ -105,7 +105,6 @@ class Gguf:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors of all files by name."""
         return {tensor.name: tensor for part in self.parts for tensor in part.tensors}
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
@@ -123,7 +122,6 @@ def packed(text: str) -> bytes:
 
 
 def padded(position: int, alignment: int) -> int:
-    """Round up to a multiple of the alignment."""
     return position + -position % alignment
 
 

@@ -135,7 +135,6 @@ def carry_out(
 
 
 def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, progress: Progress) -> None:
-    """One file of the model."""
     values = {**part.values, **added}
     tensors = [t.with_experts(len(kept[t.name])) if t.name in kept else t for t in part.tensors]
     entries, offset = [MAGIC + struct.pack("<IQQ", part.version, len(tensors), len(values))], 0
@@ -163,7 +162,6 @@ def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, pro
 
 
 def _copy(source: BinaryIO, target: BinaryIO, begin: int, nbytes: int, name: str) -> None:
-    """Copy a range of bytes, a chunk at a time."""
     source.seek(begin)
     while nbytes:
         chunk = source.read(min(nbytes, CHUNK))

@@ -143,15 +143,13 @@ def earlier_plan(model: OpenModel) -> Plan | None:
 
 def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
-    target = terms.out.resolve()
+    target, remedy = terms.out.resolve(), "name another output folder"
     for model in models:
         folder = model.source.folder
         if target == folder or folder in target.parents:
-            raise CompressionError(f"{terms.out} lies in the source checkpoint itself; name another output folder")
+            raise CompressionError(f"{terms.out} lies in the source checkpoint itself; {remedy}")
         if target in folder.parents and (terms.overwrite or not target.is_dir()):
-            raise CompressionError(
-                f"{terms.out} holds the source checkpoint, which it would replace; name another output folder"
-            )
+            raise CompressionError(f"{terms.out} holds the source checkpoint, which it would replace; {remedy}")
 
 
 def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> Outcome | None:
@@ -178,7 +176,6 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
 
 
 def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str | None) -> Outcome:
-    """Assemble the output, verify it and have it accepted."""
     work, model = state.work, task.model
     assert work is not None
     whole, before = state.plan.stage, Size.of(model.checkpoint.tensors.values())
@@ -235,7 +232,6 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
 
 
 def make_all(state: State) -> Stage:
-    """Carry out what is not done."""
     work, stage = state.work, None
     assert work is not None
     for numbers in state.plan.stages:
@@ -258,7 +254,6 @@ def make_all(state: State) -> Stage:
 
 
 def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, work: Workdir) -> Stage:
-    """Decide, refit in order and write the layers of one stage."""
     if before is not None:
         state.model = before.opened(state.base)
         before.model = None
@@ -297,7 +292,6 @@ def decide(state: State, numbers: Sequence[int]) -> None:
 
 
 def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step] = ()) -> Stage:
-    """Write the layer files of the stage that are not there yet."""
     folder, plan = work.stage(numbers[0]), state.stage_plan()
     heads = check_plan(plan, state.model)
     job = None
@@ -331,9 +325,8 @@ def _change(state: State, steps: Sequence[Step]) -> LayerChange | None:
             changed = step.layer(LayerAt(name, moe_layers, current), state) or {}
             for key, value in changed.items():
                 if key not in current or value.shape != current[key].shape:
-                    raise CompressionError(
-                        f"step {step.name} gives {key} of {name}, which is no tensor of that shape; mend its layer()"
-                    )
+                    fault = f"gives {key} of {name}, which is no tensor of that shape"
+                    raise CompressionError(f"step {step.name} {fault}; mend its layer()")
             current |= changed
         return {key: value for key, value in current.items() if value is not tensors[key]}
 

@@ -37,8 +37,6 @@ HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit noth
 
 @dataclass(slots=True)
 class Run:
-    """One run on a model."""
-
     model: OpenModel
     progress: Progress
     clock: Clock
@@ -121,7 +119,6 @@ class Task:
 
 
 def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
-    """The sources of a text with their weights."""
     return parse_sources(options.data or (DEFAULT_SOURCE,))
 
 

@@ -25,11 +25,10 @@ KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Experts that become one: the merged expert is scale * sum(coefficients * members).
+    """Experts that become one: scale * sum(coefficients * members), equations 6 and 7 of arXiv:2407.09590.
 
-    Equations 6 and 7 of Zhang et al. 2024, arXiv:2407.09590. Router rows merge with `router_coefficients`, and without
-    the scale. With a `head`, one of the members, the others' neurons are first put in its order
-    (`compressor.surgery.cutting`).
+    Router rows merge with `router_coefficients`, and without the scale. With a `head`, one of the members, the others'
+    neurons are first put in its order (`compressor.surgery.cutting`).
     """
 
     members: tuple[int, ...]
@@ -308,7 +307,6 @@ def parts_of(split: Mapping[str, Any] | None) -> int:
 
 
 def check_source(source: Source, fingerprint: str) -> None:
-    """Refuse a plan that was made for another model."""
     if source.fingerprint != fingerprint:
         differs = f"its source fingerprint {source.fingerprint[:12]} differs from this checkpoint's {fingerprint[:12]}"
         raise CompressionError(f"the plan was made for another model: {differs}; plan again for this one")

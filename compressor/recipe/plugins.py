@@ -48,7 +48,6 @@ def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
 
 
 def names(group: str) -> list[str]:
-    """Names offered in an entry-point group."""
     return sorted(_entries(group))
 
 
@@ -112,7 +111,6 @@ def helps(options: Any) -> dict[str, str]:
 
 
 def defaults(options_class: Any) -> dict[str, Any]:
-    """Options with their defaults."""
     return {
         entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
         for entry in _fields(options_class)

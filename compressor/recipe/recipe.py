@@ -77,7 +77,6 @@ class Recipe(Options):
         return _validated(cls, content, f"{where} has no field", where)
 
     def with_steps(self, steps: Sequence[Step]) -> "Recipe":
-        """The same with other steps."""
         return self.model_copy(update={"steps": tuple(steps)})
 
 
@@ -101,7 +100,6 @@ def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
 
 
 def _validated(kind: type[Model], content: Mapping[str, Any], unknown: str, where: str, at: str = "") -> Model:
-    """A model of these values; the first fault is raised with its place and the nearest known name."""
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")
@@ -120,7 +118,6 @@ def _validated(kind: type[Model], content: Mapping[str, Any], unknown: str, wher
 
 
 def _step(entry: Any, number: int) -> Step:
-    """A step as YAML has it: its name alone, or its name with a mapping of options."""
     place = f"steps[{number}]"
     if isinstance(entry, str):
         return make_step(entry, {}, place)

@@ -132,7 +132,6 @@ class Plan:
         return tuple(step for step in self.steps if step.name == name)
 
     def with_entry(self, number: int, **changes: Any) -> "Plan":
-        """The plan with other contents of one step."""
         changed = replace(self.steps[number], **changes)
         return replace(self, steps=(*self.steps[:number], changed, *self.steps[number + 1 :]))
 
@@ -251,7 +250,6 @@ def layer_from_dict(entry: Any) -> LayerPlan:
 
 
 def _refuse_crowds(layers: Any) -> None:
-    """Refuse more layers or experts than any model has, before they are looked at one by one."""
     if not isinstance(layers, list):
         return
     if len(layers) > MOST_LAYERS:

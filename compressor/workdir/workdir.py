@@ -93,7 +93,6 @@ class Workdir:
         self._save()
 
     def mark_written(self, folder: Path) -> None:
-        """Record that all layer files of a stage are there."""
         self.written.append(folder.name)
         self._save()
 
@@ -122,7 +121,6 @@ class Workdir:
 
     @property
     def output(self) -> Path:
-        """The finished checkpoint before it has its place."""
         return self.folder / "output"
 
 
@@ -167,10 +165,8 @@ def check_space(out: Path, nbytes: int) -> None:
     out = Path(os.path.abspath(out))
     free = shutil.disk_usage(out.parent).free + reusable
     if free < nbytes + SPARE_BYTES:
-        raise CompressionError(
-            f"the output needs {(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB "
-            "free; free some space or write elsewhere"
-        )
+        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB free"
+        raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
 def file_of(unit: str) -> str:
@@ -259,7 +255,6 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and flush it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(content)

@@ -69,7 +69,6 @@ class ExportOptions:
 
     @property
     def scheme(self) -> Scheme | None:
-        """How the experts' weights are rounded."""
         return FORMATS[self.quantize]
 
 
@@ -98,7 +97,6 @@ class ExportSummary:
 
 
 def require_packages() -> None:
-    """Refuse to start where the optional packages are missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise CompressionError(f"ONNX export needs the package {missing[0]}; pip install 'moe-compressor[onnx]'")

@@ -35,7 +35,6 @@ class Scheme:
         return (width + self.padding(width)) // (self.block or width)
 
     def describe(self) -> str:
-        """The scheme in a few words."""
         return f"{self.bits} bits per {'row' if self.block is None else f'block of {self.block}'}"
 
 

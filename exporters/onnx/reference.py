@@ -58,7 +58,6 @@ class Reference:
 
     @property
     def largest(self) -> float:
-        """The largest absolute logit of the real tokens."""
         return max(float(case.real.abs().max()) for case in self.cases)
 
 
@@ -170,7 +169,6 @@ class _Observer(LayerVisitor):
         self.partial, self.cases, self.shown = partial, [*cases], shown
 
     def arguments(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of the model's forward for the batch that runs."""
         case = self.cases[self.at.batch]
         return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 

@@ -1,7 +1,6 @@
 """The stock model as one ONNX graph: prefill, decode and chunks, with the cache's tensors as inputs and outputs.
 
-Large weights are not in memory while the graph is traced. Their shapes stand for them, and each initialiser made of
-one keeps a `Recipe` in the place of its values.
+Large weights are absent while the graph is traced: an initialiser made of one has a `Recipe` in place of its values.
 """
 
 import builtins
@@ -192,7 +191,6 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch and onnxscript print and warn while they export."""
     silent = contextlib.redirect_stdout(io.StringIO())
     with warnings.catch_warnings(action="ignore"), silent, quiet_transformers(), contextlib.ExitStack() as stack:
         for logger in map(logging.getLogger, NOISY):
@@ -340,7 +338,6 @@ def divide_by_roots(program: Any) -> int:
 
 
 def _rename(program: Any, inputs: TraceInputs) -> None:
-    """Rename inputs, outputs and axes; the traces of Python files go, for they name folders of this machine."""
     graph = program.graph
     for value in graph.inputs:
         value.name = graph_name(value.name.removeprefix("input."))

@@ -85,7 +85,10 @@ def compare(
     for case in reference.cases:
         try:
             found = next(answers)
-            gaps = _gaps(found, case)
+            if found.shape != case.logits.shape:
+                found = torch.full_like(case.logits, torch.nan)
+            gaps = (found[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
+            gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
             beyond = ~(gaps <= bound)
             if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
                 raise CompressionError(
@@ -113,14 +116,6 @@ def compare(
         tokens=tokens,
         sensitivity=reference.sensitivity,
     )
-
-
-def _gaps(found: Tensor, case: Case) -> Tensor:
-    """The largest absolute difference of each real token's logits, [T]; infinite where there is no number."""
-    if found.shape != case.logits.shape:
-        return torch.full((int(case.mask.sum()),), torch.inf)
-    gaps = (found[case.mask.bool()] - case.real).abs().amax(-1)
-    return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _right_for(case: Case, right: Sequence[tuple[str, float]], error: CompressionError) -> str:
