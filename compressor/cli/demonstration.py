@@ -34,11 +34,6 @@ class DemoRow:
     loss: float
     accuracy: dict[str, float]
 
-    @property
-    def mean_accuracy(self) -> float:
-        """Mean over the skills."""
-        return sum(self.accuracy.values()) / len(self.accuracy)
-
 
 def measure(name: str, folder: Path, experts: int, every: int = 1) -> DemoRow:
     """Load a checkpoint with stock transformers and measure it on `every` nth held-out text and question."""
