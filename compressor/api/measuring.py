@@ -1,4 +1,4 @@
-"""The Python API that looks at models and changes none: `inspect`, `compare`, `attribute`, `gate`, `reference`."""
+"""The Python API that measures models and changes none: `compare`, `attribute`, `gate`, `reference`."""
 
 import logging
 from collections.abc import Sequence
@@ -11,14 +11,13 @@ from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.comparison.report import Comparison
-from compressor.data.batches import EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
+from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
 from compressor.files import alone, check_folder
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
-from compressor.model.inspection import Inspection, inspect_model
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
@@ -48,11 +47,6 @@ from compressor.steps.prune.step import Prune
 from compressor.steps.split.opening import check_way, dealt, seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
-
-
-def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
-    """What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
-    return inspect_model(model, revision, experts)
 
 
 def compare(
@@ -86,7 +80,7 @@ def compare(
     uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the calibration's
     sources, beyond what any plan or correction sees.
     """
-    text = calibration if isinstance(calibration, TextOptions) else TextOptions(data=_several(calibration))
+    text = _text_options(calibration)
     prune = Prune(protect=protect)
     if per_source and constants:
         raise CompressionError("--format mone makes one plan for all calibration sources; leave out --per-source")
@@ -117,21 +111,17 @@ def compare(
         }
         if methods:
             refuse_model(opened)
-        reserve = 0 if evaluate else evaluation_samples
-        tokenizer = load_tokenizer(opened.source.folder)
-        given: Sequence[EvaluationSet] = ()
+        sets: Sequence[EvaluationSet] = ()
         if evaluate:
-            given = evaluation_sets(
+            sets = evaluation_sets(
                 evaluate,
-                tokenizer,
+                load_tokenizer(opened.source.folder),
                 length=text.sequence_length,
                 seed=seed,
                 vocab=opened.vocabulary,
                 most=evaluation_samples,
             )
-        spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, HELDOUT, reserve)
-        data = read_text(spec, tokenizer, opened.vocabulary).fit
-        here().assert_same_on_all(data.identity["sha256"], "calibration text")
+        data = _read_calibration(opened, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
         if per_source:
             refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
@@ -146,12 +136,24 @@ def compare(
             variant, planner = with_top_k(ready[number], top_k), planners[number]
             protected = protected_experts(prune.protect, min(kept, default=variant.architecture.experts), planner)
             variants.append(Variant(variant, kept, protected, planner))
-        sets = given or data.reserved
+        sets = sets or data.reserved
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
 
 
-def _several(calibration: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    return (calibration,) if isinstance(calibration, str) else None if calibration is None else tuple(calibration)
+def _text_options(calibration: str | Sequence[str] | TextOptions | None) -> TextOptions:
+    if isinstance(calibration, TextOptions):
+        return calibration
+    return TextOptions.model_validate({"data": calibration})
+
+
+def _read_calibration(
+    model: OpenModel, text: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
+) -> Calibration:
+    """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
+    spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve)
+    data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
+    here().assert_same_on_all(data.identity["sha256"], "calibration text")
+    return data
 
 
 def _contenders(
@@ -211,11 +213,9 @@ def attribute(
     On the first `keys` sequences the `top` most influential attention heads are split by key token, too. The
     `edges_kept` strongest edges to single experts' scores are kept.
     """
-    text = calibration if isinstance(calibration, TextOptions) else TextOptions(data=_several(calibration))
+    text = _text_options(calibration)
     with open_run(model, revision, dtype, device, progress) as run:
-        spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed)
-        data = read_text(spec, load_tokenizer(run.model.source.folder), run.model.vocabulary).fit
-        here().assert_same_on_all(data.identity["sha256"], "calibration text")
+        data = _read_calibration(run.model, text, seed)
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 
@@ -229,7 +229,7 @@ def gate(
     routing: Routing | None = None,
     progress: Progress | None = None,
 ) -> GateResult:
-    """Test on the same items whether a compressed model is as good as its original, within a margin.
+    """Test on the same items whether a compressed model is as good as its base, within a margin.
 
     A model that does not fit into memory is streamed, as `wanted` may also ask.
     With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. Raises

@@ -101,43 +101,39 @@ def compress_gated(
     recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
     known = after is None or terms is not None
-    plan_base(source, tasks, gate)  # which refuses what the original cannot answer, before anything is made
+    plan_base(source, tasks, gate)  # which refuses what the base cannot answer, before anything is written
     of_tasks = [(task.name, task.version) for task in tasks]
-    judged = [gate_facts(gate), of_tasks, inconclusive, keep_failed, terms]
+    judged = [_gate_facts(gate), of_tasks, inconclusive, keep_failed, terms]
+    whole, begun = "", False  # key of a search, whose outputs may replace each other; whether one is in place
     attempts: list[Attempt] = []
-    whole: str | None = None  # the key of a search, whose outputs may replace each other
-    trial = ""  # the key of what a search is trying
-    begun = False
-    outcomes: list[Outcome] = []
-    count = 0  # experts of the present attempt, where a search tries several
-    placed: int | None = None  # those of the attempt that is in place
+    outcomes: dict[int, Outcome] = {}  # by experts, 0 without a search; the last one is in place
 
     def accepts(result: GateResult) -> bool:
         return (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
 
-    def judge(folder: Path) -> None:
-        made = ModelSource(str(folder), None, folder)
-        result = run_gate(source, made, tasks, gate, listener, label=target.name)
-        experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).stage.experts
-        accepted = here().broadcast(lambda: accepts(result))  # from now on a rank that hears no may clear the folder
-        attempts.append(Attempt(count or experts, result, accepted))
-        if here().is_first:
-            (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-        if search:
-            keep_trial(trial, result)
-        if not (keep_failed or accepted):
-            raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
-        if after is not None:
-            after(folder)
-        if whole is not None and here().is_first:
-            note_request(folder, whole)
-            note_request(folder, trial)
+    def passes(tried: Recipe, count: int = 0, trial: str = "") -> bool:
+        """Compress and gate; with a search, `count` experts under the key `trial`."""
 
-    def passes(tried: Recipe) -> bool:
-        nonlocal placed
+        def judge(folder: Path) -> None:
+            result = run_gate(source, ModelSource(str(folder), None, folder), tasks, gate, listener, label=target.name)
+            experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).stage.experts
+            accepted = here().broadcast(lambda: accepts(result))  # from now on a rank that rejects may clear the folder
+            attempts.append(Attempt(count or experts, result, accepted))
+            if here().is_first:
+                (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+                if trial:  # where it can't be cached, a killed search merely tries it again
+                    write_cached(_trial_file(trial), gate_content(result))
+            if not (keep_failed or accepted):
+                raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
+            if after is not None:
+                after(folder)
+            if trial and here().is_first:
+                note_request(folder, whole)
+                note_request(folder, trial)
+
         before, again = len(attempts), begun and here().broadcast(lambda: answers(target, trial))
         with suppress(RejectedError):
-            made = compress(
+            outcome = compress(
                 tried,
                 out,
                 overwrite=overwrite or (not again and (begun or bool(outcomes))),
@@ -147,86 +143,69 @@ def compress_gated(
                 terms=request_key(judged) if known else None,
                 command=command,
             )
-            outcomes.append(made)
-            placed = count
+            outcomes.pop(count, None)
+            outcomes[count] = outcome
             if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
                 result = read_gate(target / REPORT)
                 if result.routing is not None:  # it was put there since, and is no verdict on the weights alone
                     raise CompressionError(f"{target / REPORT} is of a routed model; compress again with --overwrite")
-                attempts.append(Attempt(count or made.experts_after, result, accepts(result)))
+                attempts.append(Attempt(count or outcome.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 
     with held(target):
-        if search:
-            opened = open_model(source, recipe.dtype, device)
-            facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), recipe_facts(recipe)]
-            counts = possible_counts(opened, recipe)
-            whole = request_key(facts, judged)
-            begun = known and here().broadcast(lambda: answers(target, str(whole)))
-            steps = math.ceil(math.log2(len(counts) + 1))
-            gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
-
-            def with_experts(number: int) -> Recipe:
-                nonlocal trial, count
-                count = number
-                changed = [
-                    step.model_copy(update={"experts": number}) if step is prune else step for step in recipe.steps
-                ]
-                trial = request_key("trial", [*facts, number], gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
-                return recipe.with_steps(changed)
-
-            def tries(number: int) -> bool:
-                tried = with_experts(number)
-                if (kept := kept_trial(trial)) is None:
-                    return passes(tried)
-                attempts.append(Attempt(number, kept, accepts(kept)))
-                return attempts[-1].accepted
-
-            with unwarned():
-                least = smallest(counts, tries)
-                if least not in (None, placed):
-                    # it passed before the search was killed, and may not have come into its place
-                    attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
-                    passes(with_experts(least))
-        else:
+        if not search:
             passes(recipe)
-    return Gated(outcomes[-1] if outcomes else None, tuple(attempts))
+            return Gated(outcomes.get(0), tuple(attempts))
+        opened = open_model(source, recipe.dtype, device)
+        plain = recipe.model_dump(mode="json", exclude={"steps", "model"})
+        texts = [content_of(entry) for entry in recipe.calibration.data or ()]
+        of_recipe = [plain, texts, [[step.name, step.to_dict()] for step in recipe.steps]]
+        facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), of_recipe]
+        counts = possible_counts(opened, recipe)
+        whole = request_key(facts, judged)
+        begun = known and here().broadcast(lambda: answers(target, whole))
+        steps = math.ceil(math.log2(len(counts) + 1))
+        gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
+
+        def with_experts(count: int) -> tuple[Recipe, int, str]:
+            changed = [step.model_copy(update={"experts": count}) if step is prune else step for step in recipe.steps]
+            trial = request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
+            return recipe.with_steps(changed), count, trial
+
+        def tries(count: int) -> bool:
+            tried, _, trial = with_experts(count)
+            if (cached := _cached_trial(trial)) is None:
+                return passes(tried, count, trial)
+            attempts.append(Attempt(count, cached, accepts(cached)))
+            return attempts[-1].accepted
+
+        with unwarned():
+            least = smallest(counts, tries)
+            if least is not None and least != next(reversed(outcomes), None):
+                # it passed before the search was killed, and may not have come into its place
+                attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
+                passes(*with_experts(least))
+    return Gated(outcomes[next(reversed(outcomes))] if outcomes else None, tuple(attempts))
 
 
-def gate_facts(gate: GateRequest) -> dict[str, Any]:
+def _gate_facts(gate: GateRequest) -> dict[str, Any]:
     """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
     plain = replace(gate, options=replace(gate.options, stream=None))
     return {name: value for name, value in asdict(plain).items() if name != "cache"}
 
 
-def keep_trial(key: str, result: GateResult) -> None:
-    """Keep a result; where nothing can be kept, a killed search merely tries it again."""
-    if here().is_first:
-        write_cached(_path(key), gate_content(result))
-
-
-def kept_trial(key: str) -> GateResult | None:
-    """What was kept, by the first rank for all; None if nothing was, or nothing that can be read."""
-    content = here().broadcast(lambda: read_cached(_path(key)))
-    try:
-        return None if content is None else gate_from_content(content)
-    except CompressionError as error:
-        logger.debug("the trial %s is ignored: %s", _path(key), error)
-        return None
-
-
-def _path(key: str) -> Path:
+def _trial_file(key: str) -> Path:
     return cache_folder("trials") / f"{key}.json"
 
 
-def recipe_facts(recipe: Recipe) -> list[Any]:
-    """What of a recipe decides an output, the number of experts excepted."""
-    sources = [content_of(entry) for entry in recipe.calibration.data or ()]
-    return [
-        recipe.model_dump(mode="json", exclude={"steps", "model"}),
-        sources,
-        [[s.name, s.to_dict()] for s in recipe.steps],
-    ]
+def _cached_trial(key: str) -> GateResult | None:
+    """The result in the cache, read by the first rank for all; None if there is none that can be read."""
+    content = here().broadcast(lambda: read_cached(_trial_file(key)))
+    try:
+        return None if content is None else gate_from_content(content)
+    except CompressionError as error:
+        logger.debug("the trial %s is ignored: %s", _trial_file(key), error)
+        return None
 
 
 def smallest(counts: Sequence[int], passes: Callable[[int], bool]) -> int | None:

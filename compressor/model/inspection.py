@@ -99,7 +99,7 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
     return found
 
 
-def inspect_model(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
+def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
     """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
     if is_local(model):
         source = locate(model, revision)
