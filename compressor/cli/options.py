@@ -86,7 +86,11 @@ def _place(parameter: Parameter) -> int:
 
 
 def field_options(
-    model: Any, panel: str, only: Mapping[str, str] | None = None, bare: bool = False, mention: bool = False
+    model: Any,
+    panel: str | None = None,
+    only: Mapping[str, str] | None = None,
+    bare: bool = False,
+    mention: bool = False,
 ) -> list[Parameter]:
     """Make options of the described fields of a pydantic model or a dataclass; `only` maps options to fields.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +28,6 @@ class Item:
     answer: int
 
     def __post_init__(self) -> None:
-        """Refuses an answer that is no choice, and choices that repeat."""
         if not 0 <= self.answer < len(self.choices):
             raise ValueError(f"item {self.question!r}: answer {self.answer} of {len(self.choices)} choices")
         if len(set(self.choices)) != len(self.choices):
@@ -94,20 +94,17 @@ def _log_likelihoods(
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     scores = [0.0] * len(rows)
     for batch in _batches(rows):
-        longest = max(len(rows[index].tokens) for index in batch)
-        tokens = torch.full((len(batch), longest), filler)
-        scored = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for row, to_score, index in zip(tokens, scored, batch, strict=True):
-            length = len(rows[index].tokens)
-            row[:length] = torch.tensor(rows[index].tokens)
-            to_score[rows[index].start : length] = True
         # No mask: attention is causal and padding stands on the right, so no scored token ever sees it.
+        padded = [torch.tensor(rows[index].tokens) for index in batch]
+        tokens = pad_sequence(padded, batch_first=True, padding_value=filler)
         logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
         # Position i predicts token i + 1; log_softmax runs on the scored positions only.
-        chosen = scored[:, 1:]
-        predicted = functional.log_softmax(logits[:, :-1].cpu()[chosen].float(), dim=-1)
-        gathered = predicted.gather(-1, tokens[:, 1:][chosen].unsqueeze(-1)).squeeze(-1).double()
-        sums = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, chosen.nonzero()[:, 0], gathered)
+        places = torch.arange(1, tokens.shape[1])
+        starts, ends = torch.tensor([(rows[index].start, len(rows[index].tokens)) for index in batch]).T[..., None]
+        scored = (places >= starts) & (places < ends)
+        predicted = functional.log_softmax(logits[:, :-1].cpu()[scored].float(), dim=-1)
+        chosen = predicted.gather(-1, tokens[:, 1:][scored].unsqueeze(-1)).squeeze(-1).double()
+        sums = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, scored.nonzero()[:, 0], chosen)
         for index, total in zip(batch, sums.tolist(), strict=True):
             scores[index] = total
     return scores

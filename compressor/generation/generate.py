@@ -1,11 +1,10 @@
 """Continues a prompt with a model on disk, token by token: one loop, whatever computes the logits.
 
-A token is the likeliest, or drawn from the softmax that temperature, top-k and top-p leave. Top-p, or nucleus
+A token is the most probable, or drawn from the softmax that temperature, top-k and top-p leave. Top-p, or nucleus
 sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, faults_told, reason_of
 from compressor.generation.decoders import onnx_decoder, stock_decoder
-from compressor.model.opened import DTYPES
+from compressor.generation.options import GenerationOptions
 from compressor.model.tokenizer import has_chat_template, load_tokenizer, no_token, render_chat, says_something
 from compressor.progress import Progress
 from compressor.records import read_object
@@ -27,44 +26,10 @@ from compressor.records import read_object
 Choose = Callable[[Tensor], int]  # [V] logits -> token id
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """What is asked of a model beside the prompt."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0  # 0 is greedy: always the likeliest token
-    top_p: float | None = None  # sampling only: the fewest tokens that hold this probability
-    top_k: int | None = None  # sampling only: this many of the likeliest tokens
-    seed: int = 0
-    chat: bool = False  # the prompt is a user's message, in the tokenizer's chat template
-    device: str = "auto"
-    dtype: str = "auto"  # of a safetensors checkpoint; an ONNX graph has its own
-    revision: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        if self.max_new_tokens < 1:
-            raise CompressionError(f"--max-new-tokens {self.max_new_tokens} generates nothing; give at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise CompressionError(
-                f"--temperature {self.temperature} is no temperature; give 0 for the likeliest token, or more to sample"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise CompressionError(f"--top-p {self.top_p} is no probability; give a number above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise CompressionError(f"--top-k {self.top_k} leaves no token; give at least 1")
-        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
-        if not 0 <= self.seed < 2**63:
-            raise CompressionError(f"--seed {self.seed} is out of range; give a whole number from 0 to below 2**63")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise CompressionError(f"there is no dtype {self.dtype!r}; known are auto, {', '.join(DTYPES)}")
-
-
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """Distribution that the next token is drawn from: [V] -> [V] in float64, summing to 1; ties favour lower ids.
 
-    Top-k comes first; top-p then takes, of what is left, the fewest of the likeliest tokens that hold that share.
+    Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens that hold that share.
     """
     scaled = (logits.double() - logits.max().double()) / temperature  # the largest is 0: no temperature overflows
     order = scaled.argsort(descending=True, stable=True)
@@ -252,17 +217,26 @@ def prepare(
 ) -> Continuation:
     """Read the prompt and load the model, the weights last; every fault is a `CompressionError`."""
     folder = locate(model, options.revision, progress, weights="any").folder
-    open_decoder = _opener(folder)
+    # of both kinds of weights, safetensors are the base of the other
+    is_onnx = (folder / MODEL_NAME).is_file() and not any(
+        (folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)
+    )
+    stored = (path for pattern in ("*.safetensors", INDEX_NAME, *PICKLE_PATTERNS) for path in folder.glob(pattern))
+    if not is_onnx and next(stored, None) is None:
+        raise CompressionError(
+            f"{folder} has neither {SINGLE_NAME} nor {MODEL_NAME}; name the folder of a safetensors checkpoint or of "
+            "an ONNX export"
+        )
     facts, tokenizer = read_facts(folder), load_tokenizer(folder)
     ids = encode_prompt(tokenizer, prompt, options.chat)
+    stops = facts.stops or frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
+    stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
     facts.check(ids)
-    own = tokenizer.eos_token_id
-    stops = facts.stops or frozenset(() if own is None else (int(own),))
-    before = () if options.chat else ids  # an answer opens a text of its own
-    told = faults_told(f"{folder} cannot be run", *REMEDIES)
-    decoder = told(told(open_decoder)(folder, options.device, options.dtype))  # the opening and each call
+    in_a_sentence = faults_told(f"{folder} cannot be run", *REMEDIES)
+    open_decoder = in_a_sentence(onnx_decoder if is_onnx else stock_decoder)
+    decoder = in_a_sentence(open_decoder(folder, options.device, options.dtype))
     facts.warn(ids, options.max_new_tokens)
-    return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, TextStream(tokenizer, before))
+    return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, stream)
 
 
 def continue_tokens(
@@ -278,30 +252,19 @@ def continue_tokens(
         fresh = (token,)
 
 
-def _opener(folder: Path) -> Callable[[Path, str, str], Decoder]:
-    """How the folder's model is opened; of both kinds of weights, safetensors are the original."""
-    if (folder / MODEL_NAME).is_file() and not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        return onnx_decoder
-    if any(True for pattern in ("*.safetensors", INDEX_NAME, *PICKLE_PATTERNS) for _ in folder.glob(pattern)):
-        return stock_decoder  # whose errors tell what is wrong with them
-    raise CompressionError(
-        f"{folder} has neither {SINGLE_NAME} nor {MODEL_NAME}; name the folder of a safetensors checkpoint or of "
-        "an ONNX export"
-    )
-
-
 def read_facts(folder: Path) -> ModelFacts:
     """End tokens of the generation config, else of the config; sizes of the config, or of its part for text."""
     paths = (folder / "generation_config.json", folder / "config.json")
     generation, config = (read_object(path) if path.is_file() else {} for path in paths)
-    nodes = [config, *(part for part in (config.get("text_config"),) if isinstance(part, dict))]
-    stops = _first([generation, *nodes], "eos_token_id")
+    text = config.get("text_config")
+    nodes = [config, text] if isinstance(text, dict) else [config]
+
+    def first(name: str, *nodes: Mapping[str, Any]) -> Any:
+        return next((node[name] for node in nodes if node.get(name) is not None), None)
+
+    stops = first("eos_token_id", generation, *nodes)
     stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
     if not all(isinstance(stop, int) for stop in stops):
         raise CompressionError(f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it")
-    sizes = (_first(nodes, name) for name in ("vocab_size", "max_position_embeddings"))
+    sizes = (first(name, *nodes) for name in ("vocab_size", "max_position_embeddings"))
     return ModelFacts(frozenset(stops), *(size if isinstance(size, int) else None for size in sizes))
-
-
-def _first(nodes: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return next((node[name] for node in nodes if node.get(name) is not None), None)

@@ -5,15 +5,27 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.options import Model, Out, Printing, Publishing, Running, TextFlags, Writing, flag, without_none
+from compressor.cli.options import (
+    Model,
+    Out,
+    Printing,
+    Publishing,
+    Running,
+    TextFlags,
+    Writing,
+    field_options,
+    flag,
+    without_none,
+)
 from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError
 from compressor.files import alone
 from compressor.formatting import readable
+from compressor.generation.options import GenerationOptions
 from compressor.publishing.hub import AGAIN
 
 if TYPE_CHECKING:
@@ -71,30 +83,15 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     running: Annotated[Running, ("device", "dtype", "revision", "as_json")],
-    max_new_tokens: Annotated[int, flag("Tokens to generate, at most.")] = 128,
-    temperature: Annotated[float, flag("0 takes the most probable token; more samples.")] = 0.0,
-    top_p: Annotated[float | None, flag("Sample from the fewest tokens that hold this probability.")] = None,
-    top_k: Annotated[int | None, flag("Sample from this many of the most probable tokens.")] = None,
-    seed: Annotated[int, flag("For sampling.")] = 0,
-    chat: Annotated[bool, flag("Put the prompt into the chat template, as a user's message.", None, "--chat")] = False,
+    options: Annotated[dict[str, Any], field_options(GenerationOptions)],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
-    from compressor.generation.generate import GenerationOptions, prepare
+    from compressor.generation.generate import prepare
 
-    options = GenerationOptions(
-        max_new_tokens,
-        temperature,
-        top_p,
-        top_k,
-        seed,
-        chat,
-        device=running.device,
-        dtype=running.dtype,
-        revision=running.revision,
-    )
+    chosen = GenerationOptions(**options, device=running.device, dtype=running.dtype, revision=running.revision)
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
     with progress_bars(running.as_json) as progress:
-        continuation = prepare(model, text, options, progress)
+        continuation = prepare(model, text, chosen, progress)
     pieces, interrupted = collect(continuation, show=not running.as_json)
     if running.as_json:
         rates = {

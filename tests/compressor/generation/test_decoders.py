@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from compressor.errors import CompressionError  # noqa: E402
 from compressor.generation.decoders import OnnxDecoder, onnx_decoder, providers  # noqa: E402
-from compressor.generation.generate import GenerationOptions, chooser, continue_tokens, prepare  # noqa: E402  # noqa: E402
+from compressor.generation.generate import chooser, continue_tokens, prepare  # noqa: E402
+from compressor.generation.options import GenerationOptions  # noqa: E402
 from tests import small  # noqa: E402
 
 VOCABULARY, HIDDEN, POSITIONS, NEW = small.VOCABULARY, 6, 64, 10

@@ -17,7 +17,6 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from compressor.errors import CompressionError
 from compressor.generation.decoders import StockDecoder, stock_decoder
 from compressor.generation.generate import (
-    GenerationOptions,
     ModelFacts,
     chooser,
     continue_tokens,
@@ -25,6 +24,7 @@ from compressor.generation.generate import (
     probabilities,
     read_facts,
 )
+from compressor.generation.options import GenerationOptions
 from tests import small, zoo
 
 GREEDY = chooser(GenerationOptions())
