@@ -35,7 +35,7 @@ def find_exporter(name: str) -> Exporter:
 def export_checkpoint(
     name: str, checkpoint: Path, output: Path, settings: Mapping[str, Any], overwrite: bool, progress: Progress
 ) -> Any:
-    """Run an exporter; returns what it says of its work. `output` is there whole or not at all.
+    """Run an exporter and return its summary. `output` is there whole or not at all.
 
     Where the output of this very export is in place already, nothing is written.
     """
@@ -50,7 +50,18 @@ def export_checkpoint(
                 return read(output) if callable(read) else None
             check_target(output, overwrite)
             clear(work)  # of a run that was killed
-            summary = _exported(name, module, checkpoint, work / name, options, progress)
+            try:
+                summary = module.export(checkpoint, work / name, options, progress)
+            except (CompressionError, OSError):
+                raise
+            except Exception as error:  # a third party's exporter raises what it likes
+                raise CompressionError(
+                    f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}"
+                ) from error
+            if not (work / name).is_dir():
+                raise CompressionError(
+                    f"exporter {name!r} wrote no folder; it should write one at the place it is given"
+                )
             note_request(work / name, key)
             check_target(output, overwrite)  # which may have come or changed meanwhile
             replace_folder(work / name, output, work / REPLACED)
@@ -59,25 +70,12 @@ def export_checkpoint(
     return _in_place(summary, work / name, output)
 
 
-def _exported(name: str, module: Exporter, checkpoint: Path, fresh: Path, options: Any, progress: Progress) -> Any:
-    """Run an exporter that writes to a new folder; a fault of a third party's kind is told."""
-    try:
-        summary = module.export(checkpoint, fresh, options, progress)
-    except (CompressionError, OSError):
-        raise
-    except Exception as error:
-        raise CompressionError(f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}") from error
-    if not fresh.is_dir():
-        raise CompressionError(f"exporter {name!r} wrote no folder; it should write one at the place it is given")
-    return summary
-
-
 def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
-    """What an exporter says of its work, with the folder that it was given named as it is called now."""
+    """The exporter's summary with the folder that it was given replaced by the output."""
     if not is_dataclass(summary) or isinstance(summary, type):
         return summary
-    said = {entry.name: getattr(summary, entry.name) for entry in fields(summary) if entry.init}
-    moved = {name: type(value)(output) for name, value in said.items() if value in (fresh, str(fresh))}
+    values = {entry.name: getattr(summary, entry.name) for entry in fields(summary) if entry.init}
+    moved = {name: type(value)(output) for name, value in values.items() if value in (fresh, str(fresh))}
     return replace(summary, **moved) if moved else summary
 
 
@@ -93,24 +91,21 @@ def read_formats(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], None] | None:
-    """What has the first rank bring an output that is about to be put in place into the formats; None for no other.
+    """Return what has the first rank export an output that is about to be put in place; None without other formats.
 
-    Beside safetensors, exports lie in subfolders; without it, the export takes the place of what it was made of.
+    Beside safetensors, exports lie in subfolders; without it, the export takes the place of its input.
     """
     others = [name for name in formats if name != WRITER]
 
-    def first_adds(folder: Path) -> None:
-        here().broadcast(lambda: (add if WRITER in formats else become)(folder))
-
-    def add(folder: Path) -> None:
-        for name in others:
-            export_checkpoint(name, folder, folder / name, {}, False, progress)
-
-    def become(folder: Path) -> None:
+    def export(folder: Path) -> None:
+        if WRITER in formats:
+            for name in others:
+                export_checkpoint(name, folder, folder / name, {}, False, progress)
+            return
         other = folder.with_name(others[0])
         shutil.rmtree(other, ignore_errors=True)  # of a run that was killed
         export_checkpoint(others[0], folder, other, {}, False, progress)
         shutil.rmtree(folder)
         other.replace(folder)
 
-    return first_adds if others else None
+    return (lambda folder: here().broadcast(lambda: export(folder))) if others else None

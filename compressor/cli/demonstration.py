@@ -20,7 +20,11 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("data-centric", {"merge": "max"}),
     ("auto", {}),
 )
-SAMPLES, LENGTH = 128, 128  # the demo model was trained on windows of 128 bytes
+SAMPLES = 128
+TEXT: dict[str, Any] = {
+    "calibration": "demo",
+    "sequence_length": 128,
+}  # the demo model was trained on windows of 128 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +61,13 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool 
     if output is not None and output.exists():
         raise CompressionError(f"{output} exists already; name a new folder")
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
-        before = inspect(str(source)).experts
-        rows = [measure("original", source, before, every)]
+        rows = [measure("original", source, inspect(str(source)).experts, every)]
         folder = Path(scratch) if output is None else output
         for strategy, options in trials:
             label = " ".join([strategy, *(f"({value})" for value in options.values())])
             target = folder / strategy
             target.parent.mkdir(parents=True, exist_ok=True)
-            compress(
-                str(source),
-                target,
-                experts=experts,
-                strategy=strategy,
-                options=options,
-                calibration="demo",
-                samples=SAMPLES,
-                sequence_length=LENGTH,
-                progress=progress,
-            )
+            choice: dict[str, Any] = {"experts": experts, "strategy": strategy, "options": options}
+            compress(str(source), target, samples=SAMPLES, progress=progress, **TEXT, **choice)
             rows.append(measure(label, target, experts, every))
     return rows

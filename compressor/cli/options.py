@@ -55,7 +55,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
             continue
         shapes[name] = (shape, [option.name for option in options])
         parameters += options
-    parameters.sort(key=_place)
+    parameters = sorted(map(_named, parameters), key=_place)
 
     def command(**given: Any) -> None:
         built = {
@@ -77,6 +77,14 @@ def _dataclass_options(shape: Any, only: Collection[str] = ()) -> list[Parameter
         for entry in fields(shape)
         if not only or entry.name in only
     ]
+
+
+def _named(parameter: Parameter) -> Parameter:
+    """The option; a switch without the `--no-` that typer adds to the name."""
+    kind, *more = get_args(parameter.annotation) or (None,)
+    if kind is bool and more[0].default is ...:  # where typer keeps an explicit name
+        more[0].param_decls = (f"--{parameter.name.replace('_', '-')}",)
+    return parameter
 
 
 def _place(parameter: Parameter) -> int:
@@ -164,9 +172,7 @@ class Running:
         "auto"
     )
     revision: Annotated[str | None, flag("Branch, tag or commit of a Hub id.", RUNNING)] = None
-    overwrite: Annotated[
-        bool, flag("Replace an existing output once the new one is complete.", RUNNING, "--overwrite")
-    ] = False
+    overwrite: Annotated[bool, flag("Replace an existing output once the new one is complete.", RUNNING)] = False
     as_json: Annotated[bool, flag("Print JSON instead of a table.", RUNNING, "--json")] = False
 
     def reading(self, progress: Progress) -> dict[str, Any]:
@@ -209,15 +215,13 @@ class StrategyOptions:
     merge: Annotated[
         str | None, flag("How grouped experts become one: uniform, max, frequency or learned.", STRATEGY)
     ] = None
-    no_merge_routers: Annotated[
-        bool, flag("Keep one member's router row instead of merging rows.", STRATEGY, "--no-merge-routers")
-    ] = False
+    no_merge_routers: Annotated[bool, flag("Keep one member's router row instead of merging rows.", STRATEGY)] = False
     representation: Annotated[str | None, flag("model-centric: compare surrogate or vectorized weights.", STRATEGY)] = (
         None
     )
     similarity: Annotated[str | None, flag("data-centric: linear-cka, rbf-cka or mean-output.", STRATEGY)] = None
     option: Annotated[
-        list[str] | None, flag("name=value for an option of any strategy; may be repeated.", STRATEGY, "--option")
+        list[str] | None, flag("name=value for an option of any strategy; may be repeated.", STRATEGY)
     ] = None
 
     def given(self, strategy: str) -> dict[str, Any]:
@@ -292,15 +296,10 @@ class UnderGate:
     """How `compress` goes through a gate."""
 
     gate: Annotated[
-        str | None,
-        flag("lm-eval tasks, separated by commas: leave the output in place only if it passes them.", GATE),
+        str | None, flag("lm-eval tasks, separated by commas: leave the output in place only if it passes them.", GATE)
     ] = None
-    keep_failed: Annotated[
-        bool, flag("With --gate: leave the output in place also if it fails.", GATE, "--keep-failed")
-    ] = False
-    search: Annotated[bool, flag("With --gate: find the smallest number of experts that passes.", GATE, "--search")] = (
-        False
-    )
+    keep_failed: Annotated[bool, flag("With --gate: leave the output in place also if it fails.", GATE)] = False
+    search: Annotated[bool, flag("With --gate: find the smallest number of experts that passes.", GATE)] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +309,7 @@ class Publishing:
     push_to_hub: Annotated[
         str | None, flag("Publish the output there; with --gate only if it passes.", PUBLISHING, metavar="REPO_ID")
     ] = None
-    private: Annotated[bool, flag("With --push-to-hub: to a private repository.", PUBLISHING, "--private")] = False
+    private: Annotated[bool, flag("With --push-to-hub: to a private repository.", PUBLISHING)] = False
 
     def __post_init__(self) -> None:
         if self.push_to_hub is None and self.private:
@@ -326,8 +325,7 @@ class RoutingFlags:
         flag("c3po: the compressed model answers on pathways optimised by those of a reference set.", ROUTING),
     ] = None
     reference: Annotated[
-        Path | None,
-        flag("The compressed model's own reference set, a folder of `moe-compress reference`.", ROUTING),
+        Path | None, flag("The compressed model's own reference set, a folder of `moe-compress reference`.", ROUTING)
     ] = None
     embedding: Annotated[
         str | None, flag(f"How prompts are compared, as for the reference set (default: {OWN}).", ROUTING)

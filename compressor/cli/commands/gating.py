@@ -53,9 +53,7 @@ def gate(
         bool,
         flag(
             f"Use the demo's five tasks and a largest drop of {DEMO_MAX_DROP}, and without models the demo model, "
-            "compressed here.",
-            None,
-            "--demo",
+            "compressed here."
         ),
     ] = False,
     cache_dir: Annotated[
@@ -155,22 +153,13 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
     elif base is not None or not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     else:
-        from compressor.cli.demonstration import LENGTH, SAMPLES
+        from compressor.cli.demonstration import SAMPLES, TEXT
         from compressor.demo.evaluation import demo_checkpoint
 
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
-            compressor.compress(
-                str(source),
-                target,
-                experts=DEMO_EXPERTS,
-                strategy="hc-smoe",
-                correct="tune",
-                calibration="demo",
-                samples=2 * SAMPLES,
-                sequence_length=LENGTH,
-                progress=progress,
-            )
+            choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
+            compressor.compress(str(source), target, samples=2 * SAMPLES, progress=progress, **TEXT, **choice)
             yield str(source), str(target)
 
 

@@ -22,8 +22,7 @@ class ItemFlags:
         flag("lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."),
     ] = None
     data: Annotated[
-        Path | None,
-        flag("Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."),
+        Path | None, flag("Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it.")
     ] = None
     limit: Annotated[int | None, flag("Items of each task, the first ones (default: all).")] = None
     include_path: Annotated[Path | None, flag("A folder with lm-eval task files of your own.")] = None
@@ -105,7 +104,7 @@ def evaluate(
     adapters: Annotated[Path, flag("The folder that `comoe train` has written.")],
     running: Running,
     items: ItemFlags,
-    base: Annotated[bool, flag("Evaluate the model without adapters, too.", None, "--base")] = False,
+    base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
     batch_size: Annotated[int, flag("Items of a batch.")] = 16,
     output: Annotated[
         Path | None, flag("Write a report with pictures into this new folder.", None, "--output", "-o")

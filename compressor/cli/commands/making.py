@@ -56,11 +56,9 @@ def plan(
     running: Running,
     model: Source = None,
     settings: Settings = None,
-    format: Annotated[
-        str, flag("safetensors, or mone: a plan with constants for what is dropped.", None, "--format")
-    ] = "safetensors",
+    format: Annotated[str, flag("safetensors, or mone: a plan with constants for what is dropped.")] = "safetensors",
     per_source: Annotated[
-        bool, flag("Plan for each calibration source alone, too: PLAN.<source>.json.", CALIBRATION, "--per-source")
+        bool, flag("Plan for each calibration source alone, too: PLAN.<source>.json.", CALIBRATION)
     ] = False,
     imatrix: Imatrix = None,
 ) -> None:
@@ -129,9 +127,7 @@ def compress(
         str | None,
         flag(
             "safetensors, onnx or another exporter, or both: safetensors,onnx (in the subfolder onnx); or mone: "
-            "constants for what is dropped, as vLLM serves them.",
-            None,
-            "--format",
+            "constants for what is dropped, as vLLM serves them."
         ),
     ] = None,
     imatrix: Imatrix = None,

@@ -55,13 +55,9 @@ def compare(
         list[str] | None, flag("Text to measure on; may be repeated (default: calibration text that no plan saw).")
     ] = None,
     evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
-    format: Annotated[
-        str, flag("safetensors, or mone: rows with constants for experts, too.", None, "--format")
-    ] = "safetensors",
+    format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
     random_seeds: Annotated[int, flag("Random drops to compare with.", min=1)] = 3,
-    per_source: Annotated[
-        bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION, "--per-source")
-    ] = False,
+    per_source: Annotated[bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION)] = False,
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
     from compressor.cli.rendering import show_comparison
@@ -148,7 +144,7 @@ def steps(running: Printing) -> None:
 
 def strategies(
     running: Printing,
-    needs: Annotated[bool, flag("List the statistics that a strategy may ask for instead.", None, "--needs")] = False,
+    needs: Annotated[bool, flag("List the statistics that a strategy may ask for instead.")] = False,
 ) -> None:
     """List the strategies that are installed, built-in and third-party."""
     from compressor.cli import rendering
@@ -166,7 +162,7 @@ def demo(
     output: Annotated[
         Path | None, flag("Keep the compressed models in this new folder.", None, "--output", "-o")
     ] = None,
-    quick: Annotated[bool, flag("One strategy, on a tenth of the questions.", None, "--quick")] = False,
+    quick: Annotated[bool, flag("One strategy, on a tenth of the questions.")] = False,
 ) -> None:
     """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
     from compressor.cli.demonstration import run_demo

@@ -46,7 +46,7 @@ def export(
     quantize: Annotated[
         str | None, flag("The experts' weights: none, int8 (by row) or int4 (by 32) (default: none).", ONNX)
     ] = None,
-    no_past: Annotated[bool, flag("No cache as inputs and outputs.", ONNX, "--no-past")] = False,
+    no_past: Annotated[bool, flag("No cache as inputs and outputs.", ONNX)] = False,
     stream: Annotated[
         bool | None,
         flag(
@@ -143,9 +143,7 @@ def report(
     gate: Annotated[
         Path | None, flag("The gate's result (default: gate.json in the folder).", metavar="GATE.JSON")
     ] = None,
-    no_measure: Annotated[
-        bool, flag("Run no text: show what the folder and the record of the run say.", None, "--no-measure")
-    ] = False,
+    no_measure: Annotated[bool, flag("Run no text: show what the folder and the record of the run say.")] = False,
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
 ) -> None:
     """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
@@ -187,12 +185,12 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or one of an ONNX export.")],
     repo_id: Annotated[str, typer.Argument(help="The model on the Hub, as NAMESPACE/NAME; made if it is missing.")],
     running: Printing,
-    private: Annotated[bool, flag("Make the repository private; never use a public one.", None, "--private")] = False,
+    private: Annotated[bool, flag("Make the repository private; never use a public one.")] = False,
     revision: Annotated[str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")] = None,
-    create_pr: Annotated[bool, flag("Open a pull request instead.", None, "--create-pr")] = False,
+    create_pr: Annotated[bool, flag("Open a pull request instead.")] = False,
     message: Annotated[str | None, flag("Of the commit (default: how the model was made).")] = None,
     tag: Annotated[str | None, flag("A tag for the commit.")] = None,
-    dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.", None, "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.")] = False,
     require_gate: Annotated[
         Path | None, flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON")
     ] = None,
