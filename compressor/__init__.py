@@ -4,25 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api.compressing import (
-        apply,
-        apply_gguf,
-        change,
-        compress,
-        compress_gguf,
-        plan,
-        plan_gguf,
-        plan_per_source,
-    )
-    from compressor.api.measuring import (
-        ReferenceSummary,
-        attribute,
-        compare,
-        evaluate_comoe,
-        gate,
-        reference,
-        train_comoe,
-    )
+    from compressor.api.compressing import apply, change, compress, plan, plan_per_source
+    from compressor.api.gguf_files import apply_gguf, compress_gguf, plan_gguf
+    from compressor.api.measuring import ReferenceSummary, attribute, compare, gate, reference
+    from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
     from compressor.gguf_files.writing import GgufSummary
@@ -39,17 +24,10 @@ if TYPE_CHECKING:
     from compressor.steps.split.step import Split
 
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api.compressing": (
-        "apply",
-        "apply_gguf",
-        "change",
-        "compress",
-        "compress_gguf",
-        "plan",
-        "plan_gguf",
-        "plan_per_source",
-    ),
-    "api.measuring": ("ReferenceSummary", "attribute", "compare", "evaluate_comoe", "gate", "reference", "train_comoe"),
+    "api.compressing": ("apply", "change", "compress", "plan", "plan_per_source"),
+    "api.gguf_files": ("apply_gguf", "compress_gguf", "plan_gguf"),
+    "api.measuring": ("ReferenceSummary", "attribute", "compare", "gate", "reference"),
+    "api.tuning": ("evaluate_comoe", "train_comoe"),
     "errors": ("CompressionError",),
     "gguf_files.blocks": ("GgufInspection", "inspect_gguf"),
     "gguf_files.writing": ("GgufSummary",),

@@ -65,8 +65,8 @@ def compress_gguf(
     check_output(Path(out), opened, overwrite)
     with alone(Path(out)):
         blocks = find_blocks(opened)
-        made = imatrix_plan(opened, blocks, _read(imatrix, opened), experts, ratio, strategy, protect)
-        return carry_out(opened, blocks, made, Path(out), overwrite, progress or Silent())
+        plan = imatrix_plan(opened, blocks, _read(imatrix, opened), experts, ratio, strategy, protect)
+        return carry_out(opened, blocks, plan, Path(out), overwrite, progress or Silent())
 
 
 def apply_gguf(
@@ -80,7 +80,7 @@ def apply_gguf(
     """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF model.
 
     The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
-    checked, and routers are compared where that checkpoint is at hand.
+    checked, and routers are compared where that checkpoint is available.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     refuse_more_than_drop(loaded)

@@ -8,36 +8,17 @@ from typing import Any
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.checkpoint.reader import Checkpoint
-from compressor.checkpoint.source import ModelSource, locate
-from compressor.comoe.evaluating import ask
-from compressor.comoe.layer import load_adapters, read_facts
-from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.comoe.report import NAMES as COMOE_NAMES
-from compressor.comoe.report import ComoeEvaluation, write_evaluation
-from compressor.comoe.training import NAMES as TRAINED_NAMES
-from compressor.comoe.training import Trained, train
+from compressor.checkpoint.source import locate
 from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.comparison.report import Comparison
-from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, read_text
+from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import identity
 from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
 from compressor.files import alone, check_folder
 from compressor.gates.run import GateRequest, run_gate
 from compressor.gates.verdict import GateResult
-from compressor.model.architecture import load_config
-from compressor.model.opened import (
-    OpenModel,
-    load_whole,
-    open_model,
-    pick_device,
-    pick_dtype,
-    resolve_count,
-    shared_experts,
-)
-from compressor.model.tokenizer import load_tokenizer
+from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
 from compressor.pathways.reference import (
@@ -49,7 +30,7 @@ from compressor.pathways.reference import (
     write_reference,
 )
 from compressor.pipeline.task import HELDOUT, find_model, open_run, sources_of
-from compressor.progress import Progress, Silent, quiet_transformers
+from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import ATTRIBUTED
@@ -64,7 +45,6 @@ from compressor.steps.prune.planning import (
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
 from compressor.steps.split.opening import check_way, dealt, seen_as, with_top_k
-from compressor.words import label
 
 logger = logging.getLogger(__name__)
 
@@ -311,97 +291,3 @@ def reference(
         made, asked = build_reference(opened, items, embedding, progress or Silent())
         files = write_reference(made, folder, overwrite)
     return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))
-
-
-def train_comoe(
-    model: str,
-    output: str | Path,
-    *,
-    tasks: Sequence[str] = (),
-    data: str | Path | None = None,
-    limit: int | None = None,
-    include_path: str | Path | None = None,
-    config: ComoeConfig | None = None,
-    options: TuningOptions | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Trained:
-    """Train LoRA experts beside a model's layers on items, and write them into the folder `output`.
-
-    Items are those of the training splits of lm-eval `tasks` (multiple choice; the first `limit` of each), or the
-    lines of the JSONL file `data`. The whole model is read into memory. A run that was killed goes on when it is
-    started again. Raises `CompressionError` for whatever cannot be trained, leaving no output.
-    """
-    folder, config, options = Path(output), config or ComoeConfig(), options or TuningOptions()
-    if options.contrastive > 0:
-        config.check_contrast()
-    check_folder(folder, TRAINED_NAMES, overwrite)
-    items = items_of(item_options(tasks, data, limit, include_path), data, training=True)
-    source = locate(model, revision, progress)
-    tokenizer, loaded = _loaded(source, dtype)
-    return train(
-        loaded,
-        tokenizer,
-        items,
-        config,
-        options,
-        folder,
-        label=source.label,
-        identity={**identity(source), "dtype": str(loaded.dtype)},
-        overwrite=overwrite,
-        use_cpu=pick_device(device).type == "cpu",
-        progress=progress,
-    )
-
-
-def evaluate_comoe(
-    model: str,
-    adapters: str | Path,
-    *,
-    tasks: Sequence[str] = (),
-    data: str | Path | None = None,
-    limit: int | None = None,
-    include_path: str | Path | None = None,
-    base: bool = False,
-    output: str | Path | None = None,
-    batch_size: int = 16,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> ComoeEvaluation:
-    """Ask a model with adapters the items of lm-eval `tasks` or of the JSONL file `data`; with `base` also without.
-
-    With `output` the result is written there as JSON, Markdown, a page and two pictures. Raises `CompressionError`
-    for adapters of another model.
-    """
-    if batch_size < 1:
-        raise CompressionError(f"--batch-size is {batch_size}; give a whole number of at least 1")
-    folder = None if output is None else Path(output)
-    if folder is not None:
-        check_folder(folder, COMOE_NAMES, overwrite)
-    facts = read_facts(Path(adapters))
-    items = items_of(item_options(tasks, data, limit, include_path), data)
-    source, place = locate(model, revision, progress), pick_device(device)
-    tokenizer, loaded = _loaded(source, dtype)
-    before = ask(loaded.to(place), tokenizer, items, batch_size=batch_size, progress=progress) if base else ()
-    load_adapters(loaded, adapters).to(place)
-    after = ask(loaded, tokenizer, items, batch_size=batch_size, progress=progress)
-    made = ComoeEvaluation(
-        source.label, label(str(adapters)), facts.config.experts, facts.config.top_k, tuple(facts.layers), after, before
-    )
-    if folder is not None:
-        write_evaluation(made, folder, overwrite)
-    return made
-
-
-def _loaded(source: ModelSource, dtype: str) -> tuple[Any, Any]:
-    """Tokenizer and model, on the CPU."""
-    tokenizer = load_tokenizer(source.folder)
-    computed = pick_dtype(dtype, load_config(source.folder), Checkpoint(source.folder))
-    with quiet_transformers():
-        return tokenizer, load_whole(source.folder, dtype=computed)
