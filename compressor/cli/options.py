@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -49,7 +49,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
         if get_origin(shape) is dict:
             options = more[0]
         elif is_dataclass(shape):
-            options = _dataclass_options(shape, *more)
+            annotations, chosen = get_type_hints(shape, include_extras=True), more[0] if more else ()
+            options = [
+                Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=annotations[each.name])
+                for each in fields(shape)
+                if not chosen or each.name in chosen
+            ]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
@@ -68,15 +73,6 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
-
-
-def _dataclass_options(shape: Any, only: Collection[str] = ()) -> list[Parameter]:
-    hints = get_type_hints(shape, include_extras=True)
-    return [
-        Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=hints[entry.name])
-        for entry in fields(shape)
-        if not only or entry.name in only
-    ]
 
 
 def _named(parameter: Parameter) -> Parameter:
@@ -140,10 +136,6 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Out = Annotated[Path, flag("Where to write.", None, "--output", "-o")]
-Settings = Annotated[
-    list[str] | None,
-    flag("step.option=value for any option of a step, see `moe-compress steps`; may be repeated.", STEPS, "--set"),
-]
 GATE_OPTIONS = field_options(
     GateOptions,
     GATE,
@@ -209,8 +201,8 @@ class TextFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyOptions:
-    """Options of the strategy: any by --option, some by a flag of their own."""
+class RecipeFlags(TextFlags):
+    """Calibration text, options of the strategy (any by --option, some by a flag of their own), and of steps."""
 
     merge: Annotated[
         str | None, flag("How grouped experts become one: uniform, max, frequency or learned.", STRATEGY)
@@ -224,21 +216,25 @@ class StrategyOptions:
         list[str] | None, flag("name=value for an option of any strategy; may be repeated.", STRATEGY)
     ] = None
 
-    def given(self, strategy: str) -> dict[str, Any]:
+    settings: Annotated[
+        list[str] | None,
+        flag("step.option=value for any option of a step, see `moe-compress steps`; may be repeated.", STEPS, "--set"),
+    ] = None
+
+    def strategy_options(self, strategy: str) -> dict[str, Any]:
         """The options that were given; the strategy refuses what it does not have."""
         from compressor.grouping.choose import METHODS
         from compressor.recipe.plugins import read_option
         from compressor.recipe.registry import option_fields
 
-        if self == StrategyOptions():
-            return {}
         named: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
         if self.merge is not None and self.merge not in METHODS:
             raise CompressionError(f"there is no merge {self.merge!r}; known are {', '.join(METHODS)}")
-        if "merge" in option_fields(strategy):
-            named |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
-        elif self.merge is not None or self.no_merge_routers:
-            logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
+        if self.merge is not None or self.no_merge_routers:
+            if "merge" in option_fields(strategy):
+                named |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
+            else:
+                logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
         named |= dict(read_option(text, f"--option {text!r} should be name=value") for text in self.option or ())
         return without_none(named)
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from compressor.cli.options import (
-    KEEP,
-    STEPS,
-    STRATEGY,
-    Running,
-    StrategyOptions,
-    TextFlags,
-    field_options,
-    without_none,
-)
+from compressor.cli.options import KEEP, STEPS, STRATEGY, RecipeFlags, Running, field_options, without_none
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
 from compressor.recipe.plugins import read_option
@@ -51,10 +42,8 @@ def flags() -> list[inspect.Parameter]:
 def recipe_of_flags(
     model: str | None,
     step_flags: Mapping[str, Any],
-    text: TextFlags,
-    strategy_options: StrategyOptions,
+    recipe_flags: RecipeFlags,
     running: Running,
-    settings: Sequence[str] | None,
     constants: bool = False,
     gate: Mapping[str, Any] | None = None,
     formats: Sequence[str] = (),
@@ -66,13 +55,13 @@ def recipe_of_flags(
     is_file = model.endswith(SUFFIXES)
     if is_file:
         recipe = read_recipe(Path(model))
-        steps = _changed(list(recipe.steps), named, strategy_options)
+        steps = _changed(list(recipe.steps), named, recipe_flags)
     else:
         recipe = Recipe(model=model)
-        steps = _default_steps(named, strategy_options, constants)
+        steps = _default_steps(named, recipe_flags, constants)
     content: dict[str, Any] = {**dict(recipe), "steps": steps}
-    content["calibration"] = {**recipe.calibration.model_dump(), **text.given()}
-    content |= without_none({"revision": running.revision, "seed": text.seed})
+    content["calibration"] = {**recipe.calibration.model_dump(), **recipe_flags.given()}
+    content |= without_none({"revision": running.revision, "seed": recipe_flags.seed})
     if running.dtype != "auto":
         content["dtype"] = running.dtype
     if formats:
@@ -80,10 +69,10 @@ def recipe_of_flags(
     if gate is not None and (recipe.gate is not None or "tasks" in gate):
         content["gate"] = {**(recipe.gate.model_dump() if recipe.gate else {}), **gate}
     of_steps: dict[str, dict[str, Any]] = {}
-    for setting in settings or ():
+    for setting in recipe_flags.settings or ():
         _set(content, of_steps, setting)
-    for name, options in of_steps.items():  # a step's together, since one may only do with another
-        content["steps"] = _with_options(list(content["steps"]), name, options)
+    for name, values in of_steps.items():  # a step's together, since one may only do with another
+        content["steps"] = _with_options(list(content["steps"]), name, values)
     changed = Recipe.of(content, "the command line")
     if changed.model is None:
         raise CompressionError("no model is named; give MODEL, or a recipe with one")
@@ -92,7 +81,7 @@ def recipe_of_flags(
     return changed
 
 
-def _default_steps(named: Mapping[str, Any], strategy_options: StrategyOptions, constants: bool) -> list[Step]:
+def _default_steps(named: Mapping[str, Any], flags: RecipeFlags, constants: bool) -> list[Step]:
     from compressor.api.compressing import default_steps
 
     if constants:
@@ -109,11 +98,11 @@ def _default_steps(named: Mapping[str, Any], strategy_options: StrategyOptions, 
     if of_constants or named.get("correct") == "constants":
         option = (*of_constants, "--correct constants")[0]
         raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")
-    chosen = strategy_options.given(str(named.get("strategy", "auto")))
+    chosen = flags.strategy_options(str(named.get("strategy", "auto")))
     return default_steps(**named, options=chosen or None)
 
 
-def _changed(steps: list[Step], named: Mapping[str, Any], strategy_options: StrategyOptions) -> list[Step]:
+def _changed(steps: list[Step], named: Mapping[str, Any], flags: RecipeFlags) -> list[Step]:
     """A recipe's steps with the flags' options; a step that it lacks is put in its usual place."""
     for step, _, fields in FLAGS:
         options: dict[str, Any] = {field: named[name] for name, field in fields.items() if name in named}
@@ -124,7 +113,7 @@ def _changed(steps: list[Step], named: Mapping[str, Any], strategy_options: Stra
         if options:
             steps = _with_options(steps, step.name, options)
     prune: Any = next((step for step in steps if step.name == "prune"), None)
-    if prune is not None and (chosen := strategy_options.given(prune.strategy)):
+    if prune is not None and (chosen := flags.strategy_options(prune.strategy)):
         steps = _with_options(steps, "prune", {"options": {**prune.options, **chosen}})
     return steps
 

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from compressor.distributed.ranks import here, process_group, refuse_several
+from compressor.distributed.ranks import held, here, process_group, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
+from compressor.files import check_folder
 from compressor.formatting import one_line
 from compressor.progress import Silent
 
@@ -75,6 +76,15 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
     else:
         with Bars() as bars:
             yield bars
+
+
+@contextmanager
+def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool) -> Iterator[Any]:
+    """Progress bars while the folder for reports of these names, if one is wanted, is checked and held by this run."""
+    if output is not None:
+        here().broadcast(lambda: check_folder(output, names, overwrite))
+    with held(output) if output else nullcontext(), progress_bars(quiet) as progress:
+        yield progress
 
 
 def print_json(content: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,8 +23,8 @@ from compressor.cli.options import (
     listed,
     without_none,
 )
-from compressor.cli.terminal import command_line, progress_bars
-from compressor.distributed.ranks import held, here, refuse_several
+from compressor.cli.terminal import command_line, progress_bars, reporting
+from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult
 from compressor.progress import Progress
@@ -62,7 +62,6 @@ def gate(
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
-    from compressor.files import check_folder
     from compressor.gates.report import NAMES, write_gate
     from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
 
@@ -72,11 +71,8 @@ def gate(
     routing = routing_flags.read(pathways, of_two=compressed is not None)
     if base is None:
         refuse_several("the demo's compression", "name two models")
-    if output is not None:
-        here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
     with (
-        held(output) if output else nullcontext(),
-        progress_bars(running.as_json) as progress,
+        reporting(output, NAMES, running.overwrite, running.as_json) as progress,
         _models(base, compressed, demo, progress) as (first, second),
     ):
         result = compressor.gate(

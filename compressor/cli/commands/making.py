@@ -18,9 +18,8 @@ from compressor.cli.options import (
     Model,
     Out,
     Publishing,
+    RecipeFlags,
     Running,
-    Settings,
-    StrategyOptions,
     TextFlags,
     UnderGate,
     field_options,
@@ -51,11 +50,9 @@ def plan(
     context: typer.Context,
     output: Out,
     step_flags: StepFlags,
-    text: TextFlags,
-    strategy_options: StrategyOptions,
+    recipe_flags: RecipeFlags,
     running: Running,
     model: Source = None,
-    settings: Settings = None,
     format: Annotated[str, flag("safetensors, or mone: a plan with constants for what is dropped.")] = "safetensors",
     per_source: Annotated[
         bool, flag("Plan for each calibration source alone, too: PLAN.<source>.json.", CALIBRATION)
@@ -70,7 +67,7 @@ def plan(
     if takes_gguf(context, model, imatrix, CHOOSING):
         return plan_of_file(str(model), output, step_flags, imatrix, running)
     constants = MONE in (listed(format, "--format") or ())
-    recipe = recipe_of_flags(model, step_flags, text, strategy_options, running, settings, constants)
+    recipe = recipe_of_flags(model, step_flags, recipe_flags, running, constants)
     sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
     outputs = [output, *source_files(output, short_names([entry.source for entry in sources]))]
     here().broadcast(lambda: check_files(outputs, running.overwrite))
@@ -114,15 +111,13 @@ def compress(
     context: typer.Context,
     output: Out,
     step_flags: StepFlags,
-    text: TextFlags,
-    strategy_options: StrategyOptions,
+    recipe_flags: RecipeFlags,
     under_gate: UnderGate,
     gate_options: Annotated[dict[str, Any], GATE_OPTIONS],
     gate_run: GateRun,
     publishing: Publishing,
     running: Running,
     model: Source = None,
-    settings: Settings = None,
     format: Annotated[
         str | None,
         flag(
@@ -146,10 +141,8 @@ def compress(
     recipe = recipe_of_flags(
         model,
         step_flags,
-        text,
-        strategy_options,
+        recipe_flags,
         running,
-        settings,
         constants,
         gate if tasks is None else {**gate, "tasks": tasks},
         [] if constants else formats,

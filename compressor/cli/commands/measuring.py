@@ -1,6 +1,5 @@
 """The commands that change no model: `inspect`, `compare`, `attribute`, and `steps`, `strategies` and `demo`."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +7,8 @@ import typer
 
 import compressor
 from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, TextFlags, flag, listed, numbers
-from compressor.cli.terminal import progress_bars
-from compressor.distributed.ranks import held, here
+from compressor.cli.terminal import progress_bars, reporting
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 
 MONE = "mone"
@@ -62,7 +61,6 @@ def compare(
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
     from compressor.cli.rendering import show_comparison
     from compressor.comparison.report import NAMES, write_reports
-    from compressor.files import check_folder
 
     variants: dict[str, Any] = {
         "experts": numbers(experts, "--experts", int),
@@ -72,8 +70,7 @@ def compare(
     }
     if format not in ("safetensors", MONE):
         raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
-    here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
-    with held(output), progress_bars(running.as_json) as progress:
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         comparison = compressor.compare(
             model,
             **variants,
@@ -113,13 +110,10 @@ def attribute(
     """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
     from compressor.attribution.report import NAMES, findings, write_attribution
     from compressor.cli.rendering import show_attribution
-    from compressor.files import check_folder
 
     if edges not in ("routers", "experts"):
         raise CompressionError(f"there are no --edges {edges!r}; known are routers, experts")
-    if output is not None:
-        here().broadcast(lambda: check_folder(output, NAMES, running.overwrite))
-    with held(output) if output else nullcontext(), progress_bars(running.as_json) as progress:
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         attribution = compressor.attribute(
             model,
             keys=keys,
