@@ -154,14 +154,6 @@ def test_a_folder_is_continued_and_its_end_token_obeyed(tmp_path: Path) -> None:
     assert text == tokenizer.decode(running.tokens[:-1], skip_special_tokens=True)
 
 
-def test_a_chat_prompt_goes_through_the_template(tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", graph(cached=True))
-    running = prepare(str(folder), "hi", GenerationOptions(max_new_tokens=3, chat=True))
-    list(running)
-    assert list(running.prompt) == small.tokenizer()("<user>hi\n")["input_ids"]
-    assert running.tokens == reference(list(running.prompt))[:3]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
