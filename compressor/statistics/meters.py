@@ -104,13 +104,6 @@ class Meter:
     def all_reduce(self) -> None:
         """Add up the sums of all ranks."""
 
-    def samples(self) -> list[Tensor]:
-        """Return the sampled tokens, for another rank to `restore`."""
-        return []
-
-    def restore(self, samples: list[Tensor], like: Self) -> None:
-        """Append what another rank has sampled; `like` has watched the same layer here."""
-
     def finish(self, smaller_router: SmallerRouter) -> Any:
         """The statistic."""
         raise NotImplementedError
@@ -188,13 +181,6 @@ class Sample(Meter):
     def absorb(self, other: Self, scale: float) -> None:
         self.parts.extend(other.parts)
 
-    def samples(self) -> list[Tensor]:
-        return self.parts
-
-    def restore(self, samples: list[Tensor], like: Self) -> None:
-        device = self.observed.experts.down_proj.device
-        self.parts += [value.to(device) for value in samples]
-
     def take(self, value: Tensor, rows: Tensor) -> None:
         """Keep these rows of a tensor [T, ...]."""
         if rows.numel():
@@ -238,29 +224,11 @@ class RouterArgumentsSample(Sample):
         super().__init__(observed)
         block = observed.block
         self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
-        self.last: list[tuple[str | None, int | None, Any]] = []  # of the last call, maybe of no rows
 
     def router_called(self, call: RouterCall) -> None:
-        tokens = len(call.logits)
-        self.last = [(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments]
         if call.rows.numel():
-            self.parts.append(self.last)
-
-    def absorb(self, other: Self, scale: float) -> None:
-        super().absorb(other, scale)
-        self.last = other.last or self.last
-
-    def samples(self) -> list[Tensor]:
-        return [value for part in self.parts for _, dim, value in part if dim is not None]
-
-    def restore(self, samples: list[Tensor], like: Self) -> None:
-        left, self.last = iter(samples), like.last
-        width = sum(dim is not None for _, dim, _ in self.last)
-        device = self.observed.experts.down_proj.device
-        for _ in range(len(samples) // width if width else 0):
-            self.parts.append(
-                [(name, dim, value if dim is None else next(left).to(device)) for name, dim, value in self.last]
-            )
+            tokens = len(call.logits)
+            self.parts.append([(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments])
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
         """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].

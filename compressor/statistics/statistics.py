@@ -14,9 +14,10 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compressor.data.batches import Calibration, sample_rows
-from compressor.distributed.ranks import here, on_cpu
+from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
@@ -300,9 +301,8 @@ class Observers:
         self.seen: dict[int, Collector] = {}  # what each batch has shown, until it is added to its part's
         self.active: Collector | None = None
 
-    def _collector(self, part: Part, more: frozenset[str] = frozenset()) -> Collector:
-        needs = RECONSTRUCTION if part[1] else self.needs
-        return Collector(self.layer, self.model, needs | more, self.seed)
+    def _collector(self, part: Part) -> Collector:
+        return Collector(self.layer, self.model, RECONSTRUCTION if part[1] else self.needs, self.seed)
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it."""
@@ -312,9 +312,7 @@ class Observers:
             return
         if here().is_alone:  # batches run in their order
             self._add()
-        # every rank is to know what the router is called with, to restore the others' samples of held-out tokens
-        more = frozenset({"router_arguments"} if self.needs & HELDOUT else ())
-        self.active = self.seen[batch] = self._collector(part, more)
+        self.active = self.seen[batch] = self._collector(part)
         self.active.enter(*self.rows[batch])
 
     def detach(self) -> None:
@@ -331,23 +329,19 @@ class Observers:
 
     def _gather(self) -> None:
         """Add up the sums of all ranks' batches, and bring their samples together in the order of the batches."""
-        like = {name: meter for collector in self.seen.values() for name, meter in collector.meters.items()}
-        own = {
-            f"{batch:09}/{name}/{place:09}": value
+        samples = {
+            (batch, name): tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), meter.parts)
             for batch, collector in self.seen.items()
             for name, meter in collector.meters.items()
-            for place, value in enumerate(meter.samples())
+            if isinstance(meter, Sample)
         }
-        samples: dict[tuple[int, str], list[Tensor]] = {}
-        for rank, tensors in enumerate(here().all_gather(on_cpu(own))):
-            for key, value in sorted(tensors.items()) if rank != here().rank else ():
-                batch, name, _ = key.split("/")
-                samples.setdefault((int(batch), name), []).append(value)
-        for (number, name), values in samples.items():
-            if number not in self.seen:
-                self.seen[number] = self._collector(self.parts[number])
-            if (meter := self.seen[number].meters.get(name)) is not None:
-                meter.restore(values, like.get(name, meter))
+        device = self.model.get_submodule(self.layer.name).down_proj.device
+        for rank, others in enumerate(here().all_gather(samples)):
+            for (batch, name), parts in others.items() if rank != here().rank else ():
+                if batch not in self.seen:
+                    self.seen[batch] = self._collector(self.parts[batch])
+                meter = cast(Sample, self.seen[batch].meters[name])
+                meter.parts = tree_map_only(Tensor, lambda value: value.to(device), parts)
         self._add()
         for collector in self.collectors.values():
             collector.all_reduce()
