@@ -1,4 +1,4 @@
-"""Questions with a right answer: as JSON lines, as tokens, and what a model thinks of the answers.
+"""Questions with a right answer: as JSON lines, as tokens, and their likelihoods.
 
 An answer is what is written after the prompt. B rows, S tokens, V words of the vocabulary.
 """
@@ -68,17 +68,17 @@ def read_items(path: Path) -> list[Item]:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
     except UnicodeDecodeError as error:
         raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
-    found = []
+    items = []
     for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
         try:
-            found.append(read_as(Item, bounded(json.loads(line))))
+            items.append(read_as(Item, bounded(json.loads(line))))
         except CompressionError as error:
             raise CompressionError(f"{where}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
-    if not found:
+    if not items:
         raise CompressionError(f"{path} has no items; give it lines with 'prompt' and 'answer'")
-    return found
+    return items
 
 
 def item_lines(items: Sequence[Item]) -> str:
@@ -136,21 +136,20 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
 
 def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
-    found = []
+    likelihoods = []
     for place, row in enumerate(rows):
-        expected = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
+        logs = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
         answer = torch.tensor(row.tokens[row.start :], device=logits.device)
-        found.append(expected.gather(1, answer[:, None]).sum())
-    return torch.stack(found)
+        likelihoods.append(logs.gather(1, answer[:, None]).sum())
+    return torch.stack(likelihoods)
 
 
 def is_greedy(logits: Tensor, row: Row) -> bool:
-    """Whether each token of the answer of the first row is the likeliest one, from logits [B, S, V]."""
-    likeliest = logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1)
-    return likeliest.tolist() == list(row.tokens[row.start :])
+    """Whether each token of the answer of the first row is the argmax, from logits [B, S, V]."""
+    return logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1).tolist() == list(row.tokens[row.start :])
 
 
 def positions(config: Any) -> int | None:
     """Tokens that the model was made for at most; None where the config says nothing."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 1 else None
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 1 else None

@@ -1,14 +1,14 @@
-"""lm-eval's transformers model, watched: it tells how far it is, and stops at the first number that is none.
+"""lm-eval's transformers model, watched: it reports progress, and stops at the first number that is not finite.
 
 It is in memory, or answers log likelihoods from one streamed pass: equal inputs run once, and there are logits only
-where they count. Importing this module imports lm-eval; only functions that evaluate do.
-
-B rows of a batch, S tokens, N scored positions, H hidden size, V words of the vocabulary.
+where they count. Importing this module imports lm-eval. B rows of a batch, S tokens, N scored positions, H hidden size,
+V words of the vocabulary.
 """
 
 import gc
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,18 +38,18 @@ LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has 
 TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
 
-Request = tuple[Sequence[int], Sequence[int]]  # tokens, and the continuation of them that is asked for
-Answer = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the likeliest one
+Request = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
+Answer = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
 
 
 class AnswerWatch:
-    """Takes each answer as lm-eval gets it: counts it, and refuses a log-likelihood that is not finite."""
+    """Counts the answers that lm-eval gets, and refuses a log-likelihood that is not finite."""
 
     def __init__(self, model: str, task: str, progress: Progress) -> None:
         self.model, self.task, self.progress = model, task, progress
 
     def start(self, total: int) -> None:
-        """So many requests come."""
+        """Begin with so many requests."""
         self.progress.start(f"Evaluating {self.model} on {self.task}", total)
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
@@ -61,12 +61,11 @@ class AnswerWatch:
         self.progress.advance("")
 
     def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
-        """Refuse NaN where the next token is chosen, which would choose one without a word: [B, S, V]."""
+        """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S, V]."""
         if not bool((output.logits[:, -1] < torch.inf).all()):
             raise self.fault("logits that are NaN or infinite")
 
     def fault(self, what: str) -> CompressionError:
-        """What is wrong with the model."""
         return CompressionError(
             f"{self.model} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
             "pass --dtype float32 if they are sound"
@@ -78,7 +77,6 @@ class _WholeModel:
 
     @staticmethod
     def from_pretrained(folder: str, **settings: Any) -> Any:
-        """The model, as transformers loads it."""
         return load_whole(Path(folder), **settings)
 
 
@@ -89,7 +87,7 @@ class WatchedModel(HFLM):
     spent = None  # each item is run once
 
     def watch(self, watch: AnswerWatch) -> None:
-        """Who sees the next answers."""
+        """Show the next answers to `watch`."""
         self.watcher = watch
         self.set_cache_hook(watch)
 
@@ -115,7 +113,7 @@ class WatchedModel(HFLM):
 
 @contextmanager
 def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[WatchedModel]:
-    """A model while it is needed; its memory is free again afterwards."""
+    """A model in memory, which is free again afterwards."""
     device = pick_device(options.device)
     load_tokenizer(source.folder)  # which refuses one that transformers makes up; lm-eval would not
     batch = CPU_BATCH if options.batch_size == "auto" and device.type == "cpu" else options.batch_size
@@ -137,7 +135,7 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
 
 
 def free(device: torch.device) -> None:
-    """Give back the memory of a model that nobody holds any more."""
+    """Give back the memory of a model that was deleted."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -145,14 +143,14 @@ def free(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a model runs once, [S] tokens, and the continuations that end with the token it predicts last."""
+    """[S] tokens that a model runs once, and the continuations that end with the token it predicts last."""
 
     tokens: tuple[int, ...]
     continuations: tuple[tuple[int, tuple[int, ...]], ...]  # each with the number of its request
 
     @property
     def scored(self) -> int:
-        """How many of the last positions are asked for their logits."""
+        """Number of positions, the last ones, whose logits are needed."""
         return max(len(tokens) for _, tokens in self.continuations)
 
 
@@ -161,43 +159,37 @@ def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
 
     The answers A and B to one question differ in their last token alone, so they share an input.
     """
-    found = dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]()
+    continuations = defaultdict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]](list)
     for number, (before, after) in enumerate(requests):
-        whole = (*before, *after)[-most - 1 :]
-        found.setdefault(whole[:-1], []).append((number, tuple(after)))
-    different = [Input(tokens, tuple(continuations)) for tokens, continuations in found.items()]
-    return sorted(different, key=lambda each: (-len(each.tokens), each.tokens))
+        continuations[(*before, *after)[-most - 1 : -1]].append((number, tuple(after)))
+    inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
+    return sorted(inputs, key=lambda each: (-len(each.tokens), each.tokens))
 
 
 def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
     """The inputs in their order, at most so many rows and scored positions to a batch, of which each has a row."""
-    found: list[list[Input]] = []
-    room = 0
+    batches: list[list[Input]] = []
+    left = 0
     for each in inputs:
-        if not found or len(found[-1]) == rows or each.scored > room:
-            found.append([])
-            room = positions
-        found[-1].append(each)
-        room -= each.scored
-    return found
-
-
-def padded(batch: Sequence[Input]) -> Tensor:
-    """[B, S], padded on the right: what follows a token does not reach it, so no mask is needed, nor in memory."""
-    return pad_sequence([torch.tensor(each.tokens) for each in batch], batch_first=True)
+        if not batches or len(batches[-1]) == rows or each.scored > left:
+            batches.append([])
+            left = positions
+        batches[-1].append(each)
+        left -= each.scored
+    return batches
 
 
 def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answer]:
     """The answers of continuations that end where the logits [N, V] of one row do, none of more than N tokens."""
-    wanted = torch.zeros(len(logits), len(continuations), dtype=torch.long, device=logits.device)
+    targets = torch.zeros(len(logits), len(continuations), dtype=torch.long, device=logits.device)
     for column, tokens in enumerate(continuations):
-        wanted[len(logits) - len(tokens) :, column] = torch.tensor(tokens, device=logits.device)
-    found, likeliest = [], []
-    for part, targets in zip(logits.split(TOGETHER), wanted.split(TOGETHER), strict=True):
-        likelihoods = part.log_softmax(-1, dtype=torch.float32)
-        found.append(likelihoods.gather(1, targets))
-        likeliest.append(likelihoods.argmax(-1, keepdim=True) == targets)
-    values, greedy = torch.cat(found), torch.cat(likeliest)
+        targets[len(logits) - len(tokens) :, column] = torch.tensor(tokens, device=logits.device)
+    likelihoods, matches = [], []
+    for part, expected in zip(logits.split(TOGETHER), targets.split(TOGETHER), strict=True):
+        logs = part.log_softmax(-1, dtype=torch.float32)
+        likelihoods.append(logs.gather(1, expected))
+        matches.append(logs.argmax(-1, keepdim=True) == expected)
+    values, greedy = torch.cat(likelihoods), torch.cat(matches)
     return [
         (float(values[-len(tokens) :, column].sum()), bool(greedy[-len(tokens) :, column].all()))
         for column, tokens in enumerate(continuations)
@@ -243,7 +235,7 @@ class StreamedModel(WatchedModel):
 
     def __init__(self, opened: OpenModel, rows: int) -> None:
         self.opened, self.rows = opened, rows
-        self.told: Progress = Silent()
+        self.layers: Progress = Silent()
         # all windows of long texts are handed over at once, to be cut into batches here
         super().__init__(
             pretrained=str(opened.source.folder.resolve()), device=str(opened.partial.device), batch_size=sys.maxsize
@@ -253,8 +245,8 @@ class StreamedModel(WatchedModel):
         self._model = SimpleNamespace(config=self.config, to=lambda device: None)  # for what lm-eval asks of a model
 
     def watch(self, watch: AnswerWatch) -> None:
-        """Who sees the next answers; how far they are is told by layers."""
-        self.told = watch.progress
+        """Show the next answers to `watch`; their progress is counted in layers."""
+        self.layers = watch.progress
         super().watch(AnswerWatch(watch.model, watch.task, Silent()))
 
     def _loglikelihood_tokens(
@@ -271,21 +263,24 @@ class StreamedModel(WatchedModel):
             raise CompressionError("an item has a prompt or an answer without a token; give both some text")
         if longest := max((len(after) for _, after in pairs if len(after) > self.max_length), default=0):
             raise CompressionError(f"an answer has {longest:,} tokens, the model takes {self.max_length:,}; shorten it")
-        model, room = self.opened, available()
+        model, free_memory = self.opened, available()
         batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
-        budget = DEFAULT_ACTIVATION_BUDGET if room is None else min(DEFAULT_ACTIVATION_BUDGET, room // WAITING_SHARE)
-        tokens, answers = [padded(batch) for batch in batches], _Answers(batches)
+        budget = DEFAULT_ACTIVATION_BUDGET
+        if free_memory is not None:
+            budget = min(budget, free_memory // WAITING_SHARE)
+        # padded on the right: what follows a token does not reach it, so no mask is needed
+        tokens = [pad_sequence([torch.tensor(each.tokens) for each in batch], batch_first=True) for batch in batches]
+        answers = _Answers(batches)
         phase = f"Evaluating {self.watcher.model} on {self.watcher.task}, layer by layer"
-        one = Pass(model, tokens, self.told, phase, to_end=True, shared=True, activation_budget=budget)
+        one = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
             one.run(answers)
         every = {number: answer for each in here().all_gather(answers.found) for number, answer in each.items()}
-        found = [every[number] for number in range(len(pairs))]
-        for (asked, _, _), answer in zip(requests, found, strict=True):
-            if asked is not None:  # windows of a longer text are watched as one
-                self.cache_hook.add_partial("loglikelihood", asked, answer)
-        return found
+        for number, (request, _, _) in enumerate(requests):
+            if request is not None:  # windows of a longer text are watched as one
+                self.cache_hook.add_partial("loglikelihood", request, every[number])
+        return [every[number] for number in range(len(pairs))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         raise CompressionError("a streamed model writes no answers; pass --no-stream")

@@ -18,7 +18,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import LayerVisitor, Pass
-from compressor.pathways.average import Average
+from compressor.pathways.answering import Average
 from compressor.progress import Progress
 from compressor.steps.routers.weights import Calibrated, Step, Weights, evaluate_trials, line_search, ridged
 

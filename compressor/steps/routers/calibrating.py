@@ -15,7 +15,7 @@ from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.router_logits import router_weight
-from compressor.pathways.average import average_pathway, checked_reference, text_reference
+from compressor.pathways.answering import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.step import Result
 from compressor.steps.routers.bias import bias_places, calibrate_bias

@@ -72,8 +72,13 @@ def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest
     own = streamed.scores
     monkeypatch.setattr(streamed, "scores", lambda logits, tokens: (shown.append(len(logits)), own(logits, tokens))[1])
     ran: list[tuple[int, ...]] = []
-    pad = streamed.padded
-    monkeypatch.setattr(streamed, "padded", lambda batch: (ran.append(pad(batch).shape), pad(batch))[1])
+    pad = streamed.pad_sequence
+
+    def padded(*rows: Any, **settings: Any) -> torch.Tensor:
+        ran.append(pad(*rows, **settings).shape)
+        return pad(*rows, **settings)
+
+    monkeypatch.setattr(streamed, "pad_sequence", padded)
     with streamed_model(locate(str(small.save(tmp_path / "model"))), options()) as model:
         head: list[tuple[int, ...]] = []
         lm_head = model.opened.partial.model.get_output_embeddings()

@@ -17,7 +17,7 @@ from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.opened import open_model
-from compressor.pathways.average import Average
+from compressor.pathways.answering import Average
 from compressor.progress import Silent
 from compressor.steps.routers.bias import RIDGE, bias_places, calibrate_bias
 from compressor.steps.routers.calibrating import stored_names
