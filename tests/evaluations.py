@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from compressor.checkpoint.source import locate
-from compressor.evaluation.evaluate import run_tasks
-from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.evaluate import ItemScores, run_tasks
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Progress, Silent
 

@@ -16,7 +16,7 @@ from huggingface_hub.utils import _http
 from compressor import compress
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import identity
+from compressor.evaluation.evaluate import identity
 from compressor.gates.verdict import GateResult
 from compressor.publishing.push import PushSummary, push
 from tests import gates, small

@@ -18,8 +18,7 @@ from compressor.api.compressing import compress
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import held, here
 from compressor.errors import CompressionError, RejectedError
-from compressor.evaluation.evaluate import PACKAGES
-from compressor.evaluation.scores import REPORT
+from compressor.evaluation.evaluate import PACKAGES, REPORT
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.gates.report import LONE_HALVES, gate_json, read_gate
 from compressor.gates.run import GateRequest, plan_base, run_gate

@@ -13,7 +13,7 @@ from compressor.comoe.report import NAMES, ComoeEvaluation, write_evaluation
 from compressor.comoe.training import NAMES as TRAINED
 from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import identity
+from compressor.evaluation.evaluate import identity
 from compressor.evaluation.tasks import item_options, items_of
 from compressor.files import check_folder
 from compressor.formatting import label

@@ -8,7 +8,7 @@ whole distribution, and differs little from it: good enough to train toward; an 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass.
-
-    `hidden` [B, L, H] is the last decoder layer's output, where that was asked for.
-    """
+    """Of one batch [B, L]: ids and log probabilities [B, L, K] of the top tokens, and the log of all others' mass."""
 
     tokens: Tensor
     logs: Tensor
     others: Tensor  # [B, L]
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # [B, L, H] of the last decoder layer, where it was wanted
 
     def rows(self, chosen: slice) -> "Distributions":
         """Those of some sequences of the batch."""
@@ -48,8 +45,8 @@ class Distributions:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Those that there are, by name."""
-        every = {"tokens": self.tokens, "logs": self.logs, "others": self.others, "hidden": self.hidden}
-        return {name: value for name, value in every.items() if value is not None}
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in named if value is not None}
 
 
 def check_base(smaller: OpenModel, base: OpenModel) -> None:
@@ -170,9 +167,7 @@ def _facts(model: OpenModel, batch: Tensor, hidden: bool) -> list[Any]:
 
 def _kept(path: Path | None, facts: list[Any]) -> Distributions | None:
     """What an earlier run has kept; None if it is missing, cut short or of another question."""
-    if path is None or told_of(path) != facts:
-        return None
-    return Distributions(**kept_tensors(path))
+    return Distributions(**kept_tensors(path)) if path is not None and told_of(path) == facts else None
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

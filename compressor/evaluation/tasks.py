@@ -87,29 +87,27 @@ def require_lm_eval() -> None:
 
 
 class _Relay(logging.Handler):
-    """Hands on, once each, what lm-eval says of the models it runs; the rest is logged as debugging."""
+    """Warns, once each, of what lm-eval warns of in the models it runs, numbers aside; logs the rest as debugging."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self._told: set[str] = set()
+        self._relayed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell of a record unless one that differs in numbers alone has been told."""
         message = " ".join(record.getMessage().split())
         of_models = record.levelno >= logging.WARNING and record.name.startswith("lm_eval.models")
         shape = re.sub(r"\d+", "#", message)
-        if (of_models or record.levelno >= logging.ERROR) and shape not in self._told:
-            self._told.add(shape)
-            logger.warning("lm-eval: %s", message)
-        else:
-            logger.debug("lm-eval: %s", message)
+        new = (of_models or record.levelno >= logging.ERROR) and shape not in self._relayed
+        if new:
+            self._relayed.add(shape)
+        logger.log(logging.WARNING if new else logging.DEBUG, "lm-eval: %s", message)
 
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Silence lm-eval while it works; the facts on the machine that it collects through other programs are left out.
+    """Silence lm-eval while it works, without the facts on the machine that it collects through other programs.
 
-    It sees no launcher, for it would deal the items out by itself, and tell the results to one rank alone.
+    It sees no launcher, for it would share the items out by itself, and give the results to one rank alone.
     """
     import datasets
     from lm_eval import evaluator
@@ -148,23 +146,20 @@ class EvaluationTask:
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
     require_lm_eval()
+    owners, tasks = dict[str, str](), list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor.demo") / "tasks") as demo:
         manager = _manager(options, demo)
-        loaded = [made for name in options.tasks for made in _load(manager, name, options)]
-        owners: dict[str, str] = {}
-        found = []
-        for made in loaded:
-            grouped = hasattr(made, "get_all_tasks")
-            name = str(made.name if grouped else made.task_name)
-            parts = {str(part.task_name): part for part in (made.get_all_tasks() if grouped else [made])}
-            for part in parts:
-                if part in owners:  # no item may count twice
-                    raise CompressionError(
-                        f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
-                    )
-                owners[part] = name
-            found.append(EvaluationTask(name, _version(name, parts, options), parts, grouped, made))
-    return tuple(found)
+        for loaded in (each for name in options.tasks for each in _load(manager, name, options)):
+            grouped = hasattr(loaded, "get_all_tasks")
+            name = str(loaded.name if grouped else loaded.task_name)
+            parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
+            for part in parts.keys() & owners:  # no item may count twice
+                raise CompressionError(
+                    f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
+                )
+            owners |= dict.fromkeys(parts, name)
+            tasks.append(EvaluationTask(name, _version(name, parts, options), parts, grouped, loaded))
+    return tuple(tasks)
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -205,7 +200,7 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     random.seed(options.seed)  # some definitions shuffle their data
     numpy.random.seed(options.seed % 2**32)
     try:
-        found = manager.load([name])
+        loaded = manager.load([name])
     except ModuleNotFoundError as error:
         raise CompressionError(f"task {name!r} needs the package {error.name}; install it with pip") from error
     except Exception as error:
@@ -213,9 +208,9 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
             f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and the network if its "
             "data set is not on this machine yet"
         ) from error
-    if name in found.get("groups", {}):
-        return [found["groups"][name]]
-    return list(found["tasks"].values())
+    if name in loaded.get("groups", {}):
+        return [loaded["groups"][name]]
+    return list(loaded["tasks"].values())
 
 
 def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) -> str:
@@ -238,7 +233,7 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
 
 
 def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
-    """All that decides a task's items: its definition but for the place of it, the items asked for, the few-shot items.
+    """All that decides a task's items: its definition but for its file, the items, the few-shot items.
 
     As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
     """
@@ -254,7 +249,7 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Settings as JSON knows them; of a function the file that defines it, for it may call others there."""
+    """Settings as JSON; a function as the file that defines it, for it may call others there."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set):
@@ -281,11 +276,11 @@ def item_options(
     include_path: str | Path | None,
     dtype: str = "auto",
 ) -> EvaluationOptions:
-    """How items are asked for: by lm-eval `tasks` or by the JSONL file `data`, of which one has to be given."""
+    """Options for items of lm-eval `tasks` or of the JSONL file `data`, of which one has to be given."""
     if bool(tasks) == (data is not None):
         raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
-    own = Path(include_path) if include_path is not None else None
-    return EvaluationOptions(tuple(tasks) or ("data",), limit, own, dtype=dtype)
+    folder = Path(include_path) if include_path is not None else None
+    return EvaluationOptions(tuple(tasks) or ("data",), limit, folder, dtype=dtype)
 
 
 def items_of(options: EvaluationOptions, data: str | Path | None, training: bool = False) -> list[Item]:
@@ -299,31 +294,26 @@ def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]
     Raises `CompressionError` for a task that is not multiple choice, asks each choice with a context of its own, or
     has no training split where that is wanted.
     """
-    found = list[Item]()
-    for each in resolve_tasks(options):
-        for name, task in each.parts.items():
-            if getattr(task, "OUTPUT_TYPE", None) != CHOICE:
+    items = list[Item]()
+    for name, task in (part for each in resolve_tasks(options) for part in each.parts.items()):
+        if getattr(task, "OUTPUT_TYPE", None) != CHOICE:
+            raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
+        if training:
+            if not task.has_training_docs() or not hasattr(task.config, "training_split"):
                 raise CompressionError(
-                    f"task {name!r} is not multiple choice, so no answer of it is right; name another"
+                    f"task {name!r} has no training split; name another, or give its items as --data"
                 )
-            if training:
-                if not task.has_training_docs() or not hasattr(task.config, "training_split"):
-                    raise CompressionError(
-                        f"task {name!r} has no training split; name another, or give its items as --data"
-                    )
-                task.config.test_split = task.config.training_split
-            if training or task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            fault = f"the items of task {name!r} could not be read"
-            with quiet_lm_eval(), faults_told(fault, "shorten them", "see whether lm-eval alone can do it"):
-                task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
-                task.build_all_requests(limit=options.limit, rank=0, world_size=1)
-                docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
-                found += [
-                    _item(name, task, docs[number], list(requests))
-                    for number, requests in groupby(task.instances, key=lambda request: request.doc_id)
-                ]
-    return found
+            task.config.test_split = task.config.training_split
+        if training or task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        fault = f"the items of task {name!r} could not be read"
+        with quiet_lm_eval(), faults_told(fault, "shorten them", "see whether lm-eval alone can do it"):
+            task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
+            task.build_all_requests(limit=options.limit, rank=0, world_size=1)
+            docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
+            for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
+                items.append(_item(name, task, docs[number], list(requests)))
+    return items
 
 
 def _item(name: str, task: Any, doc: Any, requests: list[Any]) -> Item:

@@ -22,7 +22,7 @@ from compressor.document.markdown import markdown
 from compressor.drawing.marks import Dots, draw_dots
 from compressor.drawing.picture import Drawing
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import REPORT
+from compressor.evaluation.evaluate import REPORT
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, one_line, readable
 from compressor.gates.statistics import POWER

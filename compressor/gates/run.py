@@ -1,4 +1,4 @@
-"""Running the gate: both models answer the same items, one after the other, and the paired test judges them."""
+"""The gate: both models answer the same items, one after the other, and the paired test judges them."""
 
 import math
 import time
@@ -10,8 +10,16 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import Answerer, Evaluation, evaluate, plan_evaluation
-from compressor.evaluation.scores import ItemScores, ResultStore, identity, judged_identity
+from compressor.evaluation.evaluate import (
+    Answerer,
+    Evaluation,
+    ItemScores,
+    ResultStore,
+    evaluate,
+    identity,
+    judged_identity,
+    plan_evaluation,
+)
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.gates.statistics import compare_items, judge, overall
@@ -56,17 +64,16 @@ def run_gate(
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
     judged_files = here().broadcast(lambda: judged_identity(compressed))
-    original = plan_base(base, tasks, wanted)
+    planned_base = plan_base(base, tasks, wanted)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
     smaller = plan_evaluation(compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content)
     begin = time.perf_counter()
-    before, reused = evaluate(original, progress)
+    before, reused = evaluate(planned_base, progress)
     between = time.perf_counter()
     after, _ = evaluate(smaller, progress)
     done = time.perf_counter()
     pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
-    answers: tuple[tuple[Literal["base", "compressed"], Mapping[str, ItemScores]], ...]
-    answers = ("base", before), ("compressed", after)
+    answers: dict[Literal["base", "compressed"], dict[str, ItemScores]] = {"base": before, "compressed": after}
     judged = judge(pairs, wanted.max_drop, wanted.confidence)
     return GateResult(
         verdict=overall(judged),
@@ -82,12 +89,12 @@ def run_gate(
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
         routing=None if answerer is None else _routed_by(answerer, after),
-        streamed=tuple(name for name, scores in answers if any(each.streamed for each in scores.values())),
+        streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores.values())),
     )
 
 
 def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
-    """What the original is to be asked; raises `CompressionError` where it cannot answer as it has to."""
+    """Plan the base's evaluation; raises `CompressionError` where it cannot answer as it has to."""
     return plan_evaluation(base, tasks, wanted.options, ResultStore(wanted.cache))
 
 

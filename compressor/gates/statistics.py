@@ -33,7 +33,7 @@ from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.evaluate import ItemScores
 from compressor.gates.verdict import TaskGate, Verdict
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed

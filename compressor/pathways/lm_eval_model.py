@@ -18,8 +18,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import Spent
 from compressor.evaluation.model import AnswerWatch
-from compressor.evaluation.scores import Spent
 from compressor.pathways.answering import Answering, open_answering
 from compressor.pathways.options import PathwayOptions
 from compressor.records import read_as

@@ -32,14 +32,14 @@ def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: flo
     width = bandwidth if bandwidth is not None else float(distances.mean())
     scaled = distances / width if width > 0 else torch.zeros_like(distances)
     if kernel == "gaussian":
-        found = (-(scaled.square() - scaled.square().min()) / 2).exp()  # the nearest has one: none can vanish with all
+        weights = (-(scaled.square() - scaled.square().min()) / 2).exp()  # the nearest has one: not all can vanish
     elif kernel == "matern":
         far = math.sqrt(3) * scaled
-        found = (1 + far) * (-(far - far.min())).exp()
+        weights = (1 + far) * (-(far - far.min())).exp()
     else:
-        found = products.clamp_min(0) if kernel == "linear" else (1 + products).clamp_min(0) ** DEGREE
-    total = float(found.sum())
-    return (found / total if total > 0 else torch.full_like(found, 1 / len(found))).float()
+        weights = products.clamp_min(0) if kernel == "linear" else (1 + products).clamp_min(0) ** DEGREE
+    total = float(weights.sum())
+    return (weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))).float()
 
 
 def towards(own: Tensor, points: Tensor, weights: Tensor, share: float = 1.0) -> Tensor:
@@ -101,12 +101,11 @@ def optimised(
     pathways = torch.stack([each.pathway for each in neighbours])
     movable = core(own, options.experts)
     if options.optimizer == "ngd":
-        return descend(
-            lambda place: neighbours_gradient(model, own, place, neighbours, weights) * movable,
-            torch.zeros_like(own),
-            options.steps,
-            options.rate,
-        )
+
+        def gradient(place: Tensor) -> Tensor:
+            return neighbours_gradient(model, own, place, neighbours, weights) * movable
+
+        return descend(gradient, torch.zeros_like(own), options.steps, options.rate)
 
     def shift(target: Tensor) -> Tensor:
         """What moves the movable experts' logits to another pathway; nothing, bit for bit, where both agree."""
@@ -124,7 +123,7 @@ def optimised(
 def oracle(model: PathwayModel, plain: Plain, right: int, own: Tensor, options: PathwayOptions) -> Tensor:
     """What to add to the late router logits [L, E] so that an item's own right answer becomes likelier.
 
-    An upper bound for study, and no method: it is told the answer. Aimed at a wrong answer it lifts that just as well.
+    An upper bound for study, and no method: it knows the answer. Aimed at a wrong answer it lifts that just as well.
     """
     movable = core(own, options.experts)
 

@@ -13,7 +13,7 @@ from typing import Any
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, header_bytes, refuse_link, refuse_links
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.scores import identity
+from compressor.evaluation.evaluate import identity
 from compressor.files import file_digest
 from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import REPORT
+from compressor.evaluation.evaluate import REPORT
 from compressor.gates.verdict import GateResult
 from compressor.publishing import hub
 from compressor.publishing.card import card_text, known_here

@@ -5,8 +5,9 @@ E is the number of routed experts in a layer, K the top-k, I the width of an exp
 topk_group the routing groups and how many of them a token may use.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -72,9 +73,8 @@ class Rule:
 def said(rule: Rule, model: Served) -> str:
     """What the server does with a model that does not keep the rule."""
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
-    uneven = joined([str(size) for size in model.uneven])
     even = f" (over {dividing} it can)" if dividing else ""
-    return rule.says.format(experts=model.experts, top_k=model.top_k, width=model.width, uneven=uneven, even=even)
+    return rule.says.format(**asdict(model), uneven=joined([str(size) for size in model.uneven]), even=even)
 
 
 def _even_groups(model: Served) -> bool:
@@ -370,10 +370,8 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     def suits(count: int) -> bool:
         return all(rule.about != "experts" for rule in broken(replace(model, experts=count)))
 
-    def nearness(count: int) -> tuple[int, int]:  # the larger of two
-        return abs(count - model.experts), -count
-
-    nearest = min(filter(suits, (model.experts, *counts)), key=nearness, default=None)
+    suitable = filter(suits, (model.experts, *counts))
+    nearest = min(suitable, key=lambda count: (abs(count - model.experts), -count), default=None)  # the larger of two
     return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 
@@ -383,11 +381,11 @@ def warnings(advice: Advice, before: Sequence[Rule] = ()) -> list[str]:
     What is slower or larger by a rule that the source does not keep either (`before`) is left out.
     """
     alike = {(rule.server, rule.needs.words) for rule in before if rule.effect in ("slower", "larger")}
-    told: dict[str, list[str]] = {}
+    says = defaultdict[str, list[str]](list)
     for breach in advice.breaches:
         if (breach.server, breach.needs) not in alike:
-            told.setdefault(breach.server, []).append(breach.says)
-    lines = [f"{server} {'; it '.join(parts)}" for server, parts in told.items()]
+            says[breach.server].append(breach.says)
+    lines = [f"{server} {'; it '.join(parts)}" for server, parts in says.items()]
     if lines and advice.nearest not in (None, advice.experts):
         lines.append(f"the nearest number of experts that suits all servers is {advice.nearest}; see {PAGE}")
     return lines

@@ -19,9 +19,8 @@ from unittest.mock import patch
 
 from compressor.checkpoint.source import locate
 from compressor.demo.evaluation import demo_checkpoint
-from compressor.evaluation.evaluate import run_tasks
+from compressor.evaluation.evaluate import ItemScores, run_tasks
 from compressor.evaluation.model import WatchedModel
-from compressor.evaluation.scores import ItemScores
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.loading import PartialModel
 from compressor.progress import Silent

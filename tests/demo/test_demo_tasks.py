@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compressor.demo.evaluation import load_documents, load_items, skill_accuracy
-from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
 from scripts.demo_skills import SKILLS

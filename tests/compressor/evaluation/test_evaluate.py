@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from compressor.checkpoint.source import locate
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import run_tasks
-from compressor.evaluation.scores import ItemScores, item_scores
+from compressor.evaluation.evaluate import ItemScores, item_scores, run_tasks
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.generation.decoders import stock_decoder
 from compressor.progress import Silent

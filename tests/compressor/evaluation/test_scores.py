@@ -12,8 +12,7 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import evaluate, plan_evaluation
-from compressor.evaluation.scores import ItemScores, ResultStore, identity
+from compressor.evaluation.evaluate import ItemScores, ResultStore, evaluate, identity, plan_evaluation
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.files import default_folder
 from tests import small

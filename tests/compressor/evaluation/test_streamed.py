@@ -16,9 +16,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation import model as streamed
-from compressor.evaluation.evaluate import plan_evaluation, run_tasks, streams, weight_bytes
+from compressor.evaluation.evaluate import ResultStore, plan_evaluation, run_tasks, streams, weight_bytes
 from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
-from compressor.evaluation.scores import ResultStore
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small

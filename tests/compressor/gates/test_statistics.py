@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm, ttest_rel
 
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import ItemScores
+from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.gates.run import GateRequest
 from compressor.gates.statistics import compare_items, judge, overall

@@ -11,10 +11,9 @@ from lm_eval.api.instance import Instance
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import run_tasks
+from compressor.evaluation.evaluate import ItemScores, Spent, run_tasks
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
-from compressor.evaluation.scores import ItemScores, Spent
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer
 from compressor.pathways.engine import PathwayModel

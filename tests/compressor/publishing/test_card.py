@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from compressor.api import compressing as api
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.scores import identity
+from compressor.evaluation.evaluate import identity
 from compressor.gates.report import card_metrics, gate_json
 from compressor.gates.verdict import GateResult, RoutedBy
 from compressor.publishing.card import Card, card_text

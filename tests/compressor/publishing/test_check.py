@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
-from compressor.evaluation.scores import identity, judged_identity
+from compressor.evaluation.evaluate import identity, judged_identity
 from compressor.gates.report import write_gate
 from compressor.gates.verdict import RoutedBy
 from compressor.publishing import check as push_check
