@@ -61,17 +61,12 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """What a batch handed to the experts: hidden [T, H], index and weights [T, K]; `rows` [s] are sampled."""
+    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled."""
 
     hidden: Tensor
     index: Tensor
     weights: Tensor
     rows: Tensor
-
-    @property
-    def used(self) -> Tensor:
-        """Which choices [T, K] name an expert: a skip expert is handed on as index 0 with weight 0."""
-        return self.weights != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +130,8 @@ class GateSum(Sum):
 
     def experts_called(self, call: ExpertsCall) -> None:
         sums = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
-        weights = call.weights[call.used].double() ** self.power
-        self.total += sums.index_add_(0, call.index[call.used], weights).cpu()
+        used = call.weights != 0
+        self.total += sums.index_add_(0, call.index[used], call.weights[used].double() ** self.power).cpu()
 
 
 class ProbabilitySum(Sum):

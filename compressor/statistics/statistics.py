@@ -210,7 +210,9 @@ class Collector:
             meter.experts_called(call)
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
-        logits = _as_logits(output[0].reshape(-1, output[0].shape[-1]))
+        logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
+        if len(logits) and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
+            logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # they are probabilities: same softmax
         call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
         for meter in self.meters.values():
             meter.router_called(call)
@@ -248,23 +250,16 @@ class Collector:
         return LayerStatistics(self.layer, self.tokens, values, self.seed, by_source)
 
 
-def combined(collectors: Sequence[Collector], shares: Sequence[float]) -> Collector:
-    """One collector that has seen what all have, each source's sums weighted to its share of all tokens."""
-    first, tokens = collectors[0], sum(collector.tokens for collector in collectors)
-    if len(collectors) == 1:
+def combined(collectors: Mapping[int, Collector], shares: Sequence[float]) -> Collector:
+    """One collector that has seen what those of all sources have, sums weighted to each source's share of tokens."""
+    first, *others = collectors.values()
+    if not others:
         return first
     whole = Collector(first.layer, first.model, first.needs, first.seed)
-    for collector, share in zip(collectors, shares, strict=True):
-        whole.absorb(collector, share / sum(shares) * tokens / max(collector.tokens, 1))
+    tokens, total = sum(each.tokens for each in collectors.values()), sum(shares[source] for source in collectors)
+    for source, collector in collectors.items():
+        whole.absorb(collector, shares[source] / total * tokens / max(collector.tokens, 1))
     return whole
-
-
-def _as_logits(scores: Tensor) -> Tensor:
-    """A router's logits in float32, [T, E]; of one that hands on probabilities, the logarithms: same softmax."""
-    scores = scores.detach().float()
-    if len(scores) and bool((scores >= 0).all()) and bool(((scores.sum(-1) - 1).abs() < 1e-2).all()):
-        return scores.clamp(min=torch.finfo(torch.float32).tiny).log()
-    return scores
 
 
 def smaller_routers(architecture: Architecture) -> Routers:
@@ -363,13 +358,9 @@ class Observers:
             {source: collector for (source, other), collector in self.collectors.items() if other is heldout}
             for heldout in (False, True)
         )
-
-        def together(parts: dict[int, Collector]) -> Collector:
-            return combined(list(parts.values()), [self.shares[source] for source in parts])
-
         judged = self.needs & HELDOUT
-        heldout = together(held).finish(smaller) if judged else None
-        whole = together(fit)
+        heldout = combined(held, self.shares).finish(smaller) if judged else None
+        whole = combined(fit, self.shares)
         several = self.per_source and len(fit) > 1
         own = {n: held[n].finish(smaller) for n in held} if several and judged and len(held) > 1 else {}
         parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()

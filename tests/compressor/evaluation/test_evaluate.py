@@ -20,7 +20,9 @@ from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet
 from compressor.generation.decoders import stock_decoder
 from compressor.progress import Silent
 from tests import small
-from tests.evaluations import Steps, ask, evaluate, no_network, own_tasks
+from tests.evaluations import Steps, ask, evaluate
+
+pytestmark = pytest.mark.usefixtures("asked")
 
 DEMO = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
 WRITTEN = """
@@ -55,23 +57,6 @@ metric_list:
 metadata:
   version: 1
 """
-
-
-@pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that were tried; none succeeds."""
-    return no_network(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a byte tokenizer that has a token for the start of a text."""
-    return small.save(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=256)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    return own_tasks(tmp_path)
 
 
 def nan_copy(folder: Path) -> Path:

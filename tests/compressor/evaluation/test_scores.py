@@ -16,24 +16,9 @@ from compressor.evaluation.evaluate import ItemScores, ResultStore, evaluate, id
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.files import default_folder
 from tests import small
-from tests.evaluations import Steps, no_network, own_tasks
+from tests.evaluations import Steps
 
-
-@pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that were tried; none succeeds."""
-    return no_network(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a byte tokenizer that has a token for the start of a text."""
-    return small.save(tmp_path_factory.mktemp("tiny") / "model", max_position_embeddings=256)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    return own_tasks(tmp_path)
+pytestmark = pytest.mark.usefixtures("asked")
 
 
 class Evaluations:
@@ -70,48 +55,28 @@ def test_stored_results_are_reused_and_only_missing_tasks_run(stored: Evaluation
     assert not [path for path in stored.store.folder.iterdir() if path.name.startswith(".")]
 
 
-def heavier(stored: Evaluations) -> dict[str, Any]:
-    small.edit_tensors(stored.model, lambda tensors: tensors["lm_head.weight"].mul_(2))
-    return {}
+def replaced(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
-def other_tokenizer(stored: Evaluations) -> dict[str, Any]:
-    small.edit_json(stored.model / "tokenizer_config.json", lambda config: config.update(model_max_length=99))
-    return {}
+EDITS: dict[str, Callable[[Evaluations], Any]] = {
+    "heavier": lambda on: small.edit_tensors(on.model, lambda tensors: tensors["lm_head.weight"].mul_(2)),
+    "tokenizer": lambda on: small.edit_json(on.model / "tokenizer_config.json", lambda c: c.update(model_max_length=9)),
+    "data": lambda on: replaced(on.own / "sums.jsonl", "1 and 1:", "one and one:"),
+    "definition": lambda on: replaced(on.own / "sums.yaml", 'target_delimiter: " "', 'target_delimiter: "  "'),
+}
+SETTINGS = [{"limit": 4}, {"num_fewshot": 1}, {"dtype": "bfloat16"}, {"batch_size": 1}, {"seed": 5}]
 
 
-def other_data(stored: Evaluations) -> dict[str, Any]:
-    path = stored.own / "sums.jsonl"
-    path.write_text(path.read_text().replace("1 and 1:", "one and one:"))
-    return {}
-
-
-def other_definition(stored: Evaluations) -> dict[str, Any]:
-    path = stored.own / "sums.yaml"
-    path.write_text(path.read_text().replace('target_delimiter: " "', 'target_delimiter: "  "'))
-    return {}
-
-
-CHANGES: list[Callable[[Evaluations], dict[str, Any]]] = [
-    heavier,
-    other_tokenizer,
-    other_data,
-    other_definition,
-    lambda stored: {"limit": 4},
-    lambda stored: {"num_fewshot": 1},
-    lambda stored: {"dtype": "bfloat16"},
-    lambda stored: {"batch_size": 1},
-    lambda stored: {"seed": 5},
-]
-
-
-@pytest.mark.parametrize("change", range(len(CHANGES)))
-def test_a_stored_result_is_not_reused_when_anything_changes(stored: Evaluations, change: int) -> None:
-    first = stored()
-    settings = CHANGES[change](stored)
+@pytest.mark.parametrize(("edit", "settings"), [*((name, {}) for name in EDITS), *((None, each) for each in SETTINGS)])
+def test_a_stored_result_is_not_reused_when_anything_changes(
+    stored: Evaluations, edit: str | None, settings: dict[str, Any]
+) -> None:
+    assert stored()[1:] == (False, 1)
+    if edit is not None:
+        EDITS[edit](stored)
     assert stored(**settings)[1:] == (False, 1)
     assert stored(**settings)[1:] == (True, 0)
-    assert first[1:] == (False, 1)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "cut values", "other key"])

@@ -8,18 +8,8 @@ import pytest
 
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions, read_batch_size, resolve_tasks
-from tests.evaluations import no_network, own_tasks
 
-
-@pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that were tried; none succeeds."""
-    return no_network(monkeypatch)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    return own_tasks(tmp_path)
+pytestmark = pytest.mark.usefixtures("asked")
 
 
 def test_an_unknown_task_is_refused_with_its_neighbours() -> None:

@@ -146,11 +146,6 @@ def test_rule_of_three() -> None:
     assert (at_bound.p_pass, at_bound.p_fail) == (pytest.approx(ALPHA), 1)
 
 
-def test_the_most_careful_of_several() -> None:
-    found = most_careful([Evidence(-1, 2, 0.1, 0.2), Evidence(-3, 1, 0.05, 0.7)])
-    assert (found.lower, found.upper, found.p_pass, found.p_fail) == (-3, 2, 0.1, 0.7)
-
-
 chances = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
 
@@ -177,7 +172,3 @@ def test_holm_is_monotone_and_never_lowers(p_values: list[float], data: st.DataO
     raised[which] = data.draw(st.floats(p_values[which], 1))
     assert np.all(holm(raised) >= before - 1e-15)
     assert np.array_equal(holm(np.stack([raised, np.array(p_values)]))[1], before)
-
-
-def test_holm_by_hand() -> None:
-    assert holm(np.array([0.01, 0.04, 0.03, 0.005])) == pytest.approx([0.03, 0.06, 0.06, 0.02])

@@ -252,19 +252,13 @@ def test_the_whole_gate() -> None:
     assert overall([]) == "inconclusive"
 
 
-@pytest.mark.parametrize("max_drop", [-0.01, math.nan, math.inf])
-def test_margin_refused(max_drop: float) -> None:
-    with pytest.raises(CompressionError, match="a number of 0 or more"):
-        GateRequest(EvaluationOptions(tasks=("t",)), max_drop=max_drop)
-
-
-@pytest.mark.parametrize("confidence", [0.5, 1.0, 95, math.nan])
-def test_confidence_refused(confidence: float) -> None:
-    with pytest.raises(CompressionError, match=r"between 0\.5 and 1"):
-        GateRequest(EvaluationOptions(tasks=("t",)), confidence=confidence)
-
-
-def test_no_task_refused() -> None:
+def test_margins_confidences_and_no_task_are_refused() -> None:
+    for max_drop in (-0.01, math.nan, math.inf):
+        with pytest.raises(CompressionError, match="a number of 0 or more"):
+            GateRequest(EvaluationOptions(tasks=("t",)), max_drop=max_drop)
+    for confidence in (0.5, 1.0, 95, math.nan):
+        with pytest.raises(CompressionError, match=r"between 0\.5 and 1"):
+            GateRequest(EvaluationOptions(tasks=("t",)), confidence=confidence)
     with pytest.raises(CompressionError, match="no task"):
         judge([], 0.01, 0.95)
 

@@ -46,7 +46,7 @@ def test_a_new_meter_is_collected_and_combined(monkeypatch: pytest.MonkeyPatch) 
     stats = fake_statistics()
     halves = [stats.inputs[:20].clone(), stats.inputs[20:].clone()]
     collectors = [seen(stats, [half]) for half in halves]
-    whole = combined(collectors, [20.0, 12.0]).finish(None)
+    whole = combined(dict(enumerate(collectors)), [20.0, 12.0]).finish(None)
     expected = torch.zeros(8, dtype=torch.float64)
     for token, experts in enumerate(stats.top_k_index.tolist()):
         for expert in experts:
