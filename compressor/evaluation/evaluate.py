@@ -154,7 +154,6 @@ class ResultStore:
     folder: Path
 
     def path(self, key: Mapping[str, Any]) -> Path:
-        """The file of a key."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:32]}.json"
 

@@ -39,7 +39,6 @@ class Difference:
 
     @classmethod
     def of(cls, before: Sequence[float] | Tensor, after: Sequence[float] | Tensor) -> Self:
-        """Compare the KL of the same sequences."""
         one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
         error = float((one - other).std()) / math.sqrt(len(one)) if len(one) > 1 else math.inf
         return cls(float(one.mean()), float(other.mean()), error, len(one))
@@ -72,11 +71,9 @@ class Figures:
 
     @property
     def sequences(self) -> int:
-        """Number of held-out sequences."""
         return len(self.kl)
 
     def of(self, domains: Collection[int]) -> "Figures":
-        """Figures of the sequences of these evaluation sets alone."""
         rows = torch.isin(self.domain, torch.tensor([*domains]))
         return Figures(*(value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)))
 
@@ -144,17 +141,14 @@ class Evaluator:
 
     @classmethod
     def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
-        """An evaluator on batches of one evaluation set."""
         return cls(base, [EvaluationSet("held-out", tuple(batches))])
 
     @property
     def sequences(self) -> int:
-        """Number of held-out sequences."""
         return sum(map(len, self.batches))
 
     @property
     def own(self) -> list[int]:
-        """Numbers of this rank's batches."""
         own = here().own(self.batches)
         return list(range(len(self.batches))) if own is None else sorted(own)
 
@@ -220,7 +214,6 @@ class Evaluator:
         return riding.figures
 
     def measure_loaded(self, model: nn.Module) -> Figures:
-        """Figures of a whole model in memory."""
         if self.missing():
             self._keep(Silent())
         with self.measuring(model) as riding, torch.no_grad():
@@ -280,17 +273,14 @@ class Riding(LayerVisitor):
 
     @property
     def batches(self) -> list[Tensor]:
-        """Token ids of the batches."""
         return [self.evaluator.batches[number] for _, number in self.places]
 
     @property
     def own(self) -> list[int]:
-        """Places of this rank's batches."""
         own = {*self.evaluator.own}
         return [place for place, (_, number) in enumerate(self.places) if number in own]
 
     def alone_in(self, model: OpenModel, progress: Progress, phase: str) -> Pass:
-        """A pass of these batches alone."""
         own = None if here().is_alone else self.own
         return Pass(model, self.batches, progress, phase, to_end=True, own=own)
 

@@ -28,7 +28,6 @@ class Item:
     task: str = ""  # that the item is of
 
     def __post_init__(self) -> None:
-        """Refuses an answer that is no choice, one of no letter, and half characters, which no tokenizer takes."""
         for text in (self.prompt, self.answer, *self.choices, self.task):
             try:
                 text.encode()
@@ -46,12 +45,10 @@ class Item:
 
     @property
     def right(self) -> int:
-        """Which of them is the answer."""
         return self.continuations.index(self.answer)
 
     @property
     def alone(self) -> "Item":
-        """The prompt with its right answer alone."""
         return Item(self.prompt, self.answer)
 
 
@@ -82,7 +79,6 @@ def read_items(path: Path) -> list[Item]:
 
 
 def item_lines(items: Sequence[Item]) -> str:
-    """The items as `read_items` reads them."""
     return "".join(json.dumps(plain_json(item), ensure_ascii=False) + "\n" for item in items)
 
 

@@ -49,7 +49,6 @@ class AnswerWatch:
         self.model, self.task, self.progress = model, task, progress
 
     def start(self, total: int) -> None:
-        """Begin with so many requests."""
         self.progress.start(f"Evaluating {self.model} on {self.task}", total)
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
@@ -87,7 +86,6 @@ class WatchedModel(HFLM):
     spent = None  # each item is run once
 
     def watch(self, watch: AnswerWatch) -> None:
-        """Show the next answers to `watch`."""
         self.watcher = watch
         self.set_cache_hook(watch)
 
@@ -135,7 +133,6 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
 
 
 def free(device: torch.device) -> None:
-    """Give back the memory of a model that was deleted."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -46,7 +46,6 @@ class EvaluationOptions:
     stream: bool | None = None  # one layer in memory at a time; None: where the model does not fit
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         if not self.tasks or not all(name.strip() for name in self.tasks):
             raise CompressionError("no task is named; give --tasks a list such as boolq,rte")
         if repeated := [name for name in self.tasks if self.tasks.count(name) > 1]:
@@ -77,7 +76,6 @@ def read_batch_size(text: str) -> int | str:
 
 
 def require_lm_eval() -> None:
-    """Refuse to go on without lm-eval, saying how to get it."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:

@@ -56,7 +56,6 @@ CAPTION = (
 
 
 def level(value: float) -> str:
-    """A score or a perplexity."""
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "∞" if value > 0 else "-∞"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
@@ -157,7 +156,6 @@ def advice(result: GateResult) -> list[str]:
 
 
 def method(result: GateResult) -> str:
-    """How it was tested, in two sentences."""
     several = ", corrected for the number of tasks (Holm)" if len(result.tasks) > 1 else ""
     return (
         "Both models answered the same items, and the differences were tested item by item: flips of right and wrong "
@@ -168,7 +166,6 @@ def method(result: GateResult) -> str:
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
-    """The whole document."""
     ratios = tuple(
         "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
             task.task, *map(level, task.perplexity_ratio)
@@ -202,12 +199,10 @@ def gate_brief(result: GateResult) -> tuple[Block, ...]:
 
 
 def verdict_block(result: GateResult) -> Text:
-    """The verdict as a sentence."""
     return Text(Strong(Toned(verdict_line(result), *SIGNS[result.verdict])))
 
 
 def task_table(result: GateResult) -> Table:
-    """A row for each task."""
     caption = (
         f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence "
         f"{100 * result.confidence:g}%"
@@ -369,7 +364,6 @@ def full_content(result: GateResult) -> dict[str, Any]:
 
 
 def gate_json(result: GateResult) -> str:
-    """The text of gate.json."""
     return json.dumps(full_content(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

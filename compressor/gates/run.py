@@ -41,7 +41,6 @@ class GateRequest:
     cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
 
     def __post_init__(self) -> None:
-        """Refuses a margin or a confidence that cannot be meant, before any model is read."""
         if not (math.isfinite(self.max_drop) and self.max_drop >= 0):
             raise CompressionError(f"--max-drop {self.max_drop} should be a number of 0 or more, such as 0.01")
         if not 0.5 < self.confidence < 1:

@@ -59,17 +59,14 @@ class PathwayModel:
 
     @property
     def layers(self) -> tuple[MoeLayer, ...]:
-        """All MoE layers."""
         return self.opened.architecture.layers
 
     @property
     def late_layers(self) -> tuple[MoeLayer, ...]:
-        """The MoE layers whose logits can be moved."""
         return self.layers[-self.late :]
 
     @property
     def early_units(self) -> tuple[str, ...]:
-        """The decoder layers before the first late one."""
         units = self.opened.architecture.units
         return units[: units.index(self.late_layers[0].unit)]
 

@@ -46,7 +46,6 @@ class RoutedModel(LM):
 
     @property
     def spent(self) -> Spent:
-        """What the answers took since `watch`."""
         return Spent(*(now - before for now, before in zip(self._counted(), self._before, strict=True)))
 
     def _counted(self) -> tuple[int, int, int]:

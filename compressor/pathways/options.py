@@ -35,7 +35,6 @@ class PathwayOptions:
     rate: float = option(1.0, "Size of the first step of ngd, in logits per nat.")
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         for name, value, known in (
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("kernel", self.kernel, KERNELS),
@@ -63,6 +62,5 @@ class Routing:
     embedding: str = OWN  # which the set has to name, too: a file shall not choose what is downloaded
 
     def __post_init__(self) -> None:
-        """Refuses the oracle."""
         if self.options.optimizer == "oracle":
             raise CompressionError("the oracle is told the answers, so it judges no model; name mode, kernel or ngd")

@@ -93,7 +93,6 @@ class ReferenceSet:
         return found, query[0], self._unit[found]
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
-        """Refuse a model or a tokenizer that the set was not made with."""
         facts, label, experts = self.facts, model.source.label, model.architecture.experts
         layers = tuple(layer.name for layer in model.architecture.layers)
         if facts.experts != experts:

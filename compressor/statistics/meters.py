@@ -100,7 +100,6 @@ class Meter:
         """Add up the sums of all ranks."""
 
     def finish(self, smaller_router: SmallerRouter) -> Any:
-        """The statistic."""
         raise NotImplementedError
 
 

@@ -189,7 +189,6 @@ class Collector:
         self.watch.attach()
 
     def detach(self) -> None:
-        """Stop observing; the module is as it was."""
         self.watch.detach()
 
     def _rows(self, tokens: int) -> Tensor:
@@ -311,7 +310,6 @@ class Observers:
         self.active.enter(*self.rows[batch])
 
     def detach(self) -> None:
-        """Stop observing."""
         if self.active is not None:
             self.active.detach()
         self.active = None
