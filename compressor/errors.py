@@ -52,7 +52,7 @@ def reason_of(error: BaseException, most: int = 300) -> str:
 
 
 @contextmanager
-def faults_told(what: str, memory: str, otherwise: str) -> Iterator[None]:
+def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
     """Turn the exceptions of models and runtimes, which raise what they like, into one sentence with its remedy.
 
     `memory` is the remedy where that ran out, `otherwise` the one where neither memory nor a file is at fault.

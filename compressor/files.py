@@ -29,7 +29,7 @@ _held: set[tuple[Path, int]] = set()  # by this process, with the thread
 
 
 @contextmanager
-def full_disk_told(place: Path) -> Iterator[None]:
+def wrap_full_disk(place: Path) -> Iterator[None]:
     """Turn a disk that is full, or a quota that is used up, into a sentence with the folder and the remedy."""
     try:
         yield
@@ -45,7 +45,7 @@ def full_disk_told(place: Path) -> Iterator[None]:
 @contextmanager
 def replacing(path: Path, fresh: Path) -> Iterator[Path]:
     """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
-    with full_disk_told(path.parent):
+    with wrap_full_disk(path.parent):
         try:
             if fresh.is_symlink():
                 fresh.unlink()  # someone's link would be written through
@@ -58,7 +58,7 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict") -> None:
     """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
-    with full_disk_told(path.parent):
+    with wrap_full_disk(path.parent):
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8", errors=errors) as stream:
         stream.write(text)
@@ -200,7 +200,7 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """
     check()
     target = Path(os.path.abspath(out))
-    with full_disk_told(target.parent), alone(out) as work:
+    with wrap_full_disk(target.parent), alone(out) as work:
         made, old = work / "output", work / REPLACED
         try:
             for leftover in (made, old):  # of a run that was killed

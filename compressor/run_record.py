@@ -125,7 +125,7 @@ def request_key(*facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
-def note_request(folder: Path, key: str) -> None:
+def record_request(folder: Path, key: str) -> None:
     """Record that the finished `folder`, which is about to be renamed into place, is what `key` requests."""
     write_cached(_request(folder, key), {"weights": _weights(folder)})
 
@@ -137,7 +137,7 @@ def answers(out: Path, key: str) -> bool:
     return bool(kept.get("weights")) and kept["weights"] == _weights(out)
 
 
-def tell_in_place(out: Path) -> None:
+def report_in_place(out: Path) -> None:
     logger.warning("%s is in place already and is what this command asks for, so nothing was written", out)
 
 

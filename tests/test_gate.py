@@ -243,7 +243,7 @@ def test_a_search_that_was_stopped_tries_nothing_twice(
         monkeypatch.setattr(gated, name, rigged)
 
     stopping("run_gate", lambda *_: tried.append(len(tried)))
-    stopping("note_request", lambda *_: None)  # of a model that has passed, which is about to be put in place
+    stopping("record_request", lambda *_: None)  # of a model that has passed, which is about to be put in place
     run_tasks = evaluating.run_tasks
     monkeypatch.setattr(evaluating, "run_tasks", lambda *a, **k: (asked.append(len(a[1])), run_tasks(*a, **k))[1])
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -262,7 +262,7 @@ def test_a_search_that_was_stopped_tries_nothing_twice(
     assert judged == 3 and tasks in (3, 4)  # one for each model, unless the base's is stored
     shutil.rmtree(cache_folder("trials"))
     assert search(out, run_gate=2)[1] == 2 and not out.exists()  # stopped while the second model is judged
-    stopped, judged, tasks = search(out, note_request=1)  # stopped when that one has passed, and is not in its place
+    stopped, judged, tasks = search(out, record_request=1)  # stopped when that one has passed, and is not in its place
     assert (stopped.status, judged, tasks) == (130, 1, 0) and not out.exists()  # its answers are known by its content
     third = search(out, run_gate=2)  # the third is tried, then the second made again for its place
     assert (third[0].status, third[1]) == (130, 2) and not out.exists()

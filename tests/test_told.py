@@ -17,7 +17,7 @@ from tokenizers import Regex, pre_tokenizers
 from compressor.checkpoint.reader import read_header
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
-from compressor.errors import MOST_LETTERS, CompressionError, faults_told
+from compressor.errors import MOST_LETTERS, CompressionError, wrap_faults
 from compressor.files import work_folder
 from compressor.records import MOST_DEPTH, bounded
 from compressor.workdir.workdir import JOURNAL
@@ -106,9 +106,9 @@ def test_a_panic_is_told_and_a_key_is_not() -> None:
     inner = small.tokenizer().backend_tokenizer
     inner.pre_tokenizer = endless()
     told = pytest.raises(CompressionError, match=r"^reading: .*retry-limit.*; mend it$")
-    with told, faults_told("reading", "split it", "mend it"):
+    with told, wrap_faults("reading", "split it", "mend it"):
         inner.encode("a" * 40)
-    with pytest.raises(KeyboardInterrupt), faults_told("reading", "split it", "mend it"):
+    with pytest.raises(KeyboardInterrupt), wrap_faults("reading", "split it", "mend it"):
         raise KeyboardInterrupt
 
 

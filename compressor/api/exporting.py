@@ -8,12 +8,12 @@ from typing import Any
 
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
-from compressor.files import REPLACED, alone, clear, full_disk_told, replace_folder
+from compressor.files import REPLACED, alone, clear, replace_folder, wrap_full_disk
 from compressor.formatting import did_you_mean
 from compressor.progress import Progress
 from compressor.recipe.plugins import EXPORTERS, names
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
-from compressor.run_record import PACKAGES, answers, note_request, request_key, stamp, tell_in_place, versions
+from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
 from compressor.workdir.workdir import check_target
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads
@@ -42,10 +42,10 @@ def export_checkpoint(
     module, options = find_exporter(name), exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
     key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
-    with full_disk_told(output.parent), alone(output) as work:
+    with wrap_full_disk(output.parent), alone(output) as work:
         try:
             if not overwrite and answers(output, key):
-                tell_in_place(output)
+                report_in_place(output)
                 read = getattr(module, "read_summary", None)
                 return read(output) if callable(read) else None
             check_target(output, overwrite)
@@ -62,7 +62,7 @@ def export_checkpoint(
                 raise CompressionError(
                     f"exporter {name!r} wrote no folder; it should write one at the place it is given"
                 )
-            note_request(work / name, key)
+            record_request(work / name, key)
             check_target(output, overwrite)  # which may have come or changed meanwhile
             replace_folder(work / name, output, work / REPLACED)
         finally:

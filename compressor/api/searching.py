@@ -34,8 +34,8 @@ from compressor.run_record import (
     COMPRESSION,
     answers,
     cache_folder,
-    note_request,
     read_cached,
+    record_request,
     request_key,
     versions,
     write_cached,
@@ -127,8 +127,8 @@ def compress_gated(
             if after is not None:
                 after(folder)
             if trial and here().is_first:
-                note_request(folder, whole)
-                note_request(folder, trial)
+                record_request(folder, whole)
+                record_request(folder, trial)
 
         before, again = len(attempts), begun and here().broadcast(lambda: answers(target, trial))
         with suppress(RejectedError):

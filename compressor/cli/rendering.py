@@ -16,7 +16,7 @@ from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.recipe.document import constants_line, first_of, plan_blocks
-from compressor.recipe.plan import KEPT_WHOLE, told_split
+from compressor.recipe.plan import KEPT_WHOLE, describe_split
 from compressor.recipe.plugins import helps
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
@@ -114,7 +114,7 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     blocks: list[Block] = [size_table(title, outcome.sizes())]
     if stage.split is not None:
-        blocks.append(Text(f"split {told_split(stage.split)}"))
+        blocks.append(Text(f"split {describe_split(stage.split)}"))
     for step in outcome.plan.steps:
         blocks += make_step(step.name, step.options).describe(step.to_dict())
     if outcome.seconds:

@@ -31,7 +31,7 @@ from compressor.comoe.layer import (
     write_adapters,
 )
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.errors import CompressionError, faults_told
+from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.items import Item, item_lines, positions
 from compressor.files import alone, check_folder, clear, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
@@ -220,7 +220,7 @@ def train(
         last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
         trainer = ComoeTrainer(model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent())
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
-        with quiet_transformers(), faults_told("the model could not be trained", *remedies):
+        with quiet_transformers(), wrap_faults("the model could not be trained", *remedies):
             if last is None:
                 trainer.train()
             elif json_object(last / TRAINER_STATE_NAME)["global_step"] < trainer.args.max_steps:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE, is_file
 from compressor.demo.evaluation import load_documents
-from compressor.errors import CompressionError, faults_told, first_line, reason_of
+from compressor.errors import CompressionError, first_line, reason_of, wrap_faults
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
@@ -176,7 +176,7 @@ def read_tokens(
     """Token ids [T] of a source: as many as are wanted, or as there are."""
     previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
     try:
-        with faults_told(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
+        with wrap_faults(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
             ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, wanted)
     finally:
         tokenizer.model_max_length = previous

@@ -19,7 +19,7 @@ import torch
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
-from compressor.errors import CompressionError, faults_told
+from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
 from compressor.files import file_digest
 from compressor.formatting import human_bytes
@@ -284,13 +284,13 @@ def run_tasks(
 
         load = answerer.load if answerer is not None else streamed_model if streamed else loaded_model
         progress.start(f"{'Opening' if streamed else 'Loading'} {source.label}", 1)
-        loading = faults_told(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
+        loading = wrap_faults(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
         with loading, load(source, options) as model:
             progress.advance("")
             for together in [tuple(tasks)] if streamed else [(task,) for task in tasks]:
                 names = ", ".join(task.name for task in together)
                 named = f"task {names!r}" if len(together) == 1 else f"the tasks {names}"
-                with faults_told(f"{source.label} could not be evaluated on {named}", *REMEDIES):
+                with wrap_faults(f"{source.label} could not be evaluated on {named}", *REMEDIES):
                     model.watch(AnswerWatch(source.label, names, progress))
                     evaluated = lm_eval.simple_evaluate(
                         model=model,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError, faults_told
+from compressor.errors import CompressionError, wrap_faults
 from compressor.records import MOST_BYTES_OF_PARTS, bounded, plain_json, read_as
 
 REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend the text")
@@ -98,7 +98,7 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
 
     Raises `CompressionError` where prompt or answer have no token, or one that the model does not know.
     """
-    with faults_told("the tokenizer cannot take an item", *REMEDIES):
+    with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         rows = tuple(_row(item.prompt, continuation, tokenizer, most) for continuation in item.continuations)
     if (largest := max(token for row in rows for token in row.tokens)) >= vocabulary:
         raise CompressionError(

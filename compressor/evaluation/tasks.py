@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compressor.distributed.ranks import unseen_launcher
-from compressor.errors import CompressionError, faults_told, reason_of
+from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
 from compressor.model.opened import DTYPES, pick_device
 from compressor.progress import quiet_transformers
@@ -305,7 +305,7 @@ def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]
         if training or task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         fault = f"the items of task {name!r} could not be read"
-        with quiet_lm_eval(), faults_told(fault, "shorten them", "see whether lm-eval alone can do it"):
+        with quiet_lm_eval(), wrap_faults(fault, "shorten them", "see whether lm-eval alone can do it"):
             task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError, faults_told, reason_of
+from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.generation.decoders import onnx_decoder, stock_decoder
 from compressor.generation.options import GenerationOptions
 from compressor.model.tokenizer import has_chat_template, load_tokenizer, no_token, render_chat, says_something
@@ -65,7 +65,7 @@ LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
     """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
-    with faults_told("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+    with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
         encoded = tokenizer(prompt, return_special_tokens_mask=True)
     ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
     if prompt.strip() and not says_something(tokenizer, [x for x, own in zip(ids, added, strict=True) if not own]):
@@ -232,7 +232,7 @@ def prepare(
     stops = facts.stops or frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
     stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
     facts.check(ids)
-    in_a_sentence = faults_told(f"{folder} cannot be run", *REMEDIES)
+    in_a_sentence = wrap_faults(f"{folder} cannot be run", *REMEDIES)
     open_decoder = in_a_sentence(onnx_decoder if is_onnx else stock_decoder)
     decoder = in_a_sentence(open_decoder(folder, options.device, options.dtype))
     facts.warn(ids, options.max_new_tokens)

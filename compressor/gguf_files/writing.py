@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
-from compressor.files import alone, check_parent, full_disk_told
+from compressor.files import alone, check_parent, wrap_full_disk
 from compressor.formatting import runs
 from compressor.gguf_files.blocks import PLANS, Blocks, cut
 from compressor.gguf_files.header import (
@@ -100,7 +100,7 @@ def carry_out(
     chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}
     kept = {name: chosen[number] for name, number in blocks.homes.items()}
     added, paths = new_values(model, blocks, plan), check_output(out, model, overwrite)
-    with full_disk_told(out.parent), alone(out) as work:
+    with wrap_full_disk(out.parent), alone(out) as work:
         fresh = [work / path.name for path in paths]
         placed = list[Path]()
         try:

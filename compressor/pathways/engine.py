@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.errors import CompressionError, faults_told
+from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.items import Row
 from compressor.model.architecture import MoeLayer, head_of
 from compressor.model.experts import Watch
@@ -74,7 +74,7 @@ class PathwayModel:
         """Read all weights; raises `CompressionError` for a model that expects no next token."""
         if head_of(self.model) is None:
             raise CompressionError(f"{type(self.model).__name__} has no language-model head, so it answers no item")
-        with faults_told(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
+        with wrap_faults(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
             self.opened.partial.load(self.opened.partial.keys_under(""))
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class PathwayModel:
         return logits
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        with faults_told(f"{self.opened.source.label} cannot be run on an item", *REMEDIES):
+        with wrap_faults(f"{self.opened.source.label} cannot be run on an item", *REMEDIES):
             output = self.model(input_ids=tokens.to(self.opened.partial.device), use_cache=False)
         logits: Tensor = output.logits
         return logits

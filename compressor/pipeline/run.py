@@ -29,7 +29,15 @@ from compressor.recipe.recipe import RECIPE, Recipe, recipe_yaml
 from compressor.recipe.step import LayerAt, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import read_as, read_object
-from compressor.run_record import COMPRESSION, RunRecord, answers, note_request, record_run, request_key, tell_in_place
+from compressor.run_record import (
+    COMPRESSION,
+    RunRecord,
+    answers,
+    record_request,
+    record_run,
+    report_in_place,
+    request_key,
+)
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.state import Observer, State
 from compressor.surgery.cutting import LayerChange
@@ -169,7 +177,7 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
 
     if not here().broadcast(answered):
         return None
-    tell_in_place(terms.out)
+    report_in_place(terms.out)
     outcome = read_outcome(terms.out)
     servers = servers_of(task.model, outcome.stage)  # figures of this run, which did nothing, in place of that one's
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
@@ -227,7 +235,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         if state.observer is not None:
             state.observer.keep(work.output, identity)
         if place is not None:
-            note_request(work.output, place)
+            record_request(work.output, place)
     return outcome
 
 

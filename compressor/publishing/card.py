@@ -25,7 +25,7 @@ from compressor.publishing.facts import (
     without_folders,
 )
 from compressor.recipe.document import changed, entries, step_line
-from compressor.recipe.plan import CompressionPlan, Source, correction_of, told_split
+from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
@@ -166,7 +166,7 @@ def introduction(facts: Facts) -> Blocks:
     outcome, stage, split = facts.outcome, facts.outcome.stage, facts.outcome.stage.split
     kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if stage.layers else ".")
     layers = counted(len(stage.layers), "MoE layer")
-    after_split = f", after a split of {told_split(split)}" if split else ""
+    after_split = f", after a split of {describe_split(split)}" if split else ""
     if stage.constants is not None:
         replaced = sum(len(layer.constants) for layer in stage.layers)
         before = sum(layer.experts for layer in stage.layers)

@@ -294,7 +294,7 @@ def check_split(split: Mapping[str, Any]) -> None:
         raise CompressionError("the split should say for each module where its neurons go; split or plan again")
 
 
-def told_split(split: Mapping[str, Any]) -> str:
+def describe_split(split: Mapping[str, Any]) -> str:
     """What was done to every expert, in words."""
     ways = {ENERGY: "by what they do on text", CLUSTERS: "in clusters that fire together"}
     how = ways.get(str(split.get("by")), "by the norms of their weights")

@@ -18,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.files import alone, replacing
 from compressor.formatting import distinct
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
-from compressor.records import read_as, read_json, readable_json, value_as
+from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 from compressor.replaceable import json_object
 
 FORMAT = "moe-compressor-plan/2"
@@ -194,15 +194,9 @@ class Plan:
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
+    usual = ("scale", 1.0), ("head", None)  # which a plan need not repeat
     groups = [
-        {
-            "members": list(group.members),
-            "coefficients": list(group.coefficients),
-            "router_coefficients": list(group.router_coefficients),
-            **({"scale": group.scale} if group.scale != 1.0 else {}),
-            **({"head": group.head} if group.head is not None else {}),
-        }
-        for group in plan.groups
+        {name: value for name, value in plain_json(each).items() if (name, value) not in usual} for each in plan.groups
     ]
     facts = ("module", "layer", *(LAYER_FACTS if plan.routing_groups > 1 else ("experts", "top_k")))
     return {

@@ -34,7 +34,7 @@ from compressor.files import alone, check_folder, check_parent, replacing, whole
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.recipe.document import changed, entries, step_blocks, step_line
-from compressor.recipe.plan import CompressionPlan, correction_of, told_split
+from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
 from compressor.replaceable import is_page
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures, phases
@@ -66,7 +66,7 @@ def made_with(data: Report) -> Facts:
         ("Strategy", data.strategy),
         *([("Options", setting(stage.options))] if stage.options else []),
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
-        *([("Split", told_split(stage.split))] if stage.split else []),
+        *([("Split", describe_split(stage.split))] if stage.split else []),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Reconstruction", setting(stage.correction) if stage.correction else "none"),
         *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),

@@ -36,10 +36,10 @@ from compressor.files import (
     alone,
     check_parent,
     clear,
-    full_disk_told,
     refuse_linked_folder,
     replace_folder,
     work_folder,
+    wrap_full_disk,
     write_whole,
 )
 from compressor.records import read_object
@@ -131,7 +131,7 @@ def held(out: Path) -> Iterator[Workdir]:
     A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
     another run holds it.
     """
-    with full_disk_told(Path(os.path.abspath(out)).parent), ranks.held(out) as folder:
+    with wrap_full_disk(Path(os.path.abspath(out)).parent), ranks.held(out) as folder:
         try:
             yield Workdir(out, folder)
         except Exception:
