@@ -8,7 +8,7 @@ NEEDS = frozenset({"routed_count"})
 
 
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """Keep the `keep` most visited experts; ties go to the lower expert, one that no token reached counts 0."""
+    """Keep the `keep` experts with most routed tokens; ties go to the lower expert."""
     counts = stats.routed_count
     made = keep_best(stats, counts, keep, protected, decided_by="routed_count")
     return replace(made, figures={"kept_share_of_visits": kept_share(made, counts)})

@@ -68,7 +68,7 @@ def _dense(routed: Routed, experts: int) -> torch.Tensor:
 
 
 def _is_local(errors: KeptErrors, routed: Routed, experts: int) -> bool:
-    """Whether a router without one expert treats the tokens that did not choose it as before.
+    """Return True if a router without one expert treats the tokens that did not choose it as before.
 
     One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of expert
     ids does, for a lost expert's place goes to the lowest kept ones.

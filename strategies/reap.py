@@ -36,7 +36,7 @@ class Options:
 
 
 def needs(options: Options) -> frozenset[str]:
-    """The saliency's sum, and the visits where it is a mean."""
+    """The saliency's sum, and the counts of routed tokens where it is a mean."""
     statistic, averaged = SALIENCIES[options.saliency]
     return frozenset({statistic, "routed_count"} if averaged else {statistic})
 

@@ -74,7 +74,7 @@ def grouped(
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
-    """Keep the most visited experts of each routing block and merge the others into them.
+    """Keep the experts with most routed tokens of each routing block and merge the others into them.
 
     Neurons are matched when the plan is carried out. Without sampled tokens all are equally alike: the first dominant
     expert takes them.

@@ -11,11 +11,11 @@ from compressor.api.compressing import default_steps, make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.registry import Strategy
 from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from compressor.steps.prune.protecting import Protected
 
 OF_RECIPE = ("calibration", "samples", "sequence_length", "seed", "revision", "dtype")
@@ -44,7 +44,7 @@ def make_plan(
 ) -> CompressionPlan:
     """Every layer planned with one strategy on the original model."""
     planner = Planner(model, calibration, progress, seed)
-    return planner.plans([Wish(strategy, experts, options)], protected)[0].plan
+    return planner.plans([PruneSpec(strategy, experts, options)], protected)[0].plan
 
 
 def by_hand(made: CompressionPlan) -> Plan:
@@ -79,3 +79,9 @@ def edited(plan: Plan, change: Callable[[dict[str, Any]], object]) -> Plan:
     content = json.loads(plan.to_json())
     change(pruned(content))
     return Plan.from_dict(content)
+
+
+def kept(plan: LayerPlan) -> list[int]:
+    """The experts that a dropping plan of a layer keeps."""
+    assert plan.is_drop
+    return [group.members[0] for group in plan.groups]

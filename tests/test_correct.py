@@ -282,13 +282,6 @@ def test_calibration_that_changed_or_went_is_refused(
     assert names(tmp_path) == ["plan.json"]
 
 
-def test_an_unknown_correction(run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
-    for command, out in (("compress", "out"), ("plan", "plan.json")):
-        arguments = (command, home / "single", "-o", tmp_path / out, *data, "--correct", "polish")
-        refused(run(*arguments), "correct: method is 'polish'; input should be 'auto', 'none', 'ridge'")
-    assert names(tmp_path) == []
-
-
 def test_a_fault_while_correcting_leaves_nothing(
     run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,16 +341,6 @@ def first(planner, count):
     refused(run("plan", model, *arguments, "--protect", "auto:2"), "--protect auto:2 should be auto, without a number")
 
 
-def test_no_hubs_at_all_are_told(
-    run: Run, model: Path, data: tuple[Any, ...], attributed: Attributed, tmp_path: Path
-) -> None:
-    attributed({})
-    arguments = ("--experts", 4, "--strategy", "reap", "--protect", "auto", *data)
-    result = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
-    assert result.status == 0 and "no expert of this model is a hub" in result.err
-    assert "protected" not in planned(tmp_path / "plan.json")
-
-
 def test_auto_for_plans_of_each_source_and_in_a_comparison(
     run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path
 ) -> None:

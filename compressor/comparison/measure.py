@@ -37,7 +37,7 @@ from compressor.steps.constants.planning import EVEN, UNEVEN, divide, even_numbe
 from compressor.steps.constants.writing import InOrder
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Planned, Planner, Wish
+from compressor.steps.prune.planning import Planned, Planner, PruneSpec
 from compressor.steps.prune.protecting import Protected, listed
 from compressor.surgery.job import idle_parameters, output_size
 
@@ -286,14 +286,14 @@ def compare_models(
     shared = 0.0
     for variant in variants:
         pairs = [(contender, count) for count in variant.counts for contender in contenders]
-        wishes = [Wish(contender.strategy, count, contender.options) for contender, count in pairs]
+        specs = [PruneSpec(contender.strategy, count, contender.options) for contender, count in pairs]
         begin = time.perf_counter()
         planner = variant.planner or Planner(variant.model, calibration, progress, seed)
-        plans = replace(planner, model=variant.model).plans(wishes, variant.protected, per_source)
+        plans = replace(planner, model=variant.model).plans(specs, variant.protected, per_source)
         shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
         table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
         for planned in plans:
-            rows += table.planned(planned, pairs[planned.wish][0])
+            rows += table.planned(planned, pairs[planned.spec][0])
         if constants and variant.model is original:
             rows += table.constants(variant.counts, variant.protected or {}, constants)
     return Comparison(

@@ -44,12 +44,12 @@ def _one_hot(members: Sequence[int], chosen: int) -> tuple[float, ...]:
 
 
 def _leading(members: Sequence[int], counts: torch.Tensor | None) -> int:
-    """The expert that stands for its group: the most visited [E], if that is known, or the lowest."""
+    """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
     return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
 
 def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | None) -> tuple[float, ...]:
-    """Coefficients of a group's members, summing to 1; `counts` [E] are visits.
+    """Coefficients of a group's members, summing to 1; `counts` [E] are routed tokens.
 
     With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
     """
@@ -57,12 +57,12 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
     if method == "uniform" or len(members) == 1:
         return even
     if counts is None:
-        raise CompressionError(f"merge {method!r} needs visit counts, which were not collected")
+        raise CompressionError(f"merge {method!r} needs counts of routed tokens, which were not collected")
     if method == "max":
         return _one_hot(members, _leading(members, counts))
-    visits = [float(counts[member]) for member in members]
-    total = sum(visits)
-    return tuple(count / total for count in visits) if total > 0 else even
+    own = [float(counts[member]) for member in members]
+    total = sum(own)
+    return tuple(count / total for count in own) if total > 0 else even
 
 
 def merge_groups(
@@ -75,8 +75,8 @@ def merge_groups(
 ) -> LayerPlan:
     """The plan that merges these groups of experts; singletons stay bit for bit.
 
-    With `align`, the neurons of a group are matched to those of its most visited expert (its lowest, where visits are
-    not known) when the plan is carried out.
+    With `align`, the neurons of a group are matched to those of its expert with most routed tokens (its lowest, where
+    these are not known) when the plan is carried out.
     """
     merge_needs(method, merge_routers)
     if not all(groups):

@@ -162,7 +162,7 @@ def cost(distances: Tensor, labels: Tensor) -> float:
 
 
 def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
-    """Whether labels cost as little as the P shortest distances, P the fewest pairs `count` groups hold."""
+    """Return True if labels cost as little as the P shortest distances, P the fewest pairs `count` groups hold."""
     size, larger = divmod(len(labels), count)
     pairs = larger * size * (size + 1) // 2 + (count - larger) * size * (size - 1) // 2
     upper = torch.triu_indices(len(labels), len(labels), 1)

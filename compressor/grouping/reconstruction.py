@@ -1,4 +1,4 @@
-"""What a plan makes of one layer's output on the sampled tokens, and how far that is from the original's.
+"""A planned layer's output on the sampled tokens, and its error against the base layer's.
 
 The error is ||y - y'||^2 / ||y||^2 with gate weights on both sides, y' routed by the smaller layer's own router: its
 rows picked for kept experts, or mixed for merged ones. For plans that only drop experts the error is a quadratic form
@@ -134,7 +134,7 @@ def _float(value: Any) -> Any:
 
 @torch.no_grad()
 def original(stats: LayerStatistics) -> torch.Tensor:
-    """What the layer's experts module puts out on the sampled tokens, float32: -> [S, H]."""
+    """Output of the layer's experts module on the sampled tokens, float32: -> [S, H]."""
     outputs = stats.expert_outputs
     rows = torch.arange(outputs.shape[1], device=outputs.device)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
@@ -145,7 +145,7 @@ def original(stats: LayerStatistics) -> torch.Tensor:
 
 @torch.no_grad()
 def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
-    """What the smaller layer's experts module would put out on the sampled tokens, float32: -> [S, H].
+    """Output of the smaller layer's experts module on the sampled tokens, float32: -> [S, H].
 
     Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
     one at a time.

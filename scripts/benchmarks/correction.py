@@ -21,7 +21,7 @@ from compressor.recipe.plugins import STRATEGIES, names
 from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from scripts.benchmarks.frame import Sizes, layer_bytes, measured, options
 
 
@@ -29,8 +29,8 @@ def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer
     """Planning by every strategy over the cheapest calibrated one."""
     found = {}
     for name in ["count-guided", *sorted(set(names(STRATEGIES)) - {"count-guided"})]:
-        wish = Wish(load_strategy(name), keep, {})
-        found[name] = measured(lambda wish=wish: Planner(model, calibration, Silent()).plans([wish])[0].plan)
+        spec = PruneSpec(load_strategy(name), keep, {})
+        found[name] = measured(lambda spec=spec: Planner(model, calibration, Silent()).plans([spec])[0].plan)
         seconds, peak, _ = found[name]
         ratio = seconds / found["count-guided"][0]
         print(f"planning by {name:14} {ratio:6.2f} times count-guided, peak {peak / layer:.2f} layers", flush=True)

@@ -36,7 +36,7 @@ from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import TextOptions
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from exporters.onnx import ExportOptions, export
 from scripts.benchmarks import onnx
 from scripts.benchmarks.frame import head, options, row, with_error
@@ -113,19 +113,19 @@ def cases(parts: int, found: Found, args: argparse.Namespace) -> Iterator[tuple[
     whole = evaluator.keep().loss
     if f"{parts} whole" not in found.losses:
         found.add(f"{parts} whole", whole)
-    wishes = [
-        Wish(load_strategy(name), round(model.architecture.experts * share), {})
+    specs = [
+        PruneSpec(load_strategy(name), round(model.architecture.experts * share), {})
         for share in args.shares for name in args.strategies
     ]  # fmt: skip
-    made = Planner(model, data, Silent()).plans(wishes)
+    made = Planner(model, data, Silent()).plans(specs)
     seconds = dict.fromkeys(args.strategies, 0.0)
     for planned in made:
-        seconds[wishes[planned.wish].strategy.name] += planned.seconds
+        seconds[specs[planned.spec].strategy.name] += planned.seconds
     told = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
     print(f"{parts} parts: {sum(batch.numel() for batch in evaluator.batches)} tokens; {told}", flush=True)
     for method in args.corrections:
         for planned in made:
-            share = args.shares[planned.wish // len(args.strategies)]
+            share = args.shares[planned.spec // len(args.strategies)]
             key = f"{parts} {planned.plan.experts} {method} {digest(planned.plan)}"
             losses = found.losses.get(key)
             if losses is None:

@@ -19,7 +19,7 @@ from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
 from strategies import aimer
 from tests.opened import batches, calibration, opened
-from tests.plans import make_plan
+from tests.plans import kept, make_plan
 
 
 def stats(vectors: Tensor, **groups: Any) -> LayerStatistics:
@@ -31,11 +31,6 @@ def stats(vectors: Tensor, **groups: Any) -> LayerStatistics:
     )  # fmt: skip
     layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, len(vectors), 2, **groups)
     return LayerStatistics(layer, 0, {"weights": SimpleNamespace(experts=experts)})
-
-
-def kept(made: Any) -> list[int]:
-    assert made.is_drop
-    return [group.members[0] for group in made.groups]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"])

@@ -1,6 +1,5 @@
 """Data-centric: CKA by plain loops on a stock model's outputs, planted twins, refusals, unreached layers."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,18 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
 from strategies import data_centric
-from strategies.data_centric import Options, distances
+from strategies.data_centric import distances
 from tests import zoo
+from tests.compressor.grouping.test_similarity import naive_cka
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import make_plan
 
 
-def naive_cka(left: Tensor, right: Tensor, kernel: str) -> float:
-    """HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)), with the whole matrices written out."""
-    tokens = len(left)
-    centring = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
-
-    def gram(x: Tensor) -> Tensor:
-        x = x.double()
-        if kernel == "linear":
-            return x @ x.T
-        squared = torch.tensor([[float((a - b).square().sum()) for b in x] for a in x], dtype=torch.float64)
-        above = sorted(squared[i, j].item() for i in range(tokens) for j in range(i + 1, tokens))
-        median = above[(len(above) - 1) // 2] ** 0.5
-        return torch.exp(-squared / (2 * (0.8 * median) ** 2))
-
-    def hsic(k: Tensor, m: Tensor) -> float:
-        return float((k @ centring @ m @ centring).trace())
-
-    one, other = gram(left), gram(right)
-    return hsic(one, other) / math.sqrt(hsic(one, one) * hsic(other, other))
-
-
 def naive(outputs: Tensor, similarity: str) -> Tensor:
-    count = len(outputs)
-    table = torch.zeros(count, count, dtype=torch.float64)
-    for i in range(count):
-        for j in range(count):
-            if similarity == "mean-output":
-                table[i, j] = (outputs[i].double().mean(0) - outputs[j].double().mean(0)).norm()
-            elif i != j:
-                table[i, j] = 1 - naive_cka(outputs[i], outputs[j], similarity.split("-")[0])
-    return table
+    if similarity != "mean-output":
+        return 1 - naive_cka(outputs, None if similarity == "linear-cka" else 0.8)
+    means = [output.double().mean(0) for output in outputs]
+    return torch.stack([torch.stack([(one - other).norm() for other in means]) for one in means])
 
 
 @pytest.mark.parametrize("similarity", data_centric.SIMILARITIES)
@@ -82,19 +56,6 @@ def test_distances_by_hand() -> None:
 def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
     model = open_model(locate(str(folder)), "float32", "cpu")
     return make_plan(model, load_strategy("data-centric", options), keep, options, calibration(parts), Silent(), seed=4)
-
-
-def test_protected_experts_stay_alone_and_refusals_say_why(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    for stats in collect(model, frozenset({"mixed_outputs"}), calibration(batches(stock)), Silent()):
-        made = data_centric.plan(stats, 3, frozenset({6}))
-        assert (6,) in [group.members for group in made.groups]
-        full = data_centric.plan(stats, 3, frozenset({1, 2, 6}))
-        assert full.is_drop and full.dropped == (0, 3, 4, 5, 7)
-        with pytest.raises(CompressionError, match="4 of them protected"):
-            data_centric.plan(stats, 3, frozenset({1, 2, 5, 6}))
-        with pytest.raises(CompressionError, match="'expert_outputs' was not collected"):
-            data_centric.plan(stats, 3, options=Options(mix_tokens=False))
 
 
 def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:

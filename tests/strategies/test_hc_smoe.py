@@ -149,16 +149,6 @@ def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int],
                 assert group.coefficients == pytest.approx((1 / len(group.members),) * len(group.members))
 
 
-def test_layers_that_no_token_reached_are_still_planned(tmp_path: Path) -> None:
-    stock, model = opened("ernie4_5_vl_moe", tmp_path)
-    for merge in ("frequency", "uniform", "max", "learned"):
-        options = {"merge": merge}
-        made = make_plan(model, load_strategy("hc-smoe", options), 4, options, calibration(batches(stock)), Silent())
-        unreached = [layer for layer in made.layers if "vision" in layer.module]
-        assert len(unreached) == 2
-        assert all(members(layer) == [(0, 1, 2, 3, 4), (5,), (6,), (7,)] for layer in unreached)
-
-
 def test_experts_that_no_token_visits_are_clustered_but_weigh_nothing(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     strategy = load_strategy("hc-smoe")

@@ -22,13 +22,13 @@ from compressor.progress import Silent
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo
 from tests.command_line import Run, names, refused
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import make_plan, pruned
+from tests.plans import kept, make_plan, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -41,11 +41,6 @@ def stats(mass: list[float], changes: list[float], counts: list[float] | None = 
     given = {"gated_norm_sum": mass, "rank_change": changes, "routed_count": counts or mass}
     values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in given.items()}
     return LayerStatistics(layer, 9, values)
-
-
-def kept(made: Any) -> list[int]:
-    assert made.is_drop
-    return [group.members[0] for group in made.groups]
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -287,16 +282,16 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> No
         seen.append((found.layer.name, found.rank_change.clone()))
         return keep_best(found, found.rank_change, keep, protected)
 
-    wish = Wish(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
-    made = Planner(model, data, Silent()).plans([wish], per_source=True)
+    spec = PruneSpec(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
+    made = Planner(model, data, Silent()).plans([spec], per_source=True)
     assert len(seen) == 3 * LAYERS and len(made) == 3
-    ordered = Planner(model, data, Silent()).plan_in_order(wish, Correct("none"))
+    ordered = Planner(model, data, Silent()).plan_in_order(spec, Correct("none"))
     assert len(seen) == 4 * LAYERS
     assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
     for name, found in seen:
         torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=0)
     with pytest.raises(CompressionError, match="calibration data; pass --calibration"):
-        make_plan(model, wish.strategy, 4, {}, None, Silent())
+        make_plan(model, spec.strategy, 4, {}, None, Silent())
 
 
 def test_equal_experts_are_equally_heard(tmp_path: Path) -> None:

@@ -164,25 +164,6 @@ def test_every_merge_plans_the_same_groups_twice(merge: str, tmp_path: Path) -> 
                 assert sorted(group.coefficients) == [0.0] * (len(group.members) - 1) + [1.0]
 
 
-def test_protected_experts_stay_alone(tmp_path: Path) -> None:
-    _, model = opened("mixtral", tmp_path)
-    for stats in collect(model, frozenset({"weights"}), None, Silent()):
-        made = model_centric.plan(stats, 4, frozenset({2, 7}))
-        assert {(2,), (7,)} <= {group.members for group in made.groups}
-        assert len(made.groups) == 4 and not made.dropped
-        full = model_centric.plan(stats, 4, frozenset({0, 1, 2, 7}))
-        assert full.is_drop and full.dropped == (3, 4, 5, 6)
-        with pytest.raises(CompressionError, match="5 of them protected"):
-            model_centric.plan(stats, 4, frozenset({0, 1, 2, 5, 7}))
-        with pytest.raises(CompressionError, match="fewer than the top-k of 2"):
-            model_centric.plan(stats, 1)
-
-
-def test_keeping_every_expert_changes_nothing(tmp_path: Path) -> None:
-    zoo.save("mixtral", tmp_path)
-    assert plans(tmp_path, "mixtral", 8).is_drop
-
-
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(CompressionError, match="no representation 'mean'; known are surrogate, vectorized"):
         load_strategy("model-centric", {"representation": "mean"})

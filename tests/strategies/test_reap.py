@@ -19,7 +19,7 @@ from compressor.statistics.statistics import LayerStatistics, collect
 from strategies import count_guided, gated_mass
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
-from tests.plans import by_hand, make_plan
+from tests.plans import by_hand, kept, make_plan
 
 SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached
     "routed_count": [4, 0, 1, 2, 3, 2],
@@ -35,11 +35,6 @@ def stats(top_k: int = 2, sums: Any = None, **groups: Any) -> LayerStatistics:
     count = len(next(iter(values.values())))
     layer = MoeLayer("layers.1.experts", "layers.1", "layers.1.gate", "layers.1", 1, count, top_k, **groups)
     return LayerStatistics(layer, 6, values)
-
-
-def kept(made: Any) -> list[int]:
-    assert made.is_drop
-    return [group.members[0] for group in made.groups]
 
 
 def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[float]]:

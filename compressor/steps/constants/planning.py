@@ -242,15 +242,15 @@ def divide(
     }
 
 
-def budget_of(asked: Constants) -> str:
+def budget_of(options: Constants) -> str:
     """How the experts that stay are divided over layers."""
-    return asked.budget or (EVEN if asked.experts_total is None else UNEVEN)
+    return options.budget or (EVEN if options.experts_total is None else UNEVEN)
 
 
-def needs_of(asked: Constants, model: OpenModel, steps: Sequence[Step]) -> Needs:
+def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Needs:
     """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
     refuse_model(model)
-    kept, budget = _kept(model, asked), budget_of(asked)
+    kept, budget = _kept(model, options), budget_of(options)
     correct: Any = next((step for step in steps if step.name == "correct"), None)
     if correct is not None and correct.method != CONSTANTS and model.layout.quantized:
         raise CompressionError(
@@ -259,7 +259,7 @@ def needs_of(asked: Constants, model: OpenModel, steps: Sequence[Step]) -> Needs
         )
     if model.layout.quantized:
         logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
-    given_protected(asked.protect, model.architecture.layers, kept // len(model.architecture.layers))
+    given_protected(options.protect, model.architecture.layers, kept // len(model.architecture.layers))
     heldout = FEWEST if budget == UNEVEN else int(correct is not None)
     return Needs(True, heldout, experts=kept // len(model.architecture.layers))
 
@@ -283,18 +283,18 @@ def refuse_model(model: OpenModel) -> None:
             )
 
 
-def _kept(model: OpenModel, request: Constants) -> int:
+def _kept(model: OpenModel, options: Constants) -> int:
     """Experts to keep over all layers."""
-    layers, budget = model.architecture.layers, budget_of(request)
+    layers, budget = model.architecture.layers, budget_of(options)
     total, count = sum(layer.experts for layer in layers), len(layers)
-    given = [value for value in (request.experts, request.ratio, request.experts_total) if value is not None]
+    given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
     if len(given) != 1:
         raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
-    if request.ratio is not None:
+    if options.ratio is not None:
         uneven = budget == UNEVEN
-        kept = left_by(total, request.ratio) if uneven else left_by(total // count, request.ratio) * count
+        kept = left_by(total, options.ratio) if uneven else left_by(total // count, options.ratio) * count
     else:
-        kept = request.experts * count if request.experts is not None else int(request.experts_total or 0)
+        kept = options.experts * count if options.experts is not None else int(options.experts_total or 0)
     if budget == EVEN and kept % count:
         raise CompressionError(
             f"--experts-total {kept} does not divide over {count} layers; pass --budget uneven or a multiple of {count}"
@@ -315,19 +315,19 @@ def measured_constants(state: State) -> dict[str, LayerConstants]:
     return measure(state.model, state.text.fit, state.progress, state.seed, kept)
 
 
-def plan_stage(asked: Constants, state: State) -> Mapping[str, Any]:
+def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
     """Which experts constants stand for in each layer."""
     assert state.text is not None
-    model, calibration, total = state.model, state.text.fit, _kept(state.model, asked)
+    model, calibration, total = state.model, state.text.fit, _kept(state.model, options)
     layers = model.architecture.layers
-    protected = protected_experts(asked.protect, total // len(layers), planner_of(state))
+    protected = protected_experts(options.protect, total // len(layers), planner_of(state))
     constants = measured_constants(state)
     removed = sum(layer.experts for layer in layers) - total
     most = [spare(layer, protected) for layer in layers]
     if sum(most) < removed:
         raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
     numbers, figures = even_numbers(removed, most), dict[str, Any]()
-    if budget_of(asked) == UNEVEN:
+    if budget_of(options) == UNEVEN:
         numbers, figures = divide(model, constants, removed, protected, calibration.heldout_batches, state.progress)
     guarded = {name: sorted(experts) for name, experts in protected.items() if experts}
     plans = []
@@ -347,7 +347,7 @@ def plan_stage(asked: Constants, state: State) -> Mapping[str, Any]:
     return {
         "experts": total // len(layers),
         "format": MONE,
-        "budget": budget_of(asked),
+        "budget": budget_of(options),
         "experts_total": total,
         "figures": figures,
         **({"protected": guarded} if guarded else {}),

@@ -1,1 +1,1 @@
-"""Refitting what is left until each layer puts out what it did before."""
+"""Reconstruction: the remaining experts refitted until each layer outputs what it did before."""

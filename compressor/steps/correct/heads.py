@@ -23,16 +23,16 @@ KEEP_HEADS, DROP_HEADS = "keep", "drop"
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
-def chosen_heads(model: OpenModel, asked: str | None) -> tuple[Head, ...]:
+def chosen_heads(model: OpenModel, choice: str | None) -> tuple[Head, ...]:
     """The heads that are kept: all where they are understood, unless they are to be dropped.
 
-    Raises `CompressionError` where `asked` is to keep what the checkpoint lacks, or what is not understood.
+    Raises `CompressionError` where `choice` is to keep what the checkpoint lacks, or what is not understood.
     """
-    if asked == KEEP_HEADS and model.whole is not None:
+    if choice == KEEP_HEADS and model.whole is not None:
         raise CompressionError("--mtp keep: a head cannot be split, or visit fewer experts, yet; leave out --mtp")
-    if asked == DROP_HEADS or model.whole is not None:
+    if choice == DROP_HEADS or model.whole is not None:
         return ()
-    if asked is None:
+    if choice is None:
         return known_heads(model)
     try:
         heads = find_heads(model)

@@ -81,17 +81,17 @@ class ShadowModel:
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
 
     def fill(self, unit: str, cut: Mapping[str, Tensor]) -> None:
-        """Fill a layer with the cut tensors and, for the rest, the original's own, which must be loaded.
+        """Fill a layer with the cut tensors and, for the rest, the base's own, which must be loaded.
 
         Tensors are shared, not copied.
         """
-        original = self.partial.model.get_submodule(unit)
+        base = self.partial.model.get_submodule(unit)
         for key in self.partial.keys_under(unit):
             module, name = parent_and_name(self.partial.model, key)
             set_tensor(self.model, key, cut[key] if key in cut else getattr(module, name))
         for name, part in self.model.get_submodule(unit).named_modules():
             for key in part._non_persistent_buffers_set:
-                part._buffers[key] = original.get_submodule(name)._buffers[key]
+                part._buffers[key] = base.get_submodule(name)._buffers[key]
         self.filled = unit
 
     def empty_again(self) -> None:
@@ -220,7 +220,7 @@ class _InOrder(RecordingVisitor):
                 self.files.save(self.plans[layer.name], layer, made)
 
     def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
-        """Fill the smaller layer, and give the original experts' memory back."""
+        """Fill the smaller layer, and release the base experts."""
         self.shadow.fill(unit, cut)
         for layer in layers:
             self.model.partial.release(layer.name)

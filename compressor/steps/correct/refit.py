@@ -113,7 +113,7 @@ def correct_layer(
     """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
 
     Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept. Errors
-    are shares of the original's energy that is missed on held-out calibration tokens, each token weighted
+    are shares of the base output's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
     fit, heldout = recording.positions(heldout=False), recording.positions(heldout=True)

@@ -1,4 +1,4 @@
-"""The step `correct`: refit what pruning left until each layer outputs what it did before."""
+"""The step `correct`: refit the remaining experts until each layer outputs what it did before."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Correct(Step):
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is refitted."""
+        """Return True if anything is refitted."""
         return self.method != NONE
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:

@@ -32,8 +32,8 @@ from compressor.surgery.cutting import CutFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One plan to make, everything checked that needs no data: what a request comes to on a model."""
+class PruneSpec:
+    """One plan to make, checked as far as that needs no data."""
 
     strategy: Strategy
     experts: int  # to keep in every layer
@@ -43,16 +43,16 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the number of its wish, the seconds that deciding it took, and the source it is for, if for one alone."""
+    """A plan, the number of its spec, the seconds that deciding it took, and the source it is for, if for one alone."""
 
     plan: CompressionPlan
-    wish: int
+    spec: int
     seconds: float
     source: str | None = None
     calibration: Calibration | None = None  # what it was planned on
 
 
-_Key = tuple[int, int]  # number of the wish, and of the source (-1: all)
+_Key = tuple[int, int]  # number of the spec, and of the source (-1: all)
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Planner:
 
     def plans(
         self,
-        wishes: Sequence[Wish],
+        specs: Sequence[PruneSpec],
         protected: Protected | None = None,
         per_source: bool = False,
         heads: Sequence[Head] = (),
@@ -105,8 +105,8 @@ class Planner:
         `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers. With
         `per_source` each calibration source gets a plan of its own after the one for all.
         """
-        calibration, rank_changes = self.calibration, self.rank_changes([wish.strategy for wish in wishes])
-        needs = frozenset[str]().union(*(wish.strategy.needs for wish in wishes))
+        calibration, rank_changes = self.calibration, self.rank_changes([spec.strategy for spec in specs])
+        needs = frozenset[str]().union(*(spec.strategy.needs for spec in specs))
         layers, seconds = defaultdict[_Key, list[LayerPlan]](list), defaultdict[_Key, float](float)
         accepted: dict[str, Any] = {}
         run = (self.progress, self.seed, per_source, accepted)
@@ -114,10 +114,10 @@ class Planner:
 
             def decide(stats: LayerStatistics = stats) -> list[tuple[_Key, LayerPlan]]:
                 decided = list[tuple[_Key, LayerPlan]]()
-                for number, wish in enumerate(wishes):
+                for number, spec in enumerate(specs):
                     for source, seen in enumerate((stats, *stats.by_source), start=-1):
                         begin, key = time.perf_counter(), (number, source)
-                        decided.append((key, _layer_plan(seen, wish, protected, rank_changes)))
+                        decided.append((key, _layer_plan(seen, spec, protected, rank_changes)))
                         seconds[key] += time.perf_counter() - begin
                 return decided
 
@@ -131,45 +131,45 @@ class Planner:
             for place, layer in enumerate(plans):
                 if layer.module in accepted:  # before anything is made smaller
                     plans[place] = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
-            plan = self._plan(wishes[number], data, plans, protected)
+            plan = self._plan(specs[number], data, plans, protected)
             planned.append(Planned(plan, number, seconds[number, source], name, data))
         return planned
 
     def plan_in_order(
         self,
-        wish: Wish,
+        spec: PruneSpec,
         correction: Correct | None = None,
         protected: Protected | None = None,
         files: CutFiles | None = None,
     ) -> CompressionPlan:
-        """Plan every layer on what the compressed, and if so asked corrected, earlier layers put out.
+        """Plan every layer on the output of the compressed, and with a `correction` corrected, earlier layers.
 
         `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A strategy that needs an
-        attribution sees that of the original model.
+        attribution sees that of the base.
         """
         assert self.calibration is not None
-        rank_changes = self.rank_changes([wish.strategy])
+        rank_changes = self.rank_changes([spec.strategy])
 
         def decide(stats: LayerStatistics) -> LayerPlan:
-            made: LayerPlan = here().broadcast(lambda: _layer_plan(stats, wish, protected, rank_changes))
+            made: LayerPlan = here().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
             return replace(made, upstream=COMPRESSED)
 
-        work = LayerWork(wish.experts, decide, wish.strategy.needs, correction or UNCORRECTED, self.seed)
+        work = LayerWork(spec.experts, decide, spec.strategy.needs, correction or UNCORRECTED, self.seed)
         layers = compress_in_order(
-            self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=wish.heads
+            self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
         )
-        return replace(self._plan(wish, self.calibration, layers, protected), sequential=True)
+        return replace(self._plan(spec, self.calibration, layers, protected), sequential=True)
 
     def _plan(
-        self, wish: Wish, calibration: Calibration | None, layers: Iterable[LayerPlan], protected: Protected | None
+        self, spec: PruneSpec, calibration: Calibration | None, layers: Iterable[LayerPlan], protected: Protected | None
     ) -> CompressionPlan:
         model = self.model
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
         return CompressionPlan(
             source=Source.of(model),
-            experts=wish.experts,
-            strategy=wish.strategy.name,
-            options=dict(wish.options),
+            experts=spec.experts,
+            strategy=spec.strategy.name,
+            options=dict(spec.options),
             calibration=None if calibration is None else calibration.identity,
             layers=tuple(sorted(layers, key=lambda layer: order.get(layer.module, len(order)))),
             seed=self.seed,
@@ -190,17 +190,17 @@ def fit_batches(calibration: Calibration) -> Calibration:
 
 
 def _layer_plan(
-    stats: LayerStatistics, wish: Wish, protected: Protected | None, rank_changes: Mapping[str, Tensor]
+    stats: LayerStatistics, spec: PruneSpec, protected: Protected | None, rank_changes: Mapping[str, Tensor]
 ) -> LayerPlan:
     """The layer as the strategy plans it; a third party's may not heed protected experts."""
     guarded = (protected or {}).get(stats.layer.name, frozenset())
-    if wish.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
+    if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
-    made = wish.strategy.plan_layer(stats, wish.experts, guarded)
+    made = spec.strategy.plan_layer(stats, spec.experts, guarded)
     if changed := touched(made, guarded):
         raise CompressionError(
-            f"{made.module}: strategy {wish.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            f"{made.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
             "choose another strategy or leave out --protect"
         )
     return made
@@ -210,16 +210,16 @@ def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:
     """How many experts each layer keeps; `prune.experts` count `parts` each."""
     if prune.experts is None and prune.ratio is None:
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
-    asked = None if prune.experts is None else prune.experts * parts
-    return resolve_count(model.architecture.layers, asked, prune.ratio)
+    experts = None if prune.experts is None else prune.experts * parts
+    return resolve_count(model.architecture.layers, experts, prune.ratio)
 
 
-def settle(prune: Prune, model: OpenModel, parts: int = 1) -> Wish:
+def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options)
     experts = kept_count(prune, model, parts)
     given_protected(prune.protect, model.architecture.layers, experts)
-    return Wish(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp))
+    return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp))
 
 
 def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: bool) -> Needs:
@@ -228,13 +228,13 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     parts = 1 if split is None else int(split.parts)
     if prune.sequential:
         refuse_shared_experts(model)
-    wish = None if planned else settle(prune, model, parts)  # a plan's strategy need not be installed
+    spec = None if planned else spec_of(prune, model, parts)  # a plan's strategy need not be installed
     experts = kept_count(prune, model, parts)
     after = replace(served_model(model), experts=experts)
     warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
-    if wish is None:
+    if spec is None:
         return Needs(experts=experts)
-    needs = wish.strategy.needs
+    needs = spec.strategy.needs
     reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
     if split is not None:
         corrected = any(step.name == "correct" for step in steps)
@@ -268,19 +268,19 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
     With `per_source` the decisions for all calibration sources together are followed by those for each source alone.
     """
     model, planner = state.model, planner_of(state)
-    wish = settle(prune, model, state.parts)
-    protected = protected_experts(prune.protect, wish.experts, planner)
-    correct, reads = state.step_of("correct"), bool(wish.strategy.needs - WEIGHTS)
+    spec = spec_of(prune, model, state.parts)
+    protected = protected_experts(prune.protect, spec.experts, planner)
+    correct, reads = state.step_of("correct"), bool(spec.strategy.needs - WEIGHTS)
     if prune.sequential and planner.calibration is not None and (reads or correct is not None):
         files = None if state.work is None else state.cut()
-        plans = [planner.plan_in_order(wish, correct, protected, files)]
+        plans = [planner.plan_in_order(spec, correct, protected, files)]
     else:
         if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
-            wish = replace(wish, strategy=state.observer.planning(wish.strategy))
+            spec = replace(spec, strategy=state.observer.planning(spec.strategy))
         if not reads:
             planner = replace(planner, calibration=None)
-        plans = [planned.plan for planned in planner.plans([wish], protected, per_source, wish.heads)]
-    return [decisions(replace(plan, mtp=said_of_heads(model, wish.heads))) for plan in plans]
+        plans = [planned.plan for planned in planner.plans([spec], protected, per_source, spec.heads)]
+    return [decisions(replace(plan, mtp=said_of_heads(model, spec.heads))) for plan in plans]
 
 
 def refuse_per_source(steps: Sequence[Step], sources: Sequence[str]) -> None:

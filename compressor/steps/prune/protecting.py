@@ -30,7 +30,7 @@ def given_protected(
 
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
-    """The same, a file's list in place of its name, so that what a run is asked for does not depend on the file."""
+    """The same, a file's list in place of its name, so that the options of a run do not depend on the file."""
     if protector_of(protect) is not None:
         return protect
     entries = _read_list(Path(protect)) if isinstance(protect, str) else protect or ()
@@ -119,11 +119,11 @@ def check_protected(protected: Protected, layers: Sequence[MoeLayer], keep: int)
     for layer in layers:
         places = keep // layer.routing_groups  # of each group, or of the whole layer
         for number, block in enumerate(competing(layer)):
-            asked = len(protected.get(layer.name, frozenset()) & set(block))
-            if asked > places:
+            count = len(protected.get(layer.name, frozenset()) & set(block))
+            if count > places:
                 group = f"routing group {number} of " if layer.routing_groups > 1 else ""
                 raise CompressionError(
-                    f"{asked} experts are protected in {group}layer {layer.index} ({layer.name}), but only {places} "
+                    f"{count} experts are protected in {group}layer {layer.index} ({layer.name}), but only {places} "
                     f"stay there when {keep} are kept; protect fewer or keep more"
                 )
 

@@ -46,7 +46,7 @@ def test_coefficients_by_hand(members: tuple[int, ...], method: str, expected: t
 
 
 def test_visits_must_have_been_counted() -> None:
-    with pytest.raises(CompressionError, match="merge 'max' needs visit counts"):
+    with pytest.raises(CompressionError, match="merge 'max' needs counts of routed tokens"):
         coefficients((0, 1), "max", None)
     assert coefficients((0, 1), "uniform", None) == (0.5, 0.5)
 

@@ -14,7 +14,7 @@ from compressor.progress import Silent
 from compressor.recipe import registry
 from compressor.recipe.plugins import helps, names, packages
 from compressor.recipe.registry import load_strategy, option_fields
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from tests import small
 from tests.command_line import Run
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
@@ -219,11 +219,11 @@ def test_what_one_strategy_writes_no_other_reads(tmp_path: Path, monkeypatch: py
     install(tmp_path / "two", monkeypatch, "careful", source.replace("CLONE", "clone()"), "second_package")
     stock, model = opened("mixtral", tmp_path / "model")
     data, polite = calibration(batches(stock)), load_strategy("count-guided")
-    alone = Planner(model, data, Silent()).plans([Wish(polite, 4, {})])[0].plan
-    wishes = [Wish(load_strategy("careful"), 4, {}), Wish(polite, 4, {})]
-    assert Planner(model, data, Silent()).plans(wishes)[1].plan.layers == alone.layers
+    alone = Planner(model, data, Silent()).plans([PruneSpec(polite, 4, {})])[0].plan
+    specs = [PruneSpec(load_strategy("careful"), 4, {}), PruneSpec(polite, 4, {})]
+    assert Planner(model, data, Silent()).plans(specs)[1].plan.layers == alone.layers
     with pytest.raises(CompressionError, match="'rude' changed the statistic 'routed_count'"):
-        Planner(model, data, Silent()).plans([Wish(load_strategy("rude"), 4, {}), Wish(polite, 4, {})])
+        Planner(model, data, Silent()).plans([PruneSpec(load_strategy("rude"), 4, {}), PruneSpec(polite, 4, {})])
 
 
 # --- exporters, options and the packages behind them ------------------------------------------------------------------

@@ -22,7 +22,7 @@ from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from compressor.surgery.cutting import CutFiles
 from compressor.surgery.job import make_job
 from tests import zoo
@@ -192,8 +192,8 @@ def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monk
 def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) -> None:
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
-    data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
-    made = Planner(model, data, Silent()).plan_in_order(wish, None)
+    data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6, {})
+    made = Planner(model, data, Silent()).plan_in_order(spec, None)
     assert made.sequential and {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
@@ -214,13 +214,13 @@ def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, model = opened_wide("granitemoe_swa", tmp_path / "in")
-    data, wish = with_heldout(stock), Wish(load_strategy("reap", {}), 6, {})
+    data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6, {})
     files, again = CutFiles(tmp_path / "cut"), CutFiles(tmp_path / "again")
-    made = Planner(model, data, Silent()).plan_in_order(wish, TUNE, files=files)
+    made = Planner(model, data, Silent()).plan_in_order(spec, TUNE, files=files)
     seen = watch_corrections(monkeypatch)
     for layer in model.architecture.layers[:2]:
         again.save(files.plan(layer), layer, files.tensors(layer))  # type: ignore[arg-type]
-    assert Planner(model, data, Silent()).plan_in_order(wish, TUNE, files=again) == made
+    assert Planner(model, data, Silent()).plan_in_order(spec, TUNE, files=again) == made
     assert list(seen) == [model.architecture.layers[2].name]
     assert files_of(again.folder) == files_of(files.folder)
     monkeypatch.setattr(sequence, "compress_in_order", None)  # no pass is made

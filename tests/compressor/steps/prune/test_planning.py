@@ -9,15 +9,15 @@ from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
-from compressor.steps.prune.planning import Planner, Wish
+from compressor.steps.prune.planning import Planner, PruneSpec
 from tests.opened import batches, opened
 from tests.plans import make_plan
 
 NAMES = ("count-guided", "auto", "hc-smoe", "model-centric")
 
 
-def wish(name: str, count: int = 4) -> Wish:
-    return Wish(load_strategy(name), count, {})
+def spec(name: str, count: int = 4) -> PruneSpec:
+    return PruneSpec(load_strategy(name), count, {})
 
 
 def sourced(parts: tuple[torch.Tensor, ...], sources: tuple[int, ...], heldout: tuple[int, ...]) -> Calibration:
@@ -32,17 +32,17 @@ def sourced(parts: tuple[torch.Tensor, ...], sources: tuple[int, ...], heldout: 
 def test_plans_of_one_pass_are_those_of_a_pass_each(family: str, tmp_path: Path) -> None:
     stock, model = opened(family, tmp_path)
     data = sourced(batches(stock, (2, 1, 1)), (0, 0, 0), (1,))
-    wishes = [wish(name, count) for name in NAMES for count in (4, 6)]
-    for number, planned in enumerate(Planner(model, data, Silent(), 3).plans(wishes)):
-        asked = wishes[planned.wish]
-        assert planned.wish == number and planned.source is None and planned.seconds >= 0
+    specs = [spec(name, count) for name in NAMES for count in (4, 6)]
+    for number, planned in enumerate(Planner(model, data, Silent(), 3).plans(specs)):
+        asked = specs[planned.spec]
+        assert planned.spec == number and planned.source is None and planned.seconds >= 0
         alone = make_plan(model, asked.strategy, asked.experts, {}, data, Silent(), 3)
         assert planned.plan == alone
 
 
 def same_layers(model: OpenModel, name: str, data: Calibration, count: int) -> bool:
     """Whether the plan of each source alone is what its batches alone give."""
-    found = Planner(model, data, Silent()).plans([wish(name)], per_source=True)
+    found = Planner(model, data, Silent()).plans([spec(name)], per_source=True)
     assert [planned.source for planned in found] == [None, *(f"source {number}" for number in range(count))]
     asked = load_strategy(name)
     assert found[0].plan == make_plan(model, asked, 4, {}, data, Silent())
