@@ -16,7 +16,7 @@ from compressor.publishing.card import card_text
 from compressor.publishing.check import verify_folder
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.measure import Substituting
+from compressor.steps.constants.planning import Substituting
 from compressor.steps.constants.writing import logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run

@@ -31,9 +31,17 @@ from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics
-from compressor.steps.constants.measure import Substituting, measure, replacing
-from compressor.steps.constants.measure import Variant as Substitutes
-from compressor.steps.constants.planning import EVEN, UNEVEN, divide, even_numbers, spare
+from compressor.steps.constants.planning import (
+    EVEN,
+    UNEVEN,
+    Substituting,
+    divide,
+    even_numbers,
+    measure,
+    replacing,
+    spare,
+)
+from compressor.steps.constants.planning import Variant as Substitutes
 from compressor.steps.constants.writing import InOrder
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct

@@ -1,4 +1,8 @@
-"""Which experts constants stand for: from the options of `constants` to a plan of every layer.
+"""Constants of experts, and which experts they stand for: from the options of `constants` to a plan of every layer.
+
+An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
+sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. MoNE
+(arXiv:2507.00390) takes the plain mean of o and chooses by its variance and by the expert's routed tokens.
 
 Layers give up as many experts each, or more where the model loses least on held-out text. A layer's cost is a curve:
 what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. It is measured at a few numbers, and
@@ -10,29 +14,33 @@ time by measurements of the whole, and taken where it is nearer to the base than
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts, require_enough
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Variants, accepts, require_enough
+from compressor.kept import keep_tensors, kept_tensors, told_of
 from compressor.model.architecture import MoeLayer
-from compressor.model.constant_experts import number_in
+from compressor.model.constant_experts import Substitutes, number_in, substitute
 from compressor.model.layout import expert_prefixes
 from compressor.model.opened import OpenModel, left_by
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.steps.constants.measure import LayerConstants, Substituting, measure, replacing
+from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.constants.step import Constants
 from compressor.steps.correct.step import CONSTANTS
 from compressor.steps.prune.planning import planner_of, protected_experts
-from compressor.steps.prune.protecting import given_protected
+from compressor.steps.prune.protecting import Protected, given_protected
 from compressor.steps.state import State
 
 MONE = "mone"  # the format in which constants stand for experts
@@ -41,10 +49,97 @@ ROUNDS = 4  # of moving experts between layers
 EVEN, UNEVEN = "even", "uneven"
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
+NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
+
 Curve = NDArray[np.float64]  # [most + 1]: the cost of 0, 1, 2 ... experts less
-Protected = Mapping[str, frozenset[int]]  # by experts module
+Variant = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerConstants:
+    """Of each expert of a layer its best constant, `values` [E, H] in float32, and what that misses, `missed` [E]."""
+
+    values: Tensor
+    missed: Tensor  # in float64: sum over the expert's tokens of g^2 ||o - c||^2
+
+    @classmethod
+    def of(cls, stats: LayerStatistics) -> "LayerConstants":
+        """Of a layer whose statistics hold `NEEDS`; all 0 for an expert no token reached."""
+        share = stats.squared_gate_sum.double().clamp(min=torch.finfo(torch.float64).tiny)
+        output = stats.squared_gate_output_sum.double()
+        values = output / share[:, None]
+        missed = (stats.squared_gated_norm_sum.double() - (output * values).sum(-1)).clamp(min=0)
+        return cls(values.float(), missed)
+
+    def replaceable(self, count: int, protected: frozenset[int] = frozenset()) -> tuple[int, ...]:
+        """The `count` experts whose constants miss least, ascending; none that is protected.
+
+        Among equals the one with the higher number comes first.
+        """
+        backwards = self.missed.flip(0).argsort(stable=True)
+        order = (len(self.missed) - 1 - backwards).tolist()
+        return tuple(sorted([expert for expert in order if expert not in protected][:count]))
+
+
+def measure(
+    model: OpenModel, calibration: Calibration, progress: Progress, seed: int, kept: Path | None = None
+) -> dict[str, LayerConstants]:
+    """The constants of all layers by experts module, from one pass over the calibration text that is not held out.
+
+    A resumed run reads them from `kept`, a folder whose name says what they were measured on.
+    """
+    names = [layer.name for layer in model.architecture.layers]
+    paths = {} if kept is None else {name: kept / f"{name}.safetensors" for name in names}
+    if paths and all(told_of(path) is not None for path in paths.values()):
+        return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
+    constants: dict[str, LayerConstants] = {}
+    for stats in collect(model, NEEDS, calibration, progress, seed):
+        name = stats.layer.name
+        own = constants[name] = LayerConstants.of(stats)
+        if name in paths:
+            keep_tensors(paths[name], {"values": own.values, "missed": own.missed}, name)
+    return constants
+
+
+def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> Variant:
+    """The constants of the experts that are `dropped`, both by experts module."""
+    chosen = {name: sorted(experts) for name, experts in dropped.items() if experts}
+    return {name: Substitutes(tuple(own), constants[name].values[own]) for name, own in chosen.items()}
+
+
+def replacing(
+    layers: Sequence[MoeLayer],
+    constants: Mapping[str, LayerConstants],
+    numbers: Sequence[int],
+    protected: Mapping[str, frozenset[int]],
+) -> Variant:
+    """The constants of a division: of each layer's `numbers`, in their order, the experts that are missed least."""
+    dropped = {
+        layer.name: constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
+        for layer, number in zip(layers, numbers, strict=True)
+    }
+    return substitutes_of(dropped, constants)
+
+
+class Substituting(Variants):
+    """Has each batch of a pass meet the constants of its variant, those of the first unless an evaluator says else."""
+
+    def __init__(self, model: OpenModel, variants: Sequence[Variant]) -> None:
+        self.model, self.variants = model, variants
+
+    def entering(self, batch: int) -> None:
+        partial = self.model.partial
+        for layer in self.at.moe_layers:
+            found = None if self.variant is None else self.variants[self.variant].get(layer.name)
+            if found is not None:
+                found = replace(found, values=found.values.to(partial.device, partial.dtype))
+            substitute(partial.model.get_submodule(layer.name), found)
+
+    def passed(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            substitute(self.model.partial.model.get_submodule(layer.name), None)
 
 
 def spare(layer: MoeLayer, protected: Protected) -> int:
@@ -207,7 +302,7 @@ def divide(
     constants: Mapping[str, LayerConstants],
     removed: int,
     protected: Protected,
-    heldout: Sequence[torch.Tensor],
+    heldout: Sequence[Tensor],
     progress: Progress,
 ) -> tuple[list[int], dict[str, Any]]:
     """How many experts of each layer become constants, `removed` in all, at the least KL on `heldout` [B, L] batches.

@@ -38,8 +38,7 @@ from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.steps.constants.measure import Substituting, Variant, substitutes_of
-from compressor.steps.constants.planning import measured_constants
+from compressor.steps.constants.planning import Substituting, Variant, measured_constants, substitutes_of
 from compressor.steps.correct.cut_layer import Constants, Recording
 from compressor.steps.correct.in_order import RecordingVisitor
 from compressor.steps.correct.refit import correct_layer

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.progress import Silent
-from compressor.steps.constants.measure import NEEDS, LayerConstants, Substituting, substitutes_of
-from compressor.steps.constants.planning import cheapest_numbers, curve, divide, even_numbers, halfway, probed_numbers
+from compressor.steps.constants.planning import (
+    NEEDS,
+    LayerConstants,
+    Substituting,
+    cheapest_numbers,
+    curve,
+    divide,
+    even_numbers,
+    halfway,
+    probed_numbers,
+    substitutes_of,
+)
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
 from compressor.steps.correct.ridge import refit_constants
 from tests import opened
