@@ -1,4 +1,4 @@
-"""A pass in order against whole stock models, and an interrupted one against one that was not."""
+"""A pass in order against whole stock models, an interrupted one, and what becomes of corrections that do harm."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 import compressor
+from compressor.checkpoint.reader import Checkpoint
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator
+from compressor.evaluation.evaluator import Difference, Evaluator
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
@@ -19,16 +21,18 @@ from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.in_order import correct
+from compressor.steps.correct.in_order import ShadowModel, correct, keep_the_better, read_difference
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planner, PruneSpec
-from compressor.surgery.cutting import CutFiles
+from compressor.surgery.cutting import CutFiles, cut_layers
 from compressor.surgery.job import make_job
+from compressor.workdir.workdir import write_stage
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (
     SHARED,
+    Corrected,
     Watched,
     drops,
     keeps,
@@ -255,3 +259,125 @@ def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
     job = make_job(model, plan.stage, cut=CutFiles(tmp_path / "cut"))
     with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
         list(job.produce(model.architecture.layers[0].unit))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "muse_spark", "ernie4_5_vl_moe", "deepseek_v4", "qwen3_next"])
+def test_one_layer_is_filled_at_a_time_and_the_originals_experts_have_gone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide(name, tmp_path)
+
+    def check(seen: Corrected) -> None:
+        inside = {key for key in seen.after if key.startswith(f"{seen.layer.unit}.")}
+        assert set(seen.after) == inside == {key for key in seen.model.state_dict() if key in inside}
+        original = model.partial.model.get_submodule(seen.layer.name)
+        assert {value.device.type for value in original.parameters()} == {"meta"}
+
+    seen = watch_corrections(monkeypatch, check)
+    run(model, drops(model.architecture), with_heldout(stock), measure=True)
+    assert len(seen) == len(model.architecture.layers)
+    for corrected in seen.values():
+        assert {value.device.type for value in corrected.model.state_dict().values()} == {"meta"}
+    assert {value.device.type for value in model.partial.model.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v4", "zaya"])
+def test_what_is_not_cut_is_shared_and_what_is_cut_is_not(name: str, tmp_path: Path) -> None:
+    _, model = opened_wide(name, tmp_path)
+    layer, partial = model.architecture.layers[0], model.partial
+    plans = drops(model.architecture)
+    shadow = ShadowModel(model, len(plans[layer.name].groups))
+    partial.load(partial.keys_under(layer.unit))
+    cut = cut_layers(partial.model, [layer], plans)
+    shadow.fill(layer.unit, cut)
+    large, small = partial.model.state_dict(), shadow.model.state_dict()
+    keys = partial.keys_under(layer.unit)
+    assert set(cut) == {tensor.key for tensor in layer.tensors} | set(layer.tables)
+    for key in keys:
+        assert small[key].data_ptr() == (cut[key] if key in cut else large[key]).data_ptr(), key
+        assert key not in cut or small[key].data_ptr() != large[key].data_ptr(), key
+    buffers = dict(shadow.model.get_submodule(layer.unit).named_buffers())
+    for key, value in partial.model.get_submodule(layer.unit).named_buffers():
+        assert f"{layer.unit}.{key}" in cut or torch.equal(value, buffers[key])
+    assert shadow.filled == layer.unit
+    shadow.empty_again()
+    assert shadow.filled is None
+    assert {shadow.model.state_dict()[key].device.type for key in keys} == {"meta"}
+    assert all(large[key].device.type != "meta" for key in keys)
+
+
+FAMILIES = ("mixtral", "deepseek_v3", "ernie4_5_vl_moe")
+
+
+def by_sequence(original: PreTrainedModel, other: PreTrainedModel, ids: Tensor) -> list[float]:
+    """KL in nats per predicted token from two plain forwards."""
+    with torch.no_grad():
+        one, two = (log_softmax(model(input_ids=ids).logits[:, :-1].double(), -1) for model in (original, other))
+    return kl_div(two, one, reduction="none", log_target=True).sum(-1).mean(-1).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide(name, tmp_path / "in")
+    plans, data, files = drops(model.architecture), with_heldout(stock, heldout=9), CutFiles(tmp_path / "cut")
+    run(model, plans, data, correction=Correct("tune", steps=3, tokens=20), files=files)
+    for layer in model.architecture.layers:  # a correction that does harm
+        worse = {key: value * 3 if "experts" in key else value for key, value in files.tensors(layer).items()}
+        files.save(files.plan(layer), layer, worse)  # type: ignore[arg-type]
+    field, plan = zoo.family(name).count_field, whole_plan(model, plans)
+    plain, harmed = (cut(stock, field, decisions(plan)) for _ in range(2))
+    state = {key: value for layer in model.architecture.layers for key, value in files.tensors(layer).items()}
+    harmed.load_state_dict(state, strict=False)
+    kept = tuple(found for layer in model.architecture.layers if (found := files.plan(layer)) is not None)
+    text = data.heldout_batches
+    expected = Difference.of(*(by_sequence(stock, each, text[0]) for each in (harmed, plain)))
+
+    better = keep_the_better(model, kept, files, text, Silent())
+
+    found = read_difference(files)
+    assert found is not None and found.accepted and found.sequences == 9
+    assert found.before == pytest.approx(expected.before, rel=1e-3)
+    assert found.after == pytest.approx(expected.after, rel=1e-3)
+    assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-2)
+    assert all(plan.figures["correction"]["kept"] == "none" for plan in better)
+    assert all("without" in plan.figures["correction"]["reason"] for plan in better)
+    assert [plan.groups for plan in better] == [plan.groups for plan in kept]
+    for layer, plan in zip(model.architecture.layers, better, strict=True):
+        model.partial.load(model.partial.keys_under(layer.unit))
+        expected_cut = cut_layers(model.partial.model, [layer], {layer.name: plan})
+        assert files.plan(layer) == plan
+        assert all(torch.equal(files.tensors(layer)[key], value) for key, value in expected_cut.items())
+        model.partial.release(layer.unit)
+    monkeypatch.setattr(sequence, "compare_corrections", None)  # a run that goes on asks nothing anew
+    assert keep_the_better(model, kept, files, text, Silent()) == better
+
+
+def test_a_plan_is_carried_out_without_the_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = opened_wide("mixtral", tmp_path / "in")
+    data = with_heldout(stock, fit=32, heldout=8)
+    asked, plans = Correct("tune", steps=100, tokens=64), drops(model.architecture)
+    made = whole_plan(model, plans)
+    correction = {**asked.to_dict(), "dtype": "float32"}
+    plan = whole_plan(model, plans, correction=correction, calibration=data.identity)
+    for harm, undoing in ((False, Difference(0.1, 0.2, 0.01, 8)), (True, Difference(0.2, 0.1, 0.01, 8))):
+        monkeypatch.setattr(sequence, "compare_corrections", lambda *_, found=undoing: found)
+        files, told = CutFiles(tmp_path / f"cut {harm}"), list[object]()
+        corrected = correct(model, plan, Silent(), files, data, asked, lambda *seen, to=told: to.append(seen))
+        assert bool(told) is not harm  # whom the corrected layers were visited by
+        written, plainly = tmp_path / f"out {harm}", tmp_path / f"plain {harm}"
+        for job, out in ((make_job(model, corrected, cut=files), written), (make_job(model, made), plainly)):
+            write_stage(job, out, ["prune"], lambda *_: None)
+        found, plain = (Checkpoint(folder) for folder in (written, plainly))
+        assert found.tensors.keys() == plain.tensors.keys()
+        assert all(torch.equal(found.read(name), plain.read(name)) for name in plain.tensors) is harm
+
+
+def test_too_little_text_undoes_nothing(tmp_path: Path) -> None:
+    stock, model = opened_wide("mixtral", tmp_path / "in")
+    plans, data, files = drops(model.architecture), with_heldout(stock), CutFiles(tmp_path / "cut")
+    made = tuple(run(model, plans, data, correction=Correct("ridge"), files=files).values())
+    assert keep_the_better(model, made, files, data.heldout_batches, Silent()) == made
+    found = read_difference(files)
+    assert found is not None and not found.accepted and found.sequences == 3
