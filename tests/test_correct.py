@@ -18,7 +18,6 @@ from compressor.steps.correct.step import Correct
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.plans import pruned
-from tests.quantized import save_fp8
 from tests.small import tree
 
 LENGTH, SAMPLES = 32, 8
@@ -126,6 +125,8 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "in order": ("sharded", ("--correct", "ridge", "--sequential")),
     "in order, not corrected": ("single", ("--correct", "none", "--sequential")),
     "merged": ("sharded", ("--correct", "ridge", "--strategy", "hc-smoe")),
+    "attributed": ("single", ("--strategy", "hub-guided")),
+    "attributed, in order": ("single", ("--correct", "ridge", "--strategy", "hub-guided", "--sequential")),
     "in float32": ("half", ("--correct", "ridge", "--dtype", "float32")),
     "in its own dtype": ("half", ("--correct", "tune",)),
 }  # fmt: skip
@@ -151,20 +152,6 @@ def test_plan_and_apply_give_the_bytes_of_compress(
     assert [round(entry["weight"], 6) for entry in made["calibration"]["sources"]] == [0.75, 0.25]
 
 
-def test_planning_in_order_sees_what_the_compressed_layers_put_out(
-    run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
-) -> None:
-    """The first layer's plan is the same either way; the second is planned on other hidden states."""
-    figures = []
-    for options in ((), ("--sequential",)):
-        path = tmp_path / f"plan-{len(options)}.json"
-        arguments = ("--strategy", "auto", "--correct", "none", *data, *options)
-        assert run("plan", home / "single", "-o", path, *arguments).status == 0
-        figures.append([layer["figures"]["heldout_errors"] for layer in pruned(json.loads(path.read_text()))["layers"]])
-    assert figures[0][0] == figures[1][0]
-    assert figures[0][1] != figures[1][1]
-
-
 def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Path, tmp_path: Path) -> None:
     command = ("compress", home / "single", "--strategy", "model-centric", "--experts", 4)
     gone = ("--calibration", tmp_path / "gone.txt")
@@ -177,18 +164,6 @@ def test_a_strategy_without_data_is_corrected_on_calibration(run: Run, home: Pat
     made = record(tmp_path / "out")
     assert made["calibration"]["source"] == "calibration.txt" and made["steps"][1]["options"]["method"] == "ridge"
     assert changed(tmp_path / "plain", tmp_path / "out")
-
-
-def test_a_quantised_source_is_corrected(run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
-    save_fp8(tmp_path / "model", sizes={"vocab_size": small.VOCABULARY})
-    small.tokenizer().save_pretrained(tmp_path / "model")
-    for name in ("one", "two"):
-        arguments = ("--strategy", "gated-mass", "--correct", "ridge", *data)
-        assert run("compress", tmp_path / "model", "-o", tmp_path / name, *arguments).status == 0
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert zoo.logits(loaded, torch.arange(3, 9)[None]).isfinite().all()
-    assert "quantization_config" not in json.loads((tmp_path / "one" / "config.json").read_text())
 
 
 def test_compression_json_names_correction_and_figures_and_no_folder(

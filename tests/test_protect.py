@@ -1,7 +1,6 @@
 """`--protect` of plan, compress and compare: what stays bit for bit, what is refused, and what auto sees and costs."""
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
 from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
-from compressor.files import work_folder
 from compressor.model.opened import open_model
 from compressor.pipeline import task
 from compressor.recipe.plugins import PROTECTORS
 from compressor.recipe.steps_plan import Plan
-from compressor.workdir import workdir
-from compressor.workdir.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.plans import pruned, recipe_of
@@ -123,18 +119,6 @@ def test_a_corrected_plan_keeps_them_too_and_the_same_plan_is_applied(
         assert all([expert] in members for expert in PROTECTED[layer["module"]])
 
 
-def test_an_edited_plan_that_merges_one_is_not_applied(run: Run, model: Path, hubs: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    assert run("plan", model, "-o", path, "--experts", 4, "--strategy", "model-centric", "--protect", hubs).status == 0
-    plan = json.loads(path.read_text())
-    first = pruned(plan)["layers"][0]
-    first["groups"] = [{"members": [n], "coefficients": [1.0]} for n in (0, 1, 2, 4)]
-    del first["dropped"]
-    path.write_text(json.dumps(plan))
-    refused(run("apply", path, "-o", tmp_path / "out"), "expert 3 is protected, but is not kept as it is; give it")
-    assert names(tmp_path) == ["plan.json"]
-
-
 def test_an_empty_list_changes_nothing(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
     (tmp_path / "none.json").write_text("[]")
     arguments = ("--experts", 4, "--strategy", "reap", *data)
@@ -167,26 +151,6 @@ def test_what_cannot_be_is_refused_before_any_text_is_read(
     result = run(command, originals / which, "-o", tmp_path / "out", "--experts", experts, "--protect", path)
     refused(result, message)
     assert names(tmp_path) == before
-
-
-def test_an_interrupted_run_with_another_list_plans_anew(
-    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file's name is the same; its content is what counts."""
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    hubs, out = tmp_path / "hubs.json", tmp_path / "out"
-    shutil.copy(model.parent / "hubs.json", hubs)
-    command = [str(a) for a in ("compress", model, "--experts", 4, "--strategy", "reap", "--protect", hubs, *data)]
-    with monkeypatch.context() as patch:
-        patch.setattr(workdir, "_write_tensor", interrupt)
-        assert run(*command, "-o", out).status == 130
-    assert (work_folder(out) / JOURNAL).is_file()
-    hubs.write_text(json.dumps([{"layer": 1, "expert": e} for e in (1, 2, 4)]))
-    assert run(*command, "-o", out).status == 0
-    assert written(out)["protected"] == {EXPERTS.format(1): [1, 2, 4]}
 
 
 def test_the_key_of_a_run_is_of_the_files_content(model: Path, tmp_path: Path) -> None:

@@ -115,10 +115,14 @@ def _group_block(
 def _solve(distances: Tensor, count: int) -> Tensor:
     """Best labels; best[k, M] = min of w(S) + best[k-1, M - S] over S with M's top expert: [E, E] -> [E]."""
     experts = distances.shape[0]
-    weight = _subset_sums(distances)
+    bits = (torch.arange(2**experts)[:, None] >> torch.arange(experts) & 1).double()
+    weight = ((bits @ distances) * bits).sum(1) / 2  # within-group sum of every subset, numbered as a bit mask
     best = torch.full((count + 1, weight.numel()), torch.inf, dtype=torch.float64)
     best[1, 1:] = weight[1:]
-    inside, outside = _disjoint_pairs(max(experts - 2, 0) if count > 2 else 0)
+    inside = outside = torch.zeros(1, dtype=torch.long)  # disjoint subsets, those of the lowest experts first
+    for expert in range(experts - 2 if count > 2 else 0):
+        inside = torch.cat((inside, inside + 2**expert, inside))
+        outside = torch.cat((outside, outside, outside + 2**expert))
     for top in range(experts - 1):
         group, others = inside[: 3**top] + 2**top, outside[: 3**top]
         union, cost = group + others, weight[group]
@@ -134,26 +138,6 @@ def _solve(distances: Tensor, count: int) -> Tensor:
         labels[[expert for expert in range(experts) if chosen >> expert & 1]] = level - 1
         mask -= chosen
     return labels
-
-
-def _subset_sums(distances: Tensor) -> Tensor:
-    """Within-group sum of every subset, written as a bit mask: [E, E] -> [2^E]."""
-    sums = torch.zeros(1, dtype=torch.float64)
-    for expert in range(distances.shape[0]):
-        row = torch.zeros(1, dtype=torch.float64)  # distances from `expert` to every subset of those before
-        for other in range(expert):
-            row = torch.cat((row, row + distances[expert, other]))
-        sums = torch.cat((sums, sums + row))
-    return sums
-
-
-def _disjoint_pairs(experts: int) -> tuple[Tensor, Tensor]:
-    """All pairs of disjoint subsets as bit masks: two [3^E]; those of the first n experts come first."""
-    first = second = torch.zeros(1, dtype=torch.long)
-    for expert in range(experts):
-        first = torch.cat((first, first + 2**expert, first))
-        second = torch.cat((second, second, second + 2**expert))
-    return first, second
 
 
 def cost(distances: Tensor, labels: Tensor) -> float:

@@ -212,18 +212,6 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
 # --- who runs the attribution, and on what ----------------------------------------------------------------------------
 
 
-def test_plan_and_apply_give_the_bytes_of_compress(
-    run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path
-) -> None:
-    for number, more in enumerate(((), ("--sequential",), ("--correct", "ridge"))):
-        arguments = ("--experts", 4, "--strategy", "hub-guided", *more, *data)
-        compressed, applied, made = (tmp_path / f"{name}-{number}" for name in ("out", "applied", "plan.json"))
-        assert run("compress", planted / "model", "-o", compressed, *arguments).status == 0
-        assert run("plan", planted / "model", "-o", made, *arguments).status == 0
-        assert run("apply", made, "-o", applied).status == 0
-        assert small.tree(compressed) == small.tree(applied)
-
-
 def test_one_attribution_serves_hubs_strategies_and_all_rows(
     run: Run, planted: Path, data: tuple[Any, ...], attributions: list[Calibration], tmp_path: Path
 ) -> None:
