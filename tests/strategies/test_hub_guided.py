@@ -1,7 +1,6 @@
 """Hub-guided: by hand, beside its two ends, on a planted hub from attribute's own figures, and who shares those."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo
 from tests.command_line import Run, names, refused
-from tests.opened import batches, calibration, one_expert, opened, plain_calls
+from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import kept, make_plan, pruned
+from tests.strategies.test_reap import naive_scores
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -138,7 +138,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small.tokenizer().save_pretrained(folder / "model")
     small.text_file(folder)
     small.save(folder / "zaya", "zaya")
-    (folder / "other.txt").write_text("\n\n".join(f"{n} + {n * 7} = {n * 8}." for n in range(200)))
     return folder
 
 
@@ -161,21 +160,6 @@ def attributions(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     return seen
 
 
-def masses(stock: Any, rows: Tensor, folder: Path) -> tuple[Mapping[str, list[float]], Mapping[str, list[int]]]:
-    """Gated mass and visits of each layer's experts, by a loop over the tokens of a plain forward."""
-    architecture = open_model(locate(str(folder)), "float32", "cpu").architecture
-    mass, visits = {}, {}
-    for name, calls in plain_calls(stock, architecture, (rows,)).items():
-        hidden, index, weights = calls.joined()
-        outputs = [one_expert(stock.get_submodule(name), expert, hidden) for expert in range(8)]
-        mass[name], visits[name] = [0.0] * 8, [0] * 8
-        for token in range(len(hidden)):
-            for expert, weight in zip(index[token].tolist(), weights[token].tolist(), strict=True):
-                mass[name][expert] += float((weight * outputs[expert][token]).double().norm())
-                visits[name][expert] += 1
-    return mass, visits
-
-
 @pytest.mark.parametrize("mass", ["gated-mass", "visits"])
 @pytest.mark.parametrize("exponent", [1, 0.5, 2])
 def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
@@ -196,10 +180,11 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
         parse_sources([str(planted / "calibration.txt")]), load_tokenizer(planted / "model"), samples=12, length=32,
         seed=0, vocab=model.vocabulary,
     )  # fmt: skip
-    mass_of, visits = masses(stock, torch.cat(read.batches), planted / "model")
+    calls = plain_calls(stock, model.architecture, (torch.cat(read.batches),))
+    scores = {layer.name: naive_scores(stock, layer, calls[layer.name]) for layer in model.architecture.layers}
     for layer in pruned(json.loads((tmp_path / "plan.json").read_text()))["layers"]:
         name = layer["module"]
-        heavy = mass_of[name] if mass == "gated-mass" else visits[name]
+        heavy = scores[name]["gated-mass" if mass == "gated-mass" else "frequency"]
         effects = [changes[name, expert] for expert in range(8)]
         factor = [effect**exponent if any(effects) else 1.0 for effect in effects]
         ranked = sorted(range(8), key=lambda e: (-heavy[e] * factor[e], e))

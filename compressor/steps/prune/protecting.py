@@ -74,7 +74,23 @@ def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[Moe
         if name not in entry:
             raise CompressionError(f"{where} has no {name!r}; give both layer and expert")
     number, expert = (value_as(entry[name], int, f"{where}: {name}") for name in ("layer", "expert"))
-    layer = _find_layer(number, entry.get("module"), layers, where)
+    if (module := entry.get("module")) is not None:
+        layer = next((layer for layer in layers if layer.name == module), None)
+        if layer is None:
+            raise CompressionError(
+                f"{where}: the model has no experts module {module!r}; they are called like {layers[0].name}"
+            )
+        if layer.index != number:
+            raise CompressionError(f"{where}: {module} is in layer {layer.index}, not {number}; correct one of the two")
+    else:
+        inside = [layer for layer in layers if layer.index == number]
+        if not inside:
+            known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
+            raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
+        if len(inside) > 1:
+            names = " and ".join(layer.name for layer in inside)
+            raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
+        layer = inside[0]
     count = layer.experts // layer.parts
     if not 0 <= expert < count:
         raise CompressionError(
@@ -86,27 +102,6 @@ def _read_entry(entry: Any, layers: Sequence[MoeLayer], where: str) -> tuple[Moe
     if not 0 <= (part := value_as(entry["part"], int, f"{where}: part")) < layer.parts:
         raise CompressionError(f"{where}: an expert of {layer.name} has no part {part}, but 0 to {layer.parts - 1}")
     return layer, parts[part : part + 1]
-
-
-def _find_layer(number: int, module: Any, layers: Sequence[MoeLayer], where: str) -> MoeLayer:
-    """The MoE layer in decoder layer `number`, or the one called `module`, which must be there."""
-    if module is not None:
-        found = next((layer for layer in layers if layer.name == module), None)
-        if found is None:
-            raise CompressionError(
-                f"{where}: the model has no experts module {module!r}; they are called like {layers[0].name}"
-            )
-        if found.index != number:
-            raise CompressionError(f"{where}: {module} is in layer {found.index}, not {number}; correct one of the two")
-        return found
-    here = [layer for layer in layers if layer.index == number]
-    if not here:
-        known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
-        raise CompressionError(f"{where}: layer {number} has no experts; layers with experts are {known}")
-    if len(here) > 1:
-        names = " and ".join(layer.name for layer in here)
-        raise CompressionError(f"{where}: layer {number} has several experts modules, {names}; add one as 'module'")
-    return here[0]
 
 
 def listed(protected: Protected | None) -> dict[str, tuple[int, ...]]:
