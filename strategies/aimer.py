@@ -16,19 +16,19 @@ NEEDS = frozenset({"weights"})
 @torch.no_grad()
 def ratios(weights: LayerWeights, count: int) -> torch.Tensor:
     """Mean |w| over root mean square of each expert's projections: -> [E] in float64, in (0, 1]."""
-    found = torch.ones(count, dtype=torch.float64)
+    values = torch.ones(count, dtype=torch.float64)
     for expert in range(count):
         view = projections(weights.experts, expert)
         parts = [part for part in (view.gate, view.up, view.down) if part is not None]
         absolute = sum(float(torch.linalg.vector_norm(part, 1, dtype=torch.float64)) for part in parts)
         squared = sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
         if squared != 0:  # NaN goes on, and is refused
-            found[expert] = absolute / (sum(part.numel() for part in parts) * squared) ** 0.5
-    return found
+            values[expert] = absolute / (sum(part.numel() for part in parts) * squared) ** 0.5
+    return values
 
 
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
     """Keep the `keep` experts of least ratio; ties go to the lower expert."""
-    found = ratios(stats.weights, stats.layer.experts)
-    figures = {"least_ratio": round(float(found.min()), 6), "largest_ratio": round(float(found.max()), 6)}
-    return keep_best(stats, -found, keep, protected, decided_by="mean |w| over root mean square", figures=figures)
+    values = ratios(stats.weights, stats.layer.experts)
+    figures = {"least_ratio": round(float(values.min()), 6), "largest_ratio": round(float(values.max()), 6)}
+    return keep_best(stats, -values, keep, protected, decided_by="mean |w| over root mean square", figures=figures)

@@ -59,13 +59,13 @@ def plan(
     refusals: list[CompressionError] = []
     for strategy in options.strategies:
         try:
-            made = strategy.plan_layer(stats, keep, protected)
+            layer_plan = strategy.plan_layer(stats, keep, protected)
         except CompressionError as refusal:  # others may fit the protected experts
             refusals.append(refusal)
             continue
-        same = next((name for name, other in plans.items() if other.groups == made.groups), None)
-        plans[strategy.name] = made
-        errors[strategy.name] = rescaled_error(stats.heldout, made) if same is None else errors[same]
+        same = next((name for name, other in plans.items() if other.groups == layer_plan.groups), None)
+        plans[strategy.name] = layer_plan
+        errors[strategy.name] = rescaled_error(stats.heldout, layer_plan) if same is None else errors[same]
     if not plans:
         raise refusals[0]
     won = [*errors][stable_argmin(errors.values(), SQUARED)]

@@ -10,5 +10,5 @@ NEEDS = frozenset({"routed_count"})
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
     """Keep the `keep` experts with most routed tokens; ties go to the lower expert."""
     counts = stats.routed_count
-    made = keep_best(stats, counts, keep, protected, decided_by="routed_count")
-    return replace(made, figures={"kept_share_of_visits": kept_share(made, counts)})
+    kept = keep_best(stats, counts, keep, protected, decided_by="routed_count")
+    return replace(kept, figures={"kept_share_of_visits": kept_share(kept, counts)})

@@ -97,7 +97,7 @@ class _Greedy:
 
         With a local router, only tokens that had chosen an expert are routed anew without it.
         """
-        routed, found = self.errors.kept(kept), dict[Kept, float]()
+        routed, costs = self.errors.kept(kept), dict[Kept, float]()
 
         def error(smaller: Kept, gone: Kept) -> float:
             if not self.local:
@@ -107,8 +107,8 @@ class _Greedy:
 
         def best(tried: list[Kept]) -> Kept:
             smaller = {_without(kept, gone): gone for gone in tried}
-            found.update({left: error(left, gone) for left, gone in smaller.items() if left not in found})
-            return smaller[_ranked({left: found[left] for left in smaller}, self.errors.noise)[0]]
+            costs.update({left: error(left, gone) for left, gone in smaller.items() if left not in costs})
+            return smaller[_ranked({left: costs[left] for left in smaller}, self.errors.noise)[0]]
 
         shares = rounded(_dense(routed, len(self.start)).sum(0)).tolist()
         free = [sorted(set(block.free) & set(kept), key=lambda e: (shares[e], -e)) for block in self.blocks]
@@ -117,17 +117,17 @@ class _Greedy:
             before.add(gone)
             for place, experts in enumerate(free):
                 gone = best([(*gone[:place], expert, *gone[place + 1 :]) for expert in experts])
-        self.tried += len(found)
-        return found
+        self.tried += len(costs)
+        return costs
 
     def search(self, beam: int) -> Kept:
         """The best set found along so many sets at once; equal ones count in lexicographic order."""
         level = [self.start]
         for _ in range(self.steps):
-            found: dict[Kept, float] = {}
+            costs: dict[Kept, float] = {}
             for kept in level:
-                found |= self._expand(kept)
-            level = _ranked(found, self.errors.noise)[:beam]
+                costs |= self._expand(kept)
+            level = _ranked(costs, self.errors.noise)[:beam]
         return level[0]
 
 
@@ -143,9 +143,9 @@ def _search(
     if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
         return best(_subsets(blocks)), {"search": f"all {count} subsets"}
     greedy = _Greedy(errors, experts, blocks)
-    found = best(greedy.search(beam) for beam in sorted({1, options.beam}))  # a beam may lose greedy's way
+    kept = best(greedy.search(beam) for beam in sorted({1, options.beam}))  # a beam may lose greedy's way
     wide = f", beam of {options.beam}" if options.beam > 1 else ""
-    return found, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
+    return kept, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
 
 
 @torch.no_grad()
@@ -168,5 +168,5 @@ def plan(
         kept, how = _search(KeptErrors(stats), stats.layer.experts, blocks, options, count)
     else:
         kept, how = next(_subsets(blocks)), {"search": "none: no token reached the layer"}
-    made = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
-    return replace(made, figures={"reconstruction_error": round(relative_error(stats, made), 6), **how})
+    layer_plan = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
+    return replace(layer_plan, figures={"reconstruction_error": round(relative_error(stats, layer_plan), 6), **how})

@@ -56,6 +56,6 @@ def plan(
     if not options.exponent or not bool(stats.rank_change.any()):
         return keep_salient(stats, mass, keep, protected, statistic)
     scores = mass * factors(stats.rank_change, options.exponent)
-    made = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
-    figures = {**made.figures, "kept_share_of_rank_change": kept_share(made, stats.rank_change)}
-    return replace(made, figures=figures)
+    kept = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
+    figures = {**kept.figures, "kept_share_of_rank_change": kept_share(kept, stats.rank_change)}
+    return replace(kept, figures=figures)

@@ -101,10 +101,10 @@ def merge_alike(
     stats: LayerStatistics, table: torch.Tensor, noise: Any, keep: int, alone: frozenset[int], options: Any, by: str
 ) -> LayerPlan:
     """Group by equation 5 on these distances [E, E], which `by` names, and merge by equation 6."""
-    found = group_experts(table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise)
-    figures = {"within_group_distance": round(found.objective, 6), "proved_best": found.exact}
+    grouping = group_experts(table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise)
+    figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
     how = (options.merge, options.merge_routers, options.align)
-    return merge_groups(stats, found.groups, *how, decided_by=by, figures=figures)
+    return merge_groups(stats, grouping.groups, *how, decided_by=by, figures=figures)
 
 
 @torch.no_grad()

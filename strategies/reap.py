@@ -56,8 +56,8 @@ def keep_salient(
             f"{stats.layer.name}: the outputs of expert {wrong[0]} are not finite on the calibration data; "
             "try --dtype float32"
         )
-    made = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
-    return replace(made, figures={"kept_share_of_saliency": kept_share(made, saliency)})
+    kept = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
+    return replace(kept, figures={"kept_share_of_saliency": kept_share(kept, saliency)})
 
 
 def plan(

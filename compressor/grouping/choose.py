@@ -222,9 +222,9 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
     return blocks
 
 
-def kept_share(made: LayerPlan, scores: torch.Tensor) -> float:
+def kept_share(plan: LayerPlan, scores: torch.Tensor) -> float:
     """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
-    kept, total = [group.members[0] for group in made.groups], float(scores.sum())
+    kept, total = [group.members[0] for group in plan.groups], float(scores.sum())
     return round(float(scores[kept].sum()) / total, 6) if total else 0.0
 
 

@@ -83,7 +83,7 @@ def group_experts(
     generator = torch.Generator().manual_seed(seed)
     judged = rounded(table, noise)
     parts = [_group_block(judged, block, count // len(partition), alone, generator) for block in partition]
-    groups = tuple(sorted(group for found, _ in parts for group in found))
+    groups = tuple(sorted(group for inside, _ in parts for group in inside))
     objective, apart = (
         sum(float(measured[list(group)][:, list(group)].triu(1).sum()) for group in groups)
         for measured in (table, judged)
@@ -167,9 +167,9 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return best
 
 
-def _cheapest(distances: Tensor, found: list[Tensor]) -> Tensor:
+def _cheapest(distances: Tensor, candidates: list[Tensor]) -> Tensor:
     """The labels [E] of least cost, the first of equal ones."""
-    return found[stable_argmin(cost(distances, labels) for labels in found)]
+    return candidates[stable_argmin(cost(distances, labels) for labels in candidates)]
 
 
 def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:

@@ -120,8 +120,8 @@ class SmallerRouter:
         for name, table in self._tables.items():  # slots in the rows that integers among the arguments may name, else 0
             named = torch.cat(ids).unique() if ids else torch.arange(len(table), device=table.device)
             named = named[named < len(table)]
-            found = remap_table(table[named].cpu(), remap).to(table.device)
-            tensors[name] = torch.zeros_like(table).index_copy(0, named, found)
+            remapped = remap_table(table[named].cpu(), remap).to(table.device)
+            tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
         call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())
         output = functional_call(self._built[count], tensors, *call, tie_weights=False)
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
@@ -155,11 +155,11 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
     for slot, rows, places in routed(weights, slots):
         if (group := plan.groups[slot]).untouched:
-            found = outputs[group.members[0], rows]
+            output = outputs[group.members[0], rows]
         else:
             merged = merged_parameters(stats.weights.experts, group)
-            found = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
-        result.index_add_(0, rows, weights[rows, places, None] * found)
+            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
+        result.index_add_(0, rows, weights[rows, places, None] * output)
     return result
 
 

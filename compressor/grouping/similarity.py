@@ -90,14 +90,16 @@ def fast_squared_distances(features: Tensor) -> Tensor:
     squared = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
     for columns in _slices(features.shape[1], max(1, CHUNK // experts)):
         part = features[:, columns].float()
-        found, close = _from_products(part)
+        distances, close = _from_products(part)
         if bool(close.any()):  # what all rows share cancels badly: take it away first
-            found, close = _from_products(part - part.mean(dim=0))
+            distances, close = _from_products(part - part.mean(dim=0))
         first, second = close.triu_(1).nonzero(as_tuple=True)
         for pairs in _slices(len(first), experts):
             one, two = first[pairs], second[pairs]
-            found[one, two] = found[two, one] = (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
-        squared += found
+            distances[one, two] = distances[two, one] = (
+                (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
+            )
+        squared += distances
     if not squared.isfinite().all():
         if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
             raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
@@ -109,8 +111,8 @@ def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distances by |a|^2 + |b|^2 - 2ab, and which pairs are too close for that: [E, F] -> two [E, E]."""
     gram = (rows @ rows.T).double()
     norms = gram.diagonal()[:, None] + gram.diagonal()
-    found = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
-    return found, (found < CLOSE * norms).fill_diagonal_(False)
+    distances = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
+    return distances, (distances < CLOSE * norms).fill_diagonal_(False)
 
 
 def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,10 +132,10 @@ class Substituting(Variants):
     def entering(self, batch: int) -> None:
         partial = self.model.partial
         for layer in self.at.moe_layers:
-            found = None if self.variant is None else self.variants[self.variant].get(layer.name)
-            if found is not None:
-                found = replace(found, values=found.values.to(partial.device, partial.dtype))
-            substitute(partial.model.get_submodule(layer.name), found)
+            constants = None if self.variant is None else self.variants[self.variant].get(layer.name)
+            if constants is not None:
+                constants = replace(constants, values=constants.values.to(partial.device, partial.dtype))
+            substitute(partial.model.get_submodule(layer.name), constants)
 
     def passed(self, unit: str) -> None:
         for layer in self.at.moe_layers:

@@ -173,14 +173,14 @@ def constants_job(state: State) -> OutputJob:
         for name, role in roles.items()
         if not is_replaced(role, planned)
     ]
-    made = list[OutputTensor]()
+    added = list[OutputTensor]()
     for layer in layers:
         prefixes = expert_prefixes(model.layout, layer)
         for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
             name = f"{prefixes[expert]}{SUFFIX}"
             content = partial(_bytes_of, refuse_overflow(name, value))
-            made.append(replace(tensor_output(name, value, layer.unit), content=content))
-    outputs = in_order_of(model.architecture.units, [*copies, *made])
+            added.append(replace(tensor_output(name, value, layer.unit), content=content))
+    outputs = in_order_of(model.architecture.units, [*copies, *added])
     config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
     config[FIELD] = {str(entry.layer): list(entry.constants) for entry in plan.layers if entry.constants}
 
@@ -190,7 +190,7 @@ def constants_job(state: State) -> OutputJob:
             changed = {output.name for output in own if roles[output.name].layer in planned}
             yield from _refitted(model, planned, state.cut().folder, unit, changed) if changed else ()
             own = [output for output in own if output.name not in changed]
-        yield from stored_unit([*own, *made], unit)
+        yield from stored_unit([*own, *added], unit)
 
     def verify(folder: Path) -> None:
         written = {name: (info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
@@ -258,8 +258,8 @@ def check_forward(folder: Path, source: OpenModel, visitor: LayerVisitor) -> Non
     tokens = torch.arange(TOKENS)[None] * 7919 % source.vocabulary
     written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
     [wanted] = logits_with(source, visitor, [tokens])
-    [found] = logits_with(written, Substituting(written, [constants]), [tokens])
-    off, size = float((found - wanted).abs().max()), float(wanted.abs().max())
+    [logits] = logits_with(written, Substituting(written, [constants]), [tokens])
+    off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
     if not off <= TOLERANCE * max(size, 1e-6):
         raise CompressionError(
             f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "

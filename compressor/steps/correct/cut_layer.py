@@ -280,13 +280,13 @@ class CutLayer:
         parts = self.split(rows)
 
         def sums(call: int) -> torch.Tensor:
-            found = torch.zeros(2, dtype=torch.float64)
+            totals = torch.zeros(2, dtype=torch.float64)
             for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
                 target = self.targets(chunk)
                 share = self.token_weights(target).double()
-                found[0] += float(share @ self.gap(chunk, target).double().square().sum(-1))
-                found[1] += float(share @ target.double().square().sum(-1))
-            return found
+                totals[0] += float(share @ self.gap(chunk, target).double().square().sum(-1))
+                totals[1] += float(share @ target.double().square().sum(-1))
+            return totals
 
         off, size = self.summed(torch.zeros(2, dtype=torch.float64), sums).tolist()
         return off / size if size else 0.0

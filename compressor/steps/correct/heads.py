@@ -84,8 +84,8 @@ def acceptance_of(
     batches = [calibration.batches[number] for number in sorted(judged_batches(calibration))]
 
     def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
-        for head, found in zip(heads, acceptances(measured, its_heads, batches), strict=True):
-            known[head.named.name] |= _figure(found, when, calibration)
+        for head, acceptance in zip(heads, acceptances(measured, its_heads, batches), strict=True):
+            known[head.named.name] |= _figure(acceptance, when, calibration)
 
     if any("before" not in figure for figure in known.values()):
         measure("before", model, heads)
@@ -95,8 +95,8 @@ def acceptance_of(
     return known
 
 
-def _figure(found: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
-    return {when: round(found.share, 6), "positions": found.positions, "heldout": bool(text.heldout)}
+def _figure(acceptance: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
+    return {when: round(acceptance.share, 6), "positions": acceptance.positions, "heldout": bool(text.heldout)}
 
 
 def statistics_with_heads(

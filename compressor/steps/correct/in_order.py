@@ -176,12 +176,12 @@ class _InOrder(RecordingVisitor):
         """Take what an earlier run has cut, if it has cut all of these layers."""
         if self.files is None:
             return False
-        found = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        if len(found) < here().broadcast(lambda: len(found)):
+        plans = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
+        if len(plans) < here().broadcast(lambda: len(plans)):
             raise CompressionError(f"rank {here().rank} does not see {unit} in {self.files.folder}, which rank 0 sees")
-        if not here().broadcast(lambda: len(found) == len(layers)):
+        if not here().broadcast(lambda: len(plans) == len(layers)):
             return False
-        self.plans.update(found)
+        self.plans.update(plans)
         device = self.model.partial.device
         cut = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
         self._take_over(unit, layers, cut)
@@ -212,12 +212,12 @@ class _InOrder(RecordingVisitor):
         give_back()
         state = self.shadow.model.state_dict()
         for layer in layers:
-            made = {key: state[key] for key in cut_keys(layer)}
+            tensors = {key: state[key] for key in cut_keys(layer)}
             if not here().is_alone:
-                sums = [float(value.sum(dtype=torch.float64)) for value in made.values()]
+                sums = [float(value.sum(dtype=torch.float64)) for value in tensors.values()]
                 here().assert_same_on_all(sums, f"result for {layer.name}")
             if self.files is not None and here().takes_turn(layer.index):
-                self.files.save(self.plans[layer.name], layer, made)
+                self.files.save(self.plans[layer.name], layer, tensors)
 
     def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
         """Fill the smaller layer, and release the base experts."""

@@ -130,12 +130,12 @@ def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     like = torch.zeros(width, width + hidden, dtype=torch.float64, device=down.device)
 
     def products(call: int) -> torch.Tensor:
-        found = torch.zeros_like(like)
+        sums = torch.zeros_like(like)
         for chunk in fit.chunks[call]:
             places, phi = block.features(chunk)
-            found[:, :width] += phi.T @ phi
-            found[:, width:] += phi.T @ fit.residual[places]
-        return found
+            sums[:, :width] += phi.T @ phi
+            sums[:, width:] += phi.T @ fit.residual[places]
+        return sums
 
     both = layer.summed(like, products)
     return both[:, :width].contiguous(), both[:, width:].contiguous()
@@ -152,11 +152,11 @@ def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[tor
         """The squares of what the judged tokens miss, in all."""
 
         def off(call: int) -> torch.Tensor:
-            found = torch.zeros(1, dtype=torch.float64)
+            total = torch.zeros(1, dtype=torch.float64)
             for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[call]):
                 left = judge.tokens.residual[places]
-                found += float((left if change is None else left - phi @ change).square().sum())
-            return found
+                total += float((left if change is None else left - phi @ change).square().sum())
+            return total
 
         return float(judge.layer.summed(torch.zeros(1, dtype=torch.float64), off))
 

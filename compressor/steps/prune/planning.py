@@ -151,8 +151,8 @@ class Planner:
         rank_changes = self.rank_changes([spec.strategy])
 
         def decide(stats: LayerStatistics) -> LayerPlan:
-            made: LayerPlan = here().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
-            return replace(made, upstream=COMPRESSED)
+            plan: LayerPlan = here().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
+            return replace(plan, upstream=COMPRESSED)
 
         work = LayerWork(spec.experts, decide, spec.strategy.needs, correction or UNCORRECTED, self.seed)
         layers = compress_in_order(
@@ -197,13 +197,13 @@ def _layer_plan(
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
-    made = spec.strategy.plan_layer(stats, spec.experts, guarded)
-    if changed := touched(made, guarded):
+    plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
+    if changed := touched(plan, guarded):
         raise CompressionError(
-            f"{made.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
+            f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
             "choose another strategy or leave out --protect"
         )
-    return made
+    return plan
 
 
 def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:

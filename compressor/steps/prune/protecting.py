@@ -45,13 +45,13 @@ def read_protected(protect: str | Path | Sequence[Mapping[str, Any]], layers: Se
     its parts are meant unless `part` names one. Further fields, such as those that `moe-compress attribute` writes, are
     not looked at.
     """
-    found: dict[str, set[int]] = {}
+    protected: dict[str, set[int]] = {}
     where = str(protect) if isinstance(protect, str | Path) else "protect"
     entries = _read_list(Path(protect)) if isinstance(protect, str | Path) else protect
     for number, entry in enumerate(entries, start=1):
         layer, experts = _read_entry(entry, layers, f"{where}, entry {number}")
-        found.setdefault(layer.name, set()).update(experts)
-    return {layer.name: frozenset(found[layer.name]) for layer in layers if layer.name in found}
+        protected.setdefault(layer.name, set()).update(experts)
+    return {layer.name: frozenset(protected[layer.name]) for layer in layers if layer.name in protected}
 
 
 def _read_list(path: Path) -> list[Any]:
@@ -127,14 +127,14 @@ def strongest_that_fit(
     experts: Sequence[tuple[str, int]], layers: Sequence[MoeLayer], keep: int, protect: str
 ) -> Protected:
     """Of (module, expert) that `protect` finds, the strongest first, as many in each layer and group as stay there."""
-    found: dict[str, frozenset[int]] = {}
+    protected: dict[str, frozenset[int]] = {}
     for layer in layers:
         own = [expert for module, expert in experts if module == layer.name]
         blocks = [[expert for expert in own if expert in block] for block in map(set, competing(layer))]
         if own:
             places = keep // layer.routing_groups
-            found[layer.name] = frozenset(expert for block in blocks for expert in block[:places])
-    if gone := len(experts) - sum(map(len, found.values())):
+            protected[layer.name] = frozenset(expert for block in blocks for expert in block[:places])
+    if gone := len(experts) - sum(map(len, protected.values())):
         logger.warning(
             "%d of %d experts of --protect %s do not fit where %d are kept in every layer, so the weakest are not "
             "protected",
@@ -143,4 +143,4 @@ def strongest_that_fit(
             protect,
             keep,
         )
-    return found
+    return protected
