@@ -217,7 +217,7 @@ class _Parser:
             self.require(key not in values, f"the key {key!r} comes twice")
             values[key] = self.value(key)
         stored = values["general.alignment"].content if "general.alignment" in values else ALIGNMENT
-        alignment = stored if isinstance(stored, int) and stored <= MOST_ALIGNMENT else 0
+        alignment = stored if isinstance(stored, int) and 0 < stored <= MOST_ALIGNMENT else 0
         self.require(alignment.bit_count() == 1, f"its alignment is {stored}, which is no power of two")
         entries = [self.tensor() for _ in range(tensor_count)]
         end = begin = padded(self.stream.tell(), alignment)

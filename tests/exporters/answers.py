@@ -1,12 +1,13 @@
 """What stock models in memory answer, without the exporter's streaming, and graphs in ONNX Runtime call by call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from compressor.model.architecture import experts_modules
@@ -46,6 +47,32 @@ def session_of(folder: Path) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(str(folder / "model.onnx"), settings, ["CPUExecutionProvider"])
+
+
+def run_node(
+    kind: str,
+    inputs: Sequence[str],
+    attributes: Mapping[str, Any],
+    feed: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    half: bool = False,
+) -> Tensor:
+    """One com.microsoft node alone in ONNX Runtime: float32 of the shape of `x`, computed in float16 if `half`."""
+    dtype, code = (np.float16, TensorProto.FLOAT16) if half else (np.float32, TensorProto.FLOAT)
+    arrays = {name: value.detach().numpy() for name, value in tensors.items()}
+    stored = [
+        numpy_helper.from_array(array.astype(dtype) if array.dtype == np.float32 else array, name)
+        for name, array in arrays.items()
+    ]
+    infos = [helper.make_tensor_value_info(name, code, list(value.shape)) for name, value in feed.items()]
+    output = helper.make_tensor_value_info("y", code, list(feed["x"].shape))
+    node = helper.make_node(kind, inputs, ["y"], domain="com.microsoft", **attributes)
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "node", infos, [output], stored)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {name: value.numpy().astype(dtype) for name, value in feed.items()})
+    return torch.from_numpy(found.astype(np.float32))
 
 
 class Runner:

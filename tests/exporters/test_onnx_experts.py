@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 from transformers.activations import ACT2FN
 
@@ -16,7 +13,7 @@ from compressor.model.architecture import experts_modules
 from exporters.onnx import moe
 from exporters.onnx.moe import Activation, LayerRoute, activation, supported
 from tests import zoo
-from tests.exporters.answers import experts_of
+from tests.exporters.answers import experts_of, run_node
 
 # every stock layout: concatenated, interleaved, transposed, with and without biases, with limits
 LAYOUTS = ("mixtral", "gpt_oss", "aria", "openai_privacy_filter", "deepseek_v4", "minimax_m3_vl")
@@ -41,23 +38,13 @@ def drawn(experts: Any, tokens: int, top_k: int, seed: int = 0) -> tuple[Tensor,
     return hidden, index, weights
 
 
-def run_node(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, half: bool = False) -> Tensor:
-    """The node alone in ONNX Runtime, its logits from `routing_logits`, its output times the sum of the weights."""
+def run_moe(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, half: bool = False) -> Tensor:
+    """The node alone, its logits from `routing_logits`, its output times the sum of the weights."""
     node, tensors = moe.moe_node(experts)
-    dtype, code = (np.float16, TensorProto.FLOAT16) if half else (np.float32, TensorProto.FLOAT)
-    stored = [numpy_helper.from_array(value.detach().numpy().astype(dtype), name) for name, value in tensors.items()]
     feed = {"x": hidden, "logits": moe.routing_logits(index, weights, experts.num_experts)}
-    inputs = [helper.make_tensor_value_info(name, code, list(value.shape)) for name, value in feed.items()]
-    names = ["x", "logits", *(name or "" for name in node.tensors)]
+    inputs = ["x", "logits", *(name or "" for name in node.tensors)]
     attributes = {"k": index.shape[1], "normalize_routing_weights": 1, **node.attributes}
-    call = helper.make_node(node.name, names, ["y"], domain="com.microsoft", **attributes)
-    output = helper.make_tensor_value_info("y", code, list(hidden.shape))
-    graph = helper.make_graph([call], "node", inputs, [output], stored)
-    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {name: value.numpy().astype(dtype) for name, value in feed.items()})
-    return torch.from_numpy(found.astype(np.float32)) * weights.sum(-1, keepdim=True)
+    return run_node(node.name, inputs, attributes, feed, tensors, half) * weights.sum(-1, keepdim=True)
 
 
 def assert_same(experts: Any, top_k: int, half: bool = False) -> None:
@@ -67,7 +54,7 @@ def assert_same(experts: Any, top_k: int, half: bool = False) -> None:
         hidden = hidden.half().float()
     with torch.no_grad():
         wanted = experts(hidden, index, weights)
-    found = run_node(experts, hidden, index, weights, half)
+    found = run_moe(experts, hidden, index, weights, half)
     error = float((found - wanted).abs().max() / wanted.abs().max())
     assert error < (1e-2 if half else 1e-5)
     assert float(found[-1].abs().max()) == 0  # every weight of the last token is 0
@@ -99,7 +86,7 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
     index, weights = torch.full((6, 2), 3), torch.tensor([[0.25, 0.5]]).expand(6, 2)
     with torch.no_grad():
         wanted = experts(hidden, index, weights)
-    torch.testing.assert_close(run_node(experts, hidden, index, weights), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run_moe(experts, hidden, index, weights), wanted, rtol=1e-5, atol=1e-5)
 
 
 @given(st.integers(1, 6), st.integers(0, 10**6))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, blocks, codes, dequantise, pack, rounded
+from tests.exporters.answers import run_node
 from tests.packed import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
@@ -173,26 +174,6 @@ def test_zeros_and_tiny_weights_have_a_scale() -> None:
         assert bool((scales > 0).all()) and bool(torch.isfinite(value).all()) and float(value.abs().max()) < 1e-37
 
 
-def run_node(tensors: dict[str, Tensor], x: Tensor, scheme: Scheme) -> Tensor:
-    """What ONNX Runtime gives for one expert with no activation."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    from onnx import TensorProto, helper, numpy_helper
-
-    block: dict[str, Any] = {"block_size": scheme.block} if scheme.block else {}
-    node = helper.make_node(
-        "QMoE", ["x", "logits", "one", "one_scales", "", "two", "two_scales"], ["y"], domain="com.microsoft", k=1,
-        activation_type="identity", expert_weight_bits=scheme.bits, **block,
-    )  # fmt: skip
-    shapes = {"x": x.shape, "logits": (len(x), 1), "y": x.shape}
-    infos = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
-    stored = [numpy_helper.from_array(value.numpy(), name) for name, value in tensors.items()]
-    graph = helper.make_graph([node], "one", [infos["x"], infos["logits"]], [infos["y"]], stored)
-    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"x": x.numpy(), "logits": torch.zeros(len(x), 1).numpy()})[0])
-
-
 @pytest.mark.parametrize("scheme", ALL)
 def test_the_node_reads_the_same_weights(scheme: Scheme) -> None:
     weight, identity = gaussian(1, 64, 64), torch.eye(64)[None]
@@ -201,5 +182,9 @@ def test_the_node_reads_the_same_weights(scheme: Scheme) -> None:
         scales = best_scales(value, scheme)
         tensors[name] = pack(codes(value, scales, scheme), scheme)
         tensors[f"{name}_scales"] = scales if scheme.block else scales[..., 0]
-    read = run_node(tensors, torch.eye(64), scheme)  # row i: column i of the weight
+    inputs = ["x", "logits", "one", "one_scales", "", "two", "two_scales"]
+    attributes: dict[str, Any] = {"k": 1, "activation_type": "identity", "expert_weight_bits": scheme.bits}
+    attributes |= {"block_size": scheme.block} if scheme.block else {}
+    feed = {"x": torch.eye(64), "logits": torch.zeros(64, 1)}
+    read = run_node("QMoE", inputs, attributes, feed, tensors)  # row i: column i of the weight
     torch.testing.assert_close(read.T, rounded(weight, scheme)[0][0], rtol=1e-5, atol=1e-6)

@@ -50,6 +50,7 @@ def kind(number: int) -> bytes:
         (header(b"\1" + bytes(7) + b"\xff"), "a key is no UTF-8"),
         (header("general.alignment", kind(4), kind(24)), "its alignment is 24"),
         (header("general.alignment", kind(8), "x"), "its alignment is x"),
+        (header("general.alignment", kind(5), struct.pack("<i", -2)), "its alignment is -2"),
         (header("t", kind(5), tensors=1, values=0), "the number of dimensions of tensor 't' is 5, more than 4"),
         (header("t", kind(1), HUGE, kind(0), 0, tensors=1, values=0), "it ends within tensor 't'"),
         (header("t", kind(4), *[HUGE] * 4, kind(0), 0, tensors=1, values=0), "it ends within tensor 't'"),
