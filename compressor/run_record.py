@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import default_folder, file_digest, write_whole
+from compressor.files import WEIGHTS, default_folder, file_digest, json_object, write_whole
 from compressor.records import read_as
-from compressor.replaceable import WEIGHTS, json_object
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from compressor.errors import CompressionError, reason_of
+from compressor.files import TEMPLATES
 from compressor.records import read_object
-from compressor.replaceable import TEMPLATES
 
 
 def refuse_links(folder: Path, inside: tuple[str, ...] = ("", TEMPLATES)) -> None:

@@ -30,8 +30,8 @@ from compressor.checkpoint.reader import (
     refuse_links,
 )
 from compressor.errors import CompressionError, first_line, without_tokens
+from compressor.files import TEMPLATES
 from compressor.progress import Progress, Silent
-from compressor.replaceable import TEMPLATES
 
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
 

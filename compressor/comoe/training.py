@@ -33,10 +33,9 @@ from compressor.comoe.layer import (
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.items import Item, item_lines, positions
-from compressor.files import alone, check_folder, clear, whole_folder
+from compressor.files import alone, check_folder, clear, json_object, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
-from compressor.replaceable import json_object
 from compressor.steps.distill.contrastive import information_gap
 
 LOG = "log.jsonl"

@@ -10,13 +10,13 @@ import torch
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
+from compressor.files import TEMPLATES
 from compressor.model.architecture import build_stored, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
-from compressor.replaceable import TEMPLATES
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")

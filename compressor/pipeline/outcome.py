@@ -12,6 +12,7 @@ from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
+from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
 from compressor.gates.report import belonging, find_gate, read_gate
 from compressor.gates.verdict import GateResult
@@ -19,7 +20,6 @@ from compressor.model.opened import OpenModel, advice_on, served_model
 from compressor.recipe.plan import CompressionPlan, parts_of
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_json, readable_json
-from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, read_record, versions
 from compressor.serving.advice import Advice
 

@@ -14,7 +14,7 @@ from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, he
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import identity
-from compressor.files import file_digest
+from compressor.files import TEMPLATES, file_digest
 from compressor.gates.report import read_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
@@ -26,7 +26,6 @@ from compressor.recipe.recipe import RECIPE
 from compressor.recipe.registry import load_exporter
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
-from compressor.replaceable import TEMPLATES
 from compressor.run_record import COMPRESSION
 
 BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from compressor.errors import CompressionError
-from compressor.files import alone, replacing
+from compressor.files import alone, json_object, replacing
 from compressor.formatting import distinct
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
-from compressor.replaceable import json_object
 
 FORMAT = "moe-compressor-plan/2"
 SPLIT, PRUNE, CONSTANTS, CORRECT = "split", "prune", "constants", "correct"

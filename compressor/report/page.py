@@ -30,12 +30,11 @@ from compressor.document.blocks import (
 )
 from compressor.drawing.picture import png
 from compressor.errors import CompressionError
-from compressor.files import alone, check_folder, check_parent, replacing, whole_folder
+from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.recipe.document import changed, entries, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
-from compressor.replaceable import is_page
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures, phases
 

@@ -17,6 +17,7 @@ import torch
 from compressor.checkpoint.reader import Size, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.files import TEMPLATES
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
@@ -24,7 +25,6 @@ from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.mtp.head import Head, find_heads, kept_heads
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
-from compressor.replaceable import TEMPLATES
 from compressor.surgery.configuration import expert_renames, output_config
 from compressor.surgery.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.surgery.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit

@@ -37,13 +37,13 @@ from compressor.files import (
     check_parent,
     clear,
     refuse_linked_folder,
+    refuse_replacing,
     replace_folder,
     work_folder,
     wrap_full_disk,
     write_whole,
 )
 from compressor.records import read_object
-from compressor.replaceable import refuse_replacing
 from compressor.surgery.tensors import (
     MAX_SHARD_BYTES,
     FileRange,

@@ -17,12 +17,11 @@ from typing import Any, get_type_hints
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import fits
-from compressor.files import new_folder
+from compressor.files import TOOL, new_folder
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
-from compressor.replaceable import TOOL
 from compressor.run_record import COMPRESSION, versions
 from compressor.surgery.job import carried_files
 from compressor.workdir.workdir import check_space, check_target
