@@ -1,12 +1,8 @@
 """The metadata of a model card: the YAML between the first two lines of dashes, checked as the Hub does."""
 
 import re
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-
-from tests.hub.answers import Answer, Call, RefusedError, as_json, required
-from tests.hub.state import Hub
 
 KNOWN_LICENCES = """
 apache-2.0 mit openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
@@ -31,19 +27,18 @@ def front_matter(content: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def metadata(content: str) -> dict[str, Any]:
-    """What a card says of its model; nothing where it cannot be read."""
+def loaded(text: str) -> object:
+    """The YAML, or a sentence on what is wrong with it."""
     try:
-        found = yaml.safe_load(front_matter(content) or "")
-    except (yaml.YAMLError, ValueError):  # a date that does not exist is a ValueError
-        return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
+        return f"YAML Metadata Error: {' '.join(str(error).split())}"
 
 
 def mistakes(found: object) -> list[str]:
     """What the Hub would not accept in the metadata of a card."""
     if not isinstance(found, dict):
-        return ["metadata must be an object"]
+        return [found if isinstance(found, str) else "metadata must be an object"]
     wrong = [f'"{key}" must be a string' for key in TEXTS if not isinstance(found.get(key, ""), str)]
     for key in LISTS:
         values = found.get(key, [])
@@ -59,20 +54,3 @@ def mistakes(found: object) -> list[str]:
     if not isinstance(found.get("model-index", []), list):
         wrong.append('"model-index" must be an array')
     return wrong
-
-
-def validate(hub: Hub, call: Call) -> Answer:
-    """POST /api/validate-yaml: 400 with every mistake, or 200 with a warning where there is no metadata."""
-    content = call.json()
-    text = front_matter(required(content, "content", str))
-    if content.get("repoType") not in ("model", "dataset", "space"):
-        raise RefusedError(400, '"repoType" must be one of [model, dataset, space]')
-    if text is None or not text.strip():
-        warning = {"message": "empty or missing yaml metadata in repo card"}
-        return as_json({"errors": [], "warnings": [warning]})
-    try:
-        wrong = mistakes(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError) as error:
-        wrong = [f"YAML Metadata Error: {' '.join(str(error).split())}"]
-    errors = [{"message": message} for message in wrong]
-    return as_json({"errors": errors, "warnings": []}, 400 if errors else 200)

@@ -1,17 +1,47 @@
-"""The repositories of the Hub on loopback: commits, branches, tags, pull requests and what is stored."""
+"""The repositories of the Hub on loopback: commits, branches, tags, pull requests, contents; and faults to come."""
 
+import codecs
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from threading import RLock
+from typing import Any
 
-from tests.hub.answers import RefusedError
-from tests.hub.faults import Fault
-from tests.hub.objects import SAMPLE_SIZE, Entry, entry_of, is_large
+LARGE_PATTERNS = ("*.safetensors", "*.bin", "*.onnx", "*.data", "*.png", "*.gguf", "*.npz", "*.zip")
+LARGE_SIZE = 10 * 1024 * 1024
+SAMPLE_SIZE = 512
+ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LARGE_PATTERNS).encode()
+QUOTA = "Private repository storage limit reached, please upgrade your plan: https://hf.co/settings/billing"
 
-EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+class RefusedError(Exception):
+    """An answer that is an error, with the Hub's X-Error-Code if there is one."""
+
+    def __init__(self, status: int, message: str, code: str = "", **extra: Any) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.extra = status, message, code, extra
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What the next `times` requests that match meet instead of, or before, the right answer.
+
+    `path` is a regular expression searched in the path without its query. With `status` the request is answered that,
+    with `headers` and `body`; with `reset` the connection is cut by a TCP reset once `after_bytes` of the body were
+    read (all of it when None).
+    """
+
+    method: str
+    path: str
+    status: int | None = None
+    times: int = 1
+    after_bytes: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +58,52 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of a commit: the sha256 of its content, its size, git's id of it, and whether it is a large one."""
+
+    sha256: str
+    size: int
+    git_id: str
+    large: bool
+
+    @classmethod
+    def of(cls, content: bytes, large: bool) -> "Entry":
+        """That of a content; git keeps a pointer in place of a large one."""
+        name = hashlib.sha256(content).hexdigest()
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{name}\nsize {len(content)}\n"
+        stored = pointer.encode() if large else content
+        return cls(name, len(content), hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest(), large)
+
+
+def is_large(path: str, size: int, sample: bytes) -> bool:
+    """Whether a file goes to large storage: by name, by size or as a binary; never an empty one."""
+    try:  # a last character may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(sample, final=False)
+        is_binary = b"\0" in sample
+    except UnicodeDecodeError:
+        is_binary = True
+    named = any(fnmatchcase(path.rpartition("/")[2], pattern) for pattern in LARGE_PATTERNS)
+    return size > 0 and (named or size > LARGE_SIZE or is_binary)
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit: `files` is the whole tree after it, path to sha256 of the content."""
+    """A commit with the whole tree after it."""
 
     oid: str
     title: str
     message: str
     parents: tuple[str, ...]
     entries: Mapping[str, Entry]
-    date: datetime
-
-    @property
-    def files(self) -> dict[str, str]:
-        return {path: entry.sha256 for path, entry in self.entries.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """A pull request (or, without `commit`, a discussion): `commit` is the head of refs/pr/N."""
+    """A pull request: `commit` is the head of refs/pr/N."""
 
     number: int
     title: str
-    description: str
-    base: str
-    commit: str | None
-    date: datetime
-    status: str = "open"
-
-    @property
-    def reference(self) -> str:
-        return f"refs/pr/{self.number}"
+    commit: str
 
 
 @dataclass(slots=True)
@@ -65,29 +111,18 @@ class Repository:
     """A git repository with large storage; change it through its methods, read its mappings freely."""
 
     name: str
-    kind: str
     private: bool = False
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    discussions: dict[int, PullRequest] = field(default_factory=dict)
+    pull_requests: dict[int, PullRequest] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)  # contents of commits and large objects, by sha256
     large: set[str] = field(default_factory=set)  # the large objects among them
     history: dict[str, Commit] = field(default_factory=dict)
 
-    @property
-    def pull_requests(self) -> dict[int, PullRequest]:
-        return {number: item for number, item in self.discussions.items() if item.commit is not None}
-
-    @property
-    def size(self) -> int:
-        """Bytes that count towards the quota."""
-        return sum(map(len, self.stored.values()))
-
     def commit_at(self, revision: str = "main") -> Commit:
         """The commit that a branch, tag, refs/pr/N or full id names."""
-        pulls = {item.reference: item.commit for item in self.discussions.values() if item.commit is not None}
-        heads = {f"refs/heads/{name}": oid for name, oid in self.branches.items()}
-        oid = {**self.tags, **pulls, **heads, **self.branches}.get(revision, revision)
+        pulls = {f"refs/pr/{number}": item.commit for number, item in self.pull_requests.items()}
+        oid = {**self.tags, **pulls, **self.branches}.get(revision, revision)
         if oid not in self.history:
             raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return self.history[oid]
@@ -105,29 +140,18 @@ class Repository:
 
     def commit(self, title: str, message: str, parents: tuple[str, ...], entries: Mapping[str, Entry]) -> Commit:
         """Add a commit that no reference names yet."""
-        date = EPOCH + timedelta(seconds=len(self.history))
-        text = repr((self.kind, self.name, title, message, parents, sorted(entries.items()), len(self.history)))
-        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), title, message, parents, dict(entries), date)
+        text = repr((self.name, title, message, parents, sorted(entries.items()), len(self.history)))
+        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), title, message, parents, dict(entries))
         self.history[commit.oid] = commit
         return commit
 
-    def move(self, revision: str, oid: str) -> None:
-        """Let a branch or a pull request name another commit."""
-        for number, item in self.discussions.items():
-            if item.reference == revision:
-                self.discussions[number] = replace(item, commit=oid)
-                return
-        self.branches[revision] = oid
-
-    def open(self, title: str, description: str, commit: str | None, base: str = "main") -> PullRequest:
-        """Open a pull request at a commit, or a discussion."""
-        number, date = len(self.discussions) + 1, EPOCH + timedelta(seconds=len(self.history))
-        self.discussions[number] = PullRequest(number, title, description, base, commit, date)
-        return self.discussions[number]
+    def move(self, branch: str, oid: str) -> None:
+        """Let a branch name another commit."""
+        self.branches[branch] = oid
 
     def store(self, content: bytes, large: bool) -> Entry:
         """Keep a content."""
-        entry = entry_of(content, large)
+        entry = Entry.of(content, large)
         self.stored[entry.sha256] = content
         if large:
             self.large.add(entry.sha256)
@@ -135,48 +159,28 @@ class Repository:
 
 
 @dataclass(slots=True)
-class Grant:
-    """Leave to send one large object to a signed address, whole or in parts."""
-
-    repository: Repository
-    oid: str
-    size: int
-    part_size: int | None
-    parts: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Hub:
     """A running Hub; `uploaded` lists the large objects whose bytes arrived whole, as (sha256, size)."""
 
     url: str
-    quota: int | None = None
-    tokens: Mapping[str, str] | None = field(default=None, repr=False)
-    part_size: int | None = None
+    quota: int | None = None  # bytes stored in all
+    tokens: Mapping[str, str] | None = field(default=None, repr=False)  # "read" or "write" by token; None: all may
     requests: list[Request] = field(default_factory=list)
-    repositories: dict[str, Repository] = field(default_factory=dict)  # a data set is "datasets/org/name"
+    repositories: dict[str, Repository] = field(default_factory=dict)
     uploaded: list[tuple[str, int]] = field(default_factory=list)
-    grants: dict[str, Grant] = field(default_factory=dict)
+    grants: dict[str, tuple[Repository, str, int]] = field(default_factory=dict)  # by signature: object and its size
     faults: list[Fault] = field(default_factory=list)
     lock: RLock = field(default_factory=RLock)
 
-    @property
-    def uploaded_bytes(self) -> int:
-        """Bytes of the large objects that were sent."""
-        return sum(size for _, size in self.uploaded)
-
-    def create(
-        self, name: str, files: Mapping[str, bytes] | None = None, private: bool = False, kind: str = "model"
-    ) -> Repository:
+    def create(self, name: str, files: Mapping[str, bytes] | None = None, private: bool = False) -> Repository:
         """Make a repository with one commit of exactly these files."""
         with self.lock:
-            repository = Repository(name, kind, private)
+            repository = self.repositories[name] = Repository(name, private)
             entries = {
                 path: repository.store(content, is_large(path, len(content), content[:SAMPLE_SIZE]))
                 for path, content in (files or {}).items()
             }
             repository.branches["main"] = repository.commit("initial commit", "", (), entries).oid
-            self.repositories[name if kind == "model" else f"{kind}s/{name}"] = repository
             return repository
 
     def fail(self, fault: Fault) -> None:
@@ -187,25 +191,21 @@ class Hub:
     def fault_for(self, method: str, path: str) -> Fault | None:
         """The fault that a request meets, which is then used up once."""
         with self.lock:
-            for position, fault in enumerate(self.faults):
-                if fault.matches(method, path):
+            for place, fault in enumerate(self.faults):
+                if method == fault.method and re.search(fault.path, path):
                     rest = [replace(fault, times=fault.times - 1)] if fault.times > 1 else []
-                    self.faults[position : position + 1] = rest
+                    self.faults[place : place + 1] = rest
                     return fault
             return None
 
-    def grant(self, repository: Repository, oid: str, size: int, part_size: int | None) -> str:
+    def grant(self, repository: Repository, oid: str, size: int) -> str:
         """Leave to send an object: the signature that the address must carry."""
         signature = secrets.token_hex(8)
-        self.grants[signature] = Grant(repository, oid, size, part_size)
+        self.grants[signature] = repository, oid, size
         return signature
 
     def demand(self, size: int) -> None:
         """Refuse what would take the storage beyond the quota."""
-        used = sum(repository.size for repository in self.repositories.values())
+        used = sum(len(content) for each in self.repositories.values() for content in each.stored.values())
         if self.quota is not None and used + size > self.quota:
-            raise RefusedError(
-                403,
-                "Private repository storage limit reached, please upgrade your plan to increase your private storage"
-                " limit: https://hf.co/settings/billing",
-            )
+            raise RefusedError(403, QUOTA)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,7 @@ from compressor.publishing.check import verify_folder
 from compressor.publishing.push import push
 from tests import small
 from tests.hub import Hub
-from tests.pushes import REPOSITORY, checkpoint, content, gate_of, logged_in, refusal, sent, shards
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change; times of change are kept."""
-    return Path(shutil.copytree(made, tmp_path / "smaller"))
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
+from tests.pushes import REPOSITORY, content, gate_of, refusal, sent, shards
 
 
 def lose_a_shard(folder: Path) -> None:

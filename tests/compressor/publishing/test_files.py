@@ -2,31 +2,13 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from compressor.publishing.push import push
 from tests.hub import Hub
-from tests.pushes import CARD, REPOSITORY, checkpoint, content, logged_in, refusal, shards
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change; times of change are kept."""
-    return Path(shutil.copytree(made, tmp_path / "smaller"))
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
+from tests.pushes import CARD, REPOSITORY, content, refusal, shards
 
 
 def test_what_does_not_belong_stays_here(folder: Path, hub: Hub) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,10 @@ from tests.pushes import (
     CANARY,
     CARD,
     REPOSITORY,
-    checkpoint,
     content,
     everything_said,
     logged_in,
-    with_card,
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture(scope="module")
-def carded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_card(made, tmp_path_factory.mktemp("carded") / "smaller")
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
-
 
 ECHO = json.dumps({"error": f"bad thing, Authorization: Bearer {CANARY}"}).encode()
 

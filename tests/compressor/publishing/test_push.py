@@ -1,8 +1,6 @@
 """Publishing on a Hub: one commit of the folder's bytes, going on after a fault, branches, tags and pull requests."""
 
 import logging
-import shutil
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,38 +18,13 @@ from tests.pushes import (
     CANARY,
     CARD,
     REPOSITORY,
-    checkpoint,
     content,
     everything_said,
-    logged_in,
     refusal,
     sent,
     shards,
-    with_card,
     writes,
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture(scope="module")
-def carded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_card(made, tmp_path_factory.mktemp("carded") / "smaller")
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change; times of change are kept."""
-    return Path(shutil.copytree(made, tmp_path / "smaller"))
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
 
 
 def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card(made: Path, hub: Hub) -> None:

@@ -1,9 +1,8 @@
 """No secret gets onto a Hub, whatever the service, the file and the spelling; and what is none is not taken for one."""
 
 import json
-import shutil
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from compressor.publishing.push import push
 from compressor.publishing.secrets import kind_of_secret, refuse_secrets
 from tests import small
 from tests.hub import Hub
-from tests.pushes import CANARY, REPOSITORY, checkpoint, logged_in, refusal, sent, shards
+from tests.pushes import CANARY, REPOSITORY, refusal, sent, shards
 
 MIXED = "a1B2c3D4e5F6g7H8i9J0"
 BASE64 = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"
@@ -130,22 +129,6 @@ def test_a_secret_across_two_pieces_of_a_file(
 def test_the_longest_secret_fits_between_two_pieces() -> None:
     longest = max(len(spell(secret)) for secret, _ in SECRETS.values() for spell in SPELLINGS.values())
     assert longest * 20 < secrets.OVERLAP_BYTES < secrets.CHUNK_BYTES
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "smaller"))
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
 
 
 FILES = (
