@@ -103,10 +103,6 @@ class Outcome:
         """Entries of the steps that something came of, in order."""
         return tuple(step.to_dict() for step in self.plan.steps if step.result is not None)
 
-    def result(self, name: str) -> Mapping[str, Any]:
-        """What came of the last step of that name."""
-        return self.plan.of(name)[-1].result or {}
-
     def sizes(self) -> list[SizeRow]:
         """What got smaller."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
