@@ -238,10 +238,6 @@ def test_an_exporter_is_checked_and_gets_its_options(tmp_path: Path, monkeypatch
             registry.load_exporter(f"odd{number}")
 
 
-def test_the_built_in_exporter_is_one() -> None:
-    assert registry.load_exporter("onnx").__doc__
-
-
 def test_every_option_of_a_built_in_strategy_has_a_help_text(run: Run) -> None:
     shown = json.loads(run("strategies", "--json").out)
     assert len(shown) == 12
