@@ -226,7 +226,7 @@ class _InOrder(RecordingVisitor):
             self.model.partial.release(layer.name)
 
 
-def _compress(
+def _compress_model(
     model: OpenModel,
     work: LayerWork,
     calibration: Calibration | None,
@@ -265,17 +265,17 @@ def compress_in_order(
     """
     refuse_shared_experts(model)
     if not heads:
-        return _compress(model, work, calibration, progress, phase, files, riding)
+        return _compress_model(model, work, calibration, progress, phase, files, riding)
     assert calibration is not None
     relay = Relay(model, heads, calibration.batches, frozenset())
     with relay.ends[0].attached() as end:
-        plans = _compress(model, work, calibration, progress, phase, files, end=end)
+        plans = _compress_model(model, work, calibration, progress, phase, files, end=end)
     for number, head in enumerate(heads):
         text, end = relay.texts[number], relay.ends[number + 1]
         own, kept = replace(calibration, batches=text.batches), None if files is None else files.of_head(number)
         with text.put_in(), end.attached():
             further = end if end.text is not None else None
-            plans += _compress(head.model, work.of_head(head), own, progress, phase, kept, end=further)
+            plans += _compress_model(head.model, work.of_head(head), own, progress, phase, kept, end=further)
     return plans
 
 
