@@ -36,6 +36,7 @@ from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 
 BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
+DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> torch.Tensor:
@@ -101,7 +102,6 @@ def picked(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return value.index_select(0, rows.to(value.device))
 
 
-DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 _REPLAY = "replay"
 _SILENT = Silent()
 

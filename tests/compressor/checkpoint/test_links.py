@@ -158,12 +158,3 @@ def test_a_hidden_folder_above_the_checkpoint_hides_nothing(folder: Path) -> Non
     shutil.copytree(folder, above)
     link(above, "NOTICE", "config.json")
     assert "NOTICE" in carried_files(above)
-
-
-def test_a_hidden_shard_is_refused(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / ".hidden.safetensors")
-    names = dict.fromkeys(Checkpoint(folder).tensors, ".hidden.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    small.edit_json(folder / "model.safetensors.index.json", lambda index: index.update(weight_map=names))
-    with pytest.raises(CompressionError, match="outside the folder or hidden"):
-        Checkpoint(folder)

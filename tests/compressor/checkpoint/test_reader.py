@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +122,7 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "absolute path": (index(lambda c: c["weight_map"].update({NAME: "/etc/passwd"})), "outside the folder"),
     "below": (index(lambda c: c["weight_map"].update({NAME: "sub/part-1.safetensors"})), "outside the folder"),
     "two dots": (index(lambda c: c["weight_map"].update({NAME: ".."})), "outside the folder"),
+    "hidden": (index(lambda c: c["weight_map"].update({NAME: ".part-1.safetensors"})), "outside the folder or hidden"),
     "a number": (index(lambda c: c["weight_map"].update({NAME: 5})), "outside the folder"),
     "no such shard": (index(lambda c: c["weight_map"].update({NAME: "part-9.safetensors"})), "missing from"),
     "a NUL byte": (index(lambda c: c["weight_map"].update({NAME: "a\0b"})), "missing from"),
@@ -146,19 +146,6 @@ def test_damaged_index_is_refused(name: str, tmp_path: Path) -> None:
     damage(folder)
     with pytest.raises(CompressionError, match=message):
         Checkpoint(folder)
-
-
-def test_a_shard_may_be_a_link_as_in_the_hub_cache(tmp_path: Path) -> None:
-    for name in ("snapshots", "blobs"):
-        (tmp_path / name).mkdir()
-    folder, blob = write_sharded(tmp_path / "snapshots" / "commit"), tmp_path / "blobs" / "digest"
-    shutil.move(folder / "part-0.safetensors", blob)
-    (folder / "part-0.safetensors").symlink_to(blob)
-    assert {name: checkpoint_sum(folder, name) for name in ("a.weight", NAME)} == {"a.weight": 15.0, NAME: 4.0}
-
-
-def checkpoint_sum(folder: Path, name: str) -> float:
-    return float(Checkpoint(folder).read(name).sum())
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -144,16 +144,6 @@ def test_embeddings_and_head_are_not_held_while_layers_pass(name: str, tmp_path:
     assert len(outside) == len(model.architecture.units)
 
 
-def test_streaming_twice_gives_the_same(tmp_path: Path) -> None:
-    stock, model = opened("deepseek_v3", tmp_path)
-    check_equal(model, stock, batches(stock))
-    for module in stock.modules():
-        module._forward_hooks.clear()
-    for module in model.partial.model.modules():
-        module._forward_hooks.clear()
-    check_equal(model, stock, batches(stock))
-
-
 def test_only_layers_up_to_the_last_wanted_are_loaded(tmp_path: Path) -> None:
     stock, model = opened("qwen3_moe-sparse_step", tmp_path)
     units, entered = model.architecture.units, list[str]()
