@@ -61,15 +61,6 @@ def check_count(layer: Router, count: int, where: str) -> None:
     raise CompressionError(f"{where}: {count} experts {fault}")
 
 
-def takes(layer: Router, count: int) -> bool:
-    """Return True if the router can take that many experts."""
-    try:
-        check_count(layer, count, "")
-    except CompressionError:
-        return False
-    return True
-
-
 def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
     """Experts that a token is routed to."""
     text = config.get_text_config()

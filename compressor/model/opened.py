@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,7 @@ from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed.ranks import here
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import (
-    Architecture,
-    MoeLayer,
-    build_stored,
-    check_count,
-    discover,
-    load_config,
-    takes,
-)
+from compressor.model.architecture import Architecture, MoeLayer, build_stored, check_count, discover, load_config
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout
@@ -206,7 +198,13 @@ def served_model(model: OpenModel) -> Served:
 
 def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
     """Numbers of experts below their own that all layers can take."""
-    return [count for count in range(1, layers[0].experts) if all(takes(layer, count) for layer in layers)]
+    counts = []
+    for count in range(1, layers[0].experts):
+        with suppress(CompressionError):
+            for layer in layers:
+                check_count(layer, count, layer.name)
+            counts.append(count)
+    return counts
 
 
 def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:
