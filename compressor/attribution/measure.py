@@ -10,10 +10,8 @@ R routers.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from compressor.distributed.ranks import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number
 from compressor.model.opened import OpenModel, shared_experts
-from compressor.model.streaming import Pass
+from compressor.model.streaming import Forward, Pass
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 from compressor.run_record import versions
@@ -159,12 +157,15 @@ def _sender(name: str, tally: Tally, tokens: int) -> Sender:
     )
 
 
-class _Products(TorchFunctionMode):
-    """Remembers products of attention weights [1, heads, L, L] with values [1, heads, L, h]."""
+Product = tuple[Tensor, Tensor, Tensor]  # attention weights [1, heads, L, L], values [1, heads, L, h], their product
 
-    def __init__(self) -> None:
+
+class _Products(TorchFunctionMode):
+    """Records matrix products of four dimensions: stock eager attention makes them in the open."""
+
+    def __init__(self, products: list[Product]) -> None:
         super().__init__()
-        self.products: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.products = products
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -173,46 +174,35 @@ class _Products(TorchFunctionMode):
         return result
 
 
-@contextmanager
-def _recording(model: Any, modules: Sequence[str]) -> Iterator[dict[str, _Products]]:
-    """Remember the last products of each of these attention modules: stock eager attention makes them in the open."""
-    recorded: dict[str, _Products] = {}
-
-    def forward(name: str, own: Any, *args: Any, **kwargs: Any) -> Any:
-        recorded[name] = _Products()
-        with recorded[name]:
-            return own(*args, **kwargs)
-
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        for name in modules:
-            model.get_submodule(name).forward = partial(forward, name, model.get_submodule(name).forward)
-        yield recorded
-    finally:
-        for name in modules:
-            model.get_submodule(name).__dict__.pop("forward", None)
-        model.set_attn_implementation(before)
-
-
 @dataclass(slots=True)
 class _ByKey(TracedPass):
-    """Splits heads by key token, sequence by sequence: those whose products are recorded."""
+    """Splits heads by key token, sequence by sequence: those whose input to the projection is a product."""
 
     routers: ObservedRouters
     heads: Sequence[Sender]
-    recorded: dict[str, _Products]
     tokens: Sequence[tuple[int, ...]]  # of each sequence, and their texts
     texts: Sequence[tuple[str, ...]]
     split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)  # by layer, sequence and head
+    products: list[Product] = field(default_factory=list)  # of the layer that is running
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """The layer's own forward, traced and with its products recorded."""
+        traced = TracedPass.replaced(self, unit, own)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with _Products(self.products):
+                output = traced(*args, **kwargs)
+            self.products.clear()
+            return output
+
+        return recorded
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Split the heads of a layer on one sequence."""
         for number, head in enumerate(self.heads):
-            if head.module not in trace.heads or head.module not in self.recorded or head.layer is None:
+            if head.module not in trace.heads or head.layer is None:
                 continue
-            influence = self._split(unit, batch, trace, head, self.recorded[head.module].products)
-            if influence is not None:
+            if (influence := self._split(unit, batch, trace, head)) is not None:
                 total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
                 self.split[head.layer, batch, number] = KeyInfluence(
                     module=head.module,
@@ -226,16 +216,13 @@ class _ByKey(TracedPass):
                     own=float(influence.diagonal().sum()) / total,
                     previous=float(influence.diagonal(-1).sum()) / total,
                 )
-        self.recorded.clear()  # weights of a layer that is done
 
-    def _split(
-        self, unit: str, batch: int, trace: UnitTrace, head: Sender, products: Sequence[tuple[Tensor, Tensor, Tensor]]
-    ) -> Tensor | None:
+    def _split(self, unit: str, batch: int, trace: UnitTrace, head: Sender) -> Tensor | None:
         """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
         heads, number = trace.heads[head.module], head.number or 0
         span = heads.span(number)
         inputs = heads.inputs[:, span].float()
-        for weights, values, result in reversed(products):
+        for weights, values, result in reversed(self.products):
             if result.shape[1:] != (heads.heads, *inputs.shape):
                 continue
             if float((result[0, number].float() - inputs).abs().max()) > PRODUCT_TOLERANCE * float(inputs.abs().max()):
@@ -280,8 +267,13 @@ def key_influence(
     except CompressionError:
         tokenizer = None
     texts = [tuple(str(tokenizer.decode([token])) for token in own if tokenizer is not None) for own in tokens]
-    with _recording(model.partial.model, sorted({head.module for head in heads})) as recorded:
-        by_key = _ByKey(observe_routers(model, sequences, progress), heads, recorded, tokens, texts)
+    live = model.partial.model
+    before = live.config._attn_implementation
+    live.set_attn_implementation("eager")
+    try:
+        by_key = _ByKey(observe_routers(model, sequences, progress), heads, tokens, texts)
         Pass(model, sequences, progress, "key tokens", 0, shared=True).run(by_key)
+    finally:
+        live.set_attn_implementation(before)
     everyone = {place: split for own in here().all_gather(by_key.split) for place, split in own.items()}
     return [everyone[place] for place in sorted(everyone)]
