@@ -1,6 +1,5 @@
 """Small models in training: a model, its base, and text; test support."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import compressor
 from compressor.checkpoint.source import locate
 from compressor.evaluation.base_answers import read_base
 from compressor.model.opened import OpenModel, open_model
@@ -17,7 +17,7 @@ from compressor.steps.distill import engines
 from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
 from compressor.steps.distill.objective import Objective, Text, training_text
 from compressor.steps.distill.step import Distill
-from tests import zoo
+from tests import small, zoo
 
 LENGTH = 12
 
@@ -72,6 +72,16 @@ def lesson(name: str, folder: Path, sequences: int = 12) -> Lesson:
     return Lesson(stock, stock_base, model, base, parts, folder)
 
 
+def smaller(folder: Path, sentences: int = 200) -> Path:
+    """The folder with a model, its copy of four experts, and text of so many sentences."""
+    small.save(folder / "model")
+    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(sentences))
+    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none"}
+    plain["calibration"] = str(small.text_file(folder, text))
+    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    return folder
+
+
 def options(**more: Any) -> Distill:
     return Distill(**{"steps": 4, "tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "rank": 2, **more})
 
@@ -94,7 +104,3 @@ def close(found: Any, expected: Any, share: float = 1e-4) -> None:
         torch.testing.assert_close(
             found[name], value, rtol=1e-3, atol=share * float(value.abs().max()) + 1e-9, msg=name
         )
-
-
-def joined(batches: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(batches))

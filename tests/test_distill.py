@@ -29,6 +29,7 @@ from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
 from tests import small, zoo
 from tests.command_line import Run, captured, ended, names, refused, run_killed, start
+from tests.lessons import smaller
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -38,13 +39,7 @@ SIZES = ("--sequence-length", 32, "--tokens-per-step", 128, "--steps", 8, "--dty
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its copy of four experts, and text."""
-    folder = tmp_path_factory.mktemp("originals")
-    small.save(folder / "model")
-    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(400))
-    data = str(small.text_file(folder, text))
-    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none", "calibration": data}
-    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
-    return folder
+    return smaller(tmp_path_factory.mktemp("originals"), 400)
 
 
 def asked(folder: Path, out: Path, *more: Any) -> list[str]:
@@ -88,12 +83,12 @@ def test_the_output_is_stock_and_nearer_to_the_base(
     before, after = (load_file(folder / "model.safetensors") for folder in (originals / "smaller", tmp_path / "out"))
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert before.keys() == after.keys() and changed
-    wanted = {"router": ("gate.weight",), "experts": ("gate.weight", "block_sparse_moe.experts")}
-    kinds = {
-        kind for kind in ("self_attn", "experts", "gate.weight", "norm", "embed") if any(kind in key for key in changed)
-    }
-    assert kinds == {"router": {"gate.weight"}, "experts": {"gate.weight", "experts"},
-                     "lora": {"gate.weight", "experts", "self_attn"}}[method], wanted  # fmt: skip
+    parts = ("self_attn", "experts", "gate.weight", "norm", "embed")
+    assert {part for part in parts if any(part in key for key in changed)} == {
+        "router": {"gate.weight"},
+        "experts": {"gate.weight", "experts"},
+        "lora": {"gate.weight", "experts", "self_attn"},
+    }[method]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_local_experts == 4
     if trained:  # the model as it was in memory, loaded by other means
@@ -236,13 +231,9 @@ def test_it_ends_where_nothing_better_comes_and_takes_the_best(
 def test_refusals(run: Run, originals: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for more, message in (
-        (("--train", "biases"), "distill: train is 'biases'; input should be 'experts', 'router', 'lora', 'all'"),
         (("--optimizer", "sgd"), "distill: optimizer is 'sgd'; input should be 'adam' or 'adafactor'"),
-        (("--steps", 0), "distill: steps is 0; input should be greater than or equal to 1"),
         (("--kl", "nan"), "distill: kl is nan; input should be"),
-        (("--kl", 0), "nothing is learnt of no loss"),
         (("--steps", 10**6, "--tokens-per-step", 10**6), "are more than 1,000,000,000 tokens; ask for fewer"),
-        (("--tokens-per-step", 16), "less than one sequence of 32"),
     ):
         refused(run(*asked(originals, out, *more)), message)
     short = run(*asked(originals, out, "--tokens-per-step", 10**6))
@@ -272,61 +263,48 @@ def test_another_base_than_the_source_is_told(run: Run, originals: Path, tmp_pat
     assert fine.status == 0 and "fingerprint" not in fine.err
 
 
-def test_compress_distils_layer_by_layer(
-    run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["streamed", "after routers"])
+def test_compress_distils_and_plan_and_recipe_repeat_it(
+    way: str, run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no model whole in memory; recipe and plan ask for the same again."""
     data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
     ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--dtype", "float32")
-    wish = ("--distill", "experts", "--set", "distill.steps=2")
-    stream = ("--set", "distill.stream=true")
-    monkeypatch.setattr(training, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
-    made = run("compress", *ask, *wish, *stream, "-o", tmp_path / "one")
-    assert made.status == 0 and "training layer by layer reads the model's" in made.err
-    record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
-    (done,) = (step for step in record["steps"] if step["name"] == "distill")
-    assert done["options"]["stream"] is True and done["result"]["changed"]
-    assert run("plan", *ask, *wish, *stream, "-o", tmp_path / "plan.json").status == 0
+    wish: tuple[Any, ...] = ("--distill", "experts", "--set", "distill.steps=2")
+    words = "- distill:\n    steps: 2\n    stream: true"
+    if way == "streamed":
+        monkeypatch.setattr(training, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
+        more: tuple[Any, ...] = ("--set", "distill.stream=true")
+    else:
+        more = (
+            "--correct",
+            "ridge",
+            "--routers",
+            "router",
+            "--set",
+            "routers.rounds=2",
+            "--set",
+            "routers.sequences=40",
+        )
+        words = "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
+    made = run("compress", *ask, *wish, *more, "-o", tmp_path / "one")
+    assert made.status == 0 and (way != "streamed" or "training layer by layer reads the model's" in made.err)
+    assert run("plan", *ask, *wish, *more, "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")
     recipe = tmp_path / "one" / "recipe.yaml"
-    assert "stream: true" in recipe.read_text()
+    assert words in recipe.read_text() and words in card_text(tmp_path / "one", "me/small").text
     assert run("compress", recipe, "-o", tmp_path / "three").status == 0
-    assert tree(tmp_path / "one") == tree(tmp_path / "three")
-    card = card_text(tmp_path / "one", "me/small").text
-    assert "- distill:\n    steps: 2\n    stream: true" in card
-    refused(run("compress", *ask, *wish, "-o", tmp_path / "one"), "exists already")  # another request
-
-
-def test_compress_distils_after_calibrating_routers_and_apply_repeats_it(
-    run: Run, originals: Path, tmp_path: Path
-) -> None:
-    data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
-    ask = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data, "--correct", "ridge")
-    routers = ("--routers", "router", "--set", "routers.rounds=2", "--set", "routers.sequences=40")
-    wish = (*routers, "--distill", "experts", "--set", "distill.steps=2")
-    assert run("compress", *ask, *wish, "-o", tmp_path / "one").status == 0
-    assert run("plan", *ask, *wish, "-o", tmp_path / "plan.json").status == 0
-    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    assert tree(tmp_path / "one") == tree(tmp_path / "two") == tree(tmp_path / "three")
     record = json.loads((tmp_path / "one" / "compression.json").read_text())["plan"]
     done = {step["name"]: step for step in record["steps"]}
-    assert [*done] == ["prune", "correct", "routers", "distill"] and done["distill"]["options"]["steps"] == 2
-    assert done["distill"]["result"]["before"] == done["routers"]["result"]["after"]  # of the same held-out text
-    assert done["distill"]["result"]["after"] <= done["distill"]["result"]["before"]
-    recipe = (tmp_path / "one" / "recipe.yaml").read_text()
-    assert "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2\n" in recipe
-    assert (
-        "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
-        in card_text(tmp_path / "one", "me/small").text
-    )
-    refused(run("compress", *ask, "--distill", "x", "-o", tmp_path / "four"), "distill: train is 'x'; input should be")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    options, result = done["distill"]["options"], done["distill"]["result"]
+    assert options["steps"] == 2 and result["after"] <= result["before"]
+    if way == "streamed":
+        assert options["stream"] is True and result["changed"]
+    else:
+        assert [*done] == ["prune", "correct", "routers", "distill"]
+        assert result["before"] == done["routers"]["result"]["after"]  # of the same held-out text
+        refused(run("compress", *ask, "--distill", "x", "-o", tmp_path / "x"), "distill: train is 'x'; input should be")
+    refused(run("compress", *ask, *wish, "-o", tmp_path / "one"), "exists already")  # another request
 
 
 def test_two_processes_that_train_together_come_to_what_one_does(
@@ -334,7 +312,10 @@ def test_two_processes_that_train_together_come_to_what_one_does(
 ) -> None:
     more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
     assert run(*asked(originals, tmp_path / "one", *more)).status == 0
-    port, started = str(free_port()), []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started = []
     streams = tmp_path_factory.mktemp("streams")
     for number in ("0", "1"):
         place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}

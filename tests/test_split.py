@@ -1,4 +1,4 @@
-"""`split`: the same function in stock transformers, or a refusal; repeated, killed, pruned afterwards, and misused."""
+"""`split` and `--top-k`: the same function in stock transformers, or a refusal; repeated, killed, rebuilt, misused."""
 
 import itertools
 import json
@@ -8,23 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.model.verification import verify_checkpoint
 from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.publishing.card import again as asked_again
 from compressor.publishing.card import introduction
 from compressor.publishing.facts import read_facts
+from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.opening import resolved_parts
+from compressor.steps.split.neurons import order_of_parts, parts_of
+from compressor.steps.split.opening import packed, resolved_parts, unpacked
 from tests import quantized, small, zoo
 from tests.command_line import Run
-from tests.plans import recipe_of
+from tests.plans import plan_of, recipe_of
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -43,11 +46,14 @@ REFUSED = {  # why, by family
     **dict.fromkeys(("hunyuan_v1_moe", "deepseek_v4", "jamba", "inkling"), SHARED),
     "phimoe": r"differ by 0\.\d of the largest",  # it chooses two experts one after the other, whatever the top-k
     "zaya": "its router weighs more than the routed experts",
-    "muse_spark": "normalises what each expert puts out",
+    "muse_spark": "normalises each expert's output",
 }  # fmt: skip
 VARIANTS = [
     "mixtral-tied", "olmoe-collide", "qwen3_moe-norm_topk_false", "qwen2_moe-mlp_only_layers", "gpt_oss-top4",
     "deepseek_v3-n_group1", "deepseek_v3-n_group4", "deepseek_v2-group_limited", "gemma4-vl",
+]  # fmt: skip
+EXACT = [
+    "mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3-n_group1", "deepseek_v2-group_limited", "llama4_text", "qwen3_next",
 ]  # fmt: skip
 ROUNDING = 2e-6  # of the largest logit
 
@@ -80,6 +86,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def split(model: Path, out: Path, parts: int, by: str = "energy", text: Any = None, **more: Any) -> Outcome:
     options = {"parts": parts, "by": by}
     return compressor.change("split", str(model), out, options=options, text=text or TextOptions(), **more)
+
+
+def calibration(folder: Path) -> dict[str, Any]:
+    return {"calibration": str(small.text_file(folder)), "samples": 8, "sequence_length": 32}
 
 
 def data(folder: Path) -> TextOptions:
@@ -150,15 +160,6 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]
 
 
-def test_a_split_model_is_pruned_like_any_other(model: Path, tmp_path: Path) -> None:
-    split(model, tmp_path / "split", 2)
-    made = compressor.compress(str(tmp_path / "split"), tmp_path / "out", strategy="model-centric", experts=12)
-    assert (made.experts_before, made.experts_after) == (16, 12)
-    verify_checkpoint(tmp_path / "out", 12)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (12, 4, 12)
-
-
 def test_a_quantised_model_whose_blocks_are_torn_apart_is_split_in_a_plain_dtype(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -171,63 +172,167 @@ def test_a_quantised_model_whose_blocks_are_torn_apart_is_split_in_a_plain_dtype
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-2  # plain weights rounded to bfloat16
 
 
+COMPRESS = ("compress", "--experts", 6, "--strategy", "model-centric")
+
+
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("command", "options", "fault"),
     [
-        (["--split", 1], "the recipe has no step that does anything"),
-        (["--split", 5], "its experts' 24 neurons do not divide into 5 equal parts; give one of 2, 3, 4, 6, 8, 12, 24"),
-        (["--split", 48], "do not divide into 48 equal parts"),
-        (["--split", 2, "--split-by", "clusters"], "--split-by clusters needs text on which neurons fire"),
-        (["--split", 2, "--split-by", "chance"], "split: by is 'chance'; input should be 'energy' or 'clusters'"),
-        (["--split", 2, "--calibration", "absent.txt"], "absent.txt"),
+        (("split",), ("--split", 1), "the recipe has no step that does anything"),
+        (("split",), ("--split", 2, "--calibration", "absent.txt"), "absent.txt"),
+        *(
+            (command, options, fault)
+            for command in (("split",), COMPRESS)
+            for options, fault in (
+                (("--split", 5), "its experts' 24 neurons do not divide into 5 equal parts; give one of 2, 3, 4, 6, 8"),
+                (("--split", 48), "do not divide into 48 equal parts"),
+                (("--split", 65), "--split 65 is not 1 to 64"),
+                (("--split", 2, "--split-by", "clusters"), "--split-by clusters needs text on which neurons fire"),
+                (("--split", 2, "--split-by", "chance"), "split: by is 'chance'; input should be 'energy' or 'cluster"),
+            )
+        ),
+        (
+            COMPRESS,
+            ("--split", 2, "--top-k", 5),
+            "--top-k 5 is not between 1 and the 4 experts that a token is routed to now",
+        ),
+        (COMPRESS, ("--top-k", 3), "--top-k 3 is not between 1 and the 2 experts"),
     ],
 )
 def test_what_cannot_be_split_so_leaves_nothing(
-    options: list[Any], fault: str, model: Path, tmp_path: Path, run: Run
+    command: tuple[Any, ...], options: tuple[Any, ...], fault: str, model: Path, tmp_path: Path, run: Run
 ) -> None:
-    done = run("split", model, "-o", tmp_path / "out", *options)
-    assert done.status == 2 and fault in done.err and len(done.err.strip().splitlines()) == 1
+    name, *more = command
+    done = run(name, model, "-o", tmp_path / "out", *more, *options)
+    assert done.status == 2 and fault in done.err.splitlines()[-1]
+    assert name == "compress" or len(done.err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_says_what_it_did(model: Path, tmp_path: Path, run: Run) -> None:
-    done = run("split", model, "-o", tmp_path / "out", "--split", 2)
-    assert done.status == 0
-    assert "split each of 8 experts" in done.out
-    assert done.status == 0
-    again = run("split", model, "-o", model / "inside", "--split", 2)
-    assert again.status == 2 and "lies in the source checkpoint" in again.err
-
-
-def test_a_plan_of_a_split_makes_the_same_again(model: Path, tmp_path: Path) -> None:
-    split(model, tmp_path / "split", 2, text=data(tmp_path))
-    plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
-    assert weights(tmp_path / "split") == weights(tmp_path / "out")
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, content in tree(folder).items() if name.endswith(".safetensors")}
-
-
-@pytest.mark.parametrize("by", ["weights", "clusters"])
+@pytest.mark.parametrize("way", ["weights", "clusters", "pruned"])
 def test_the_card_says_so_and_its_command_makes_the_same_again(
-    by: str, model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    way: str, model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {} if by == "weights" else {"by": by, "text": data(tmp_path)}
-    split(model, tmp_path / "split", 2, **asked)
-    facts = read_facts(tmp_path / "split")
-    text = str(introduction(facts))
-    assert "of which all experts stay, after a split of each of 8 experts into 2 parts" in text
-    said = asked_again(facts.outcome.plan, "again")
-    assert said is not None
-    recipe, commands = said
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model)
+    if way == "pruned":
+        asked = {"experts": 5, "split": 2, "split_by": "clusters", "top_k": 3, "strategy": "gated-mass"}
+        compressor.compress("model", tmp_path / "out", **asked, **calibration(tmp_path))
+        wanted = "16 experts in each of its 2 MoE layers, after a split of each of 8 experts into 2 parts"
+    else:
+        split(model, tmp_path / "out", 2, **({} if way == "weights" else {"by": way, "text": data(tmp_path)}))
+        wanted = "of which all experts stay, after a split of each of 8 experts into 2 parts"
+    facts = read_facts(tmp_path / "out")
+    assert wanted in str(introduction(facts))
+    again = asked_again(facts.outcome.plan, "again")
+    assert again is not None
+    recipe, commands = again
     (tmp_path / "recipe.yaml").write_text(recipe)
-    assert run(*shlex.split(commands[0])[1:]).status == 0
-    assert tree(tmp_path / "split") == tree(tmp_path / "again")
+    done = run(*shlex.split(commands[0])[1:])
+    assert done.status == 0 and (way == "pruned" or "split each of 8 experts" in done.out)
+    assert tree(tmp_path / "out") == tree(tmp_path / "again")
+    if way == "pruned":
+        assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", "third").status == 0
+        assert tree(tmp_path / "out") == tree(tmp_path / "third")
+
+
+# --- on the way of `compress` -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in zoo.FAMILIES or "-" in name])
+def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path / "model")
+    made = compressor.compress(str(tmp_path / "model"), tmp_path / "split", [make_step("split", {"parts": 2})])
+    experts = made.experts_after
+    asked: dict[str, Any] = {"strategy": "model-centric", "ratio": 0.25}
+    compressor.compress(str(tmp_path / "split"), tmp_path / "twice", **asked)
+    done = compressor.compress(str(tmp_path / "model"), tmp_path / "once", split=2, **asked)
+    assert done.experts_before == experts
+    once, twice = stored(tmp_path / "once"), stored(tmp_path / "twice")
+    assert once.keys() == twice.keys() and all(torch.equal(once[key], twice[key]) for key in once)
+    configs = [json.loads((tmp_path / made / "config.json").read_text()) for made in ("once", "twice")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("correct", ["none", "ridge", "tune"])
+def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path: Path, hasty: None) -> None:
+    asked = {"ratio": 0.3125, "split": 2, "strategy": "gated-mass", "correct": correct, **calibration(tmp_path)}
+    compressor.compress(str(model), tmp_path / "first", **asked)
+    made = plan_of(model, **asked)
+    (tmp_path / "plan.json").write_text(made.to_json())
+    compressor.apply(tmp_path / "plan.json", tmp_path / "second", model=str(model))
+    assert tree(tmp_path / "first") == tree(tmp_path / "second")
+    split = made.stage.split
+    assert split is not None and split["by"] == "energy" and made.stage.layers[0].experts == 16
+    config = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (11, 4, 12)
+
+
+def test_top_k_is_written_and_the_correction_is_run_with_it(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = {"experts": 6, "strategy": "gated-mass", "correct": "ridge", "dtype": "float32", **calibration(tmp_path)}
+    done = {top_k: compressor.compress(str(model), tmp_path / str(top_k), top_k=top_k, **asked) for top_k in (1, 2)}
+    ids = torch.arange(32)[None] % 50
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    wanted = hidden_after_first(whole, ids)
+    for top_k, summary in done.items():
+        assert summary.plan.stage.top_k == top_k and summary.plan.stage.layers[0].top_k == top_k
+        config = json.loads((tmp_path / str(top_k) / "config.json").read_text())
+        assert (config["num_experts_per_tok"], config["num_local_experts"]) == (top_k, 6)
+    ones = AutoModelForCausalLM.from_pretrained(tmp_path / "1", dtype=torch.float32)
+    twos = AutoModelForCausalLM.from_pretrained(tmp_path / "2", dtype=torch.float32)
+    twos.config.num_experts_per_tok = 1
+    for layer in twos.model.layers:
+        layer.mlp.gate.top_k = 1
+    errors = [float((hidden_after_first(each, ids) - wanted).square().mean()) for each in (ones, twos)]
+    assert errors[0] < errors[1]  # refitted for one expert, not for two of which one is then left out
+
+
+def hidden_after_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids, output_hidden_states=True).hidden_states[1]
+    return found
+
+
+def test_top_k_alone_is_the_stock_model_with_another_config(model: Path, tmp_path: Path) -> None:
+    compressor.compress(str(model), tmp_path / "out", experts=8, top_k=1, strategy="model-centric")
+    before, after = stored(model), stored(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_experts_per_tok"] == 1
+
+
+def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
+    made = plan_of(model, experts=6, split=2, strategy="model-centric").to_dict()
+    own = made["steps"][0]["plan"]
+    name, told = next(iter(own["neurons"].items()))
+    for edit, fault in (
+        ({"parts": 3}, "neurons are not dealt out|bytes say where"),
+        ({"parts": "two"}, "should be a whole number"),
+        ({"output_factor": 1.0}, "says output_factor 1.0, the model asks for 2.0"),
+        ({"order_sha256": "0" * 64}, "otherwise than its order_sha256 says"),
+        ({"neurons": {**own["neurons"], name: told[:-8]}}, "bytes say where its neurons go"),
+        ({"neurons": {**own["neurons"], name: "A" * len(told)}}, "not dealt out to 2 parts of equal size"),
+        ({"neurons": {name: 5}}, "should say for each module"),
+    ):
+        steps = [{**made["steps"][0], "plan": {**own, **edit}}, *made["steps"][1:]]
+        (tmp_path / "plan.json").write_text(json.dumps({**made, "steps": steps}))
+        with pytest.raises(CompressionError, match=fault):
+            compressor.apply(tmp_path / "plan.json", tmp_path / "out", model=str(model))
+        assert not (tmp_path / "out").exists()
+
+
+def test_protected_lists_name_the_experts_of_the_source(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps([{"layer": 0, "expert": 7}, {"layer": 1, "expert": 2, "part": 1}]))
+    asked = {"experts": 4, "split": 2, "strategy": "gated-mass", "protect": str(tmp_path / "list.json")}
+    done = compressor.compress(str(model), tmp_path / "out", **asked, **calibration(tmp_path))
+    assert [*done.plan.stage.protected.values()] == [(14, 15), (5,)]
+    split, prune = read_recipe(tmp_path / "out" / "recipe.yaml").steps
+    assert split.parts == 2 and prune.experts == 4
+    assert [*prune.protect] == [
+        {"layer": 0, "expert": 7},
+        {"layer": 1, "expert": 2, "part": 1},
+    ]
 
 
 # --- where nobody says how often --------------------------------------------------------------------------------------
@@ -244,7 +349,7 @@ def parts(model: Path, **asked: Any) -> int:
 
 
 def test_auto_keeps_as_many_experts_as_whole_ones_would_weigh(wide: Path, tmp_path: Path) -> None:
-    asked = {"calibration": str(small.text_file(tmp_path)), "samples": 8, "sequence_length": 32, "correct": "none"}
+    asked = {"correct": "none", **calibration(tmp_path)}
     done = compressor.compress(str(wide), tmp_path / "out", experts=4, **asked)
     assert (done.experts_before, done.experts_after) == (16, 8)
     compressor.compress(str(wide), tmp_path / "said", experts=4, split=2, **asked)
@@ -269,3 +374,23 @@ def test_it_is_left_to_what_suits(wide: Path, tmp_path: Path) -> None:
     assert parts(narrow, experts=4) == 1
     grouped = small.save(tmp_path / "grouped", "deepseek_v3", moe_intermediate_size=512)
     assert parts(grouped, experts=8) == 1
+
+
+@given(parts=drawn.integers(2, 9), width=drawn.integers(1, 7), experts=drawn.integers(1, 4), seed=drawn.integers(0, 99))
+def test_what_a_plan_says_of_neurons_is_read_back(parts: int, width: int, experts: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(parts * width, generator=generator) for _ in range(experts)])
+    dealt = parts_of(order, parts)
+    for expert, row in enumerate(order.tolist()):
+        runs = [row[part * width : (part + 1) * width] for part in range(parts)]
+        assert [int(dealt[expert, neuron]) for run in runs for neuron in run] == [
+            p for p in range(parts) for _ in runs[p]
+        ]
+    assert torch.equal(unpacked(packed(dealt, parts), experts, parts * width, parts, "here"), dealt)
+    again = order_of_parts(dealt)
+    assert torch.equal(parts_of(again, parts), dealt)
+    assert all(
+        run == sorted(run)
+        for row in again.tolist()
+        for run in (row[i : i + width] for i in range(0, parts * width, width))
+    )

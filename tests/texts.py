@@ -1,5 +1,6 @@
 """Calibration text in files, and tokenizers whose tokens can be told from the text; test support."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def count_up(folder: Path, source: int, tokens: int) -> str:
     numbers = [str(source * 10_000 + number) for number in range(tokens)]
     parts = [" ".join(numbers[begin : begin + 3]) for begin in range(0, tokens, 3)]
     return str(write(folder, "\n\n".join(parts), f"s{source}.txt"))
+
+
+def stream_of(source: str, seed: int = 3) -> list[int]:
+    """All tokens of such a file in the order of the seed."""
+    parts = Path(source).read_text().split("\n\n")
+    random.Random(seed).shuffle(parts)
+    return [int(word) for part in parts for word in part.split()]
 
 
 def numbered(sources: list[WeightedSource] | str, **settings: Any) -> Calibration:

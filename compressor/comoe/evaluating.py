@@ -1,4 +1,4 @@
-"""Asking a model with LoRA experts: what it answers right, and which experts work on what (CoMoE, figures 4 and 5).
+"""What a model with LoRA experts answers right, and which experts work on what (CoMoE, figures 4 and 5).
 
 Letters: T tokens, E experts, K of them activated, L layers with experts.
 """
@@ -23,12 +23,12 @@ Example = dict[str, list[int]]
 
 def examples(items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None) -> list[Example]:
     """For each item its prompt with the right answer; only the answer's tokens have labels."""
-    found = []
+    rows = list[Example]()
     for item in items:
         (row,) = rows_of(Item(item.prompt, item.answer), tokenizer, vocabulary, most and most - 1)
         labels = [IGNORED] * row.start + list(row.tokens[row.start :])
-        found.append({"input_ids": list(row.tokens), "labels": labels})
-    return found
+        rows.append({"input_ids": list(row.tokens), "labels": labels})
+    return rows
 
 
 def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
@@ -77,14 +77,14 @@ class TaskResult:
 def ask(
     model: Any, tokenizer: Any, items: Sequence[Item], *, batch_size: int = 16, progress: Progress | None = None
 ) -> tuple[TaskResult, ...]:
-    """A result for each task, in the order of the items.
+    """A result for each task, in the order of the items; raises `CompressionError` for an item that is too long.
 
-    Of choices the likeliest must be the answer; without choices, the answer must be what the model writes by itself.
-    A model without experts has no workload and no similarity. Raises `CompressionError` for an item that is too long.
+    The right choice must be the most likely one; without choices, greedy decoding must give the answer. A model
+    without experts has no workload and no similarity.
     """
     listener = progress or Silent()
     most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
-    # the last token of a row is given, too, though nothing is asked after it
+    # the last token of a row is an input, too, though no logits after it are needed
     by_task: dict[str, list[tuple[Item, tuple[Row, ...]]]] = {}
     for item in items:
         by_task.setdefault(item.task, []).append((item, rows_of(item, tokenizer, vocabulary, most and most - 1)))
@@ -93,30 +93,35 @@ def ask(
     model.eval()
     try:
         with torch.no_grad():
-            return tuple(_task(model, task, asked, pad, batch_size, listener) for task, asked in by_task.items())
+            return tuple(_task(model, task, own, pad, batch_size, listener) for task, own in by_task.items())
     finally:
         model.train(was_training)
 
 
 def _task(
-    model: Any, task: str, asked: Sequence[tuple[Item, tuple[Row, ...]]], pad: int, batch_size: int, listener: Progress
+    model: Any,
+    task: str,
+    questions: Sequence[tuple[Item, tuple[Row, ...]]],
+    pad: int,
+    batch_size: int,
+    listener: Progress,
 ) -> TaskResult:
     layers = comoe_layers(model)
     experts = max((len(layer.router) for layer in layers.values()), default=0)
     activations = torch.zeros(len(layers), experts, dtype=torch.float64)  # [L, E], summed over tokens, as are cosines
     cosines, seen_tokens = torch.zeros(len(layers), experts, experts, dtype=torch.float64), [0] * len(layers)
     right, nats, tokens = 0, 0.0, 0
-    for start in range(0, len(asked), batch_size):
-        part = asked[start : start + batch_size]
+    for start in range(0, len(questions), batch_size):
+        part = questions[start : start + batch_size]
         rows = [row for _, own in part for row in own]
         firsts = list(accumulate((len(own) for _, own in part), initial=0))[:-1]  # each item's first row
         batch = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
-        given, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        token_ids, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
         best = [first + item.right for (item, _), first in zip(part, firsts, strict=True)]
         mask = torch.zeros_like(padding)  # of the right answers and their prompts
         mask[best] = padding[best]
         with watching(layers):
-            logits = model(input_ids=given, attention_mask=padding, use_cache=False).logits
+            logits = model(input_ids=token_ids, attention_mask=padding, use_cache=False).logits
             for number, layer in enumerate(layers.values()):
                 for seen in layer.watched or ():
                     places = seen.places(mask).to(seen.inner.device)
@@ -124,16 +129,16 @@ def _task(
                     cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).double().cpu()
                     activations[number] += seen.chosen[places].flatten().bincount(minlength=experts).cpu()
                     seen_tokens[number] += len(places)
-        found = likelihoods(logits, rows)
+        scores = likelihoods(logits, rows)
         for (item, own), first, answer in zip(part, firsts, best, strict=True):
             if item.choices:
-                right += int(found[first : first + len(own)].argmax()) == item.right
+                right += int(scores[first : first + len(own)].argmax()) == item.right
             else:
                 right += is_greedy(logits[answer : answer + 1], own[0])
-            nats -= float(found[answer])
+            nats -= float(scores[answer])
             tokens += len(rows[answer].tokens) - rows[answer].start
             listener.advance(task)
     workload = activations / activations.sum(1, keepdim=True).clamp_min(1)
     similarity = cosines / torch.tensor(seen_tokens).clamp_min(1).reshape(-1, 1, 1)
     matrices = (tuple(map(tuple, each.tolist())) for each in (workload, similarity.mean(0)))
-    return TaskResult(task, len(asked), right, nats / tokens, *matrices)
+    return TaskResult(task, len(questions), right, nats / tokens, *matrices)

@@ -76,10 +76,7 @@ class LoraExperts(nn.Module):
         return self.base.bias
 
     def gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Equation 3: the weights g of all experts, 0 for those not chosen, and the chosen: [T, E], [T, K].
-
-        Of experts that are equally important the lower number is chosen.
-        """
+        """Equation 3: all experts' weights g, [T, E], and the chosen experts, [T, K]; ties go to the lower number."""
         importance = (tokens @ self.router.T).softmax(-1)
         chosen = importance.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
         weights = importance.gather(1, chosen)
@@ -145,10 +142,7 @@ def model_contrast(
 
 
 def apart(outputs: Tensor, chosen: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Anchor, positives and negatives of Algorithm 1: [T, E, D], [T, K], [T] -> [T, D], [T, K - 1, D], [T, E - K, D].
-
-    `anchors` says which of the chosen experts is each token's anchor.
-    """
+    """Algorithm 1's anchor, positives, negatives: [T, E, D], [T, K], [T] -> [T, D], [T, K - 1, D], [T, E - K, D]."""
     tokens, experts, _ = outputs.shape
     top_k = chosen.shape[1]
     rank = torch.full((tokens, experts), 2, device=outputs.device).scatter(1, chosen, 1)  # inactive experts come last
@@ -171,8 +165,8 @@ def inject(
 ) -> Model:
     """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all else is frozen.
 
-    The model is changed in place and returned; what it computes is the same until it is trained. `alpha` is 2 r by
-    default. Raises `CompressionError` where a target names no layer, or the model has experts of this kind already.
+    The model is changed in place and returned; it computes the same until it is trained. `alpha` is 2 r by default.
+    Raises `CompressionError` where a target names no layer, or the model has experts of this kind already.
     """
     return inject_config(model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed))
 
@@ -256,8 +250,7 @@ def read_facts(folder: Path) -> AdapterFacts:
 def load_adapters(model: Model, folder: str | Path) -> Model:
     """Put the experts of a folder into a model, which is changed in place and returned.
 
-    Raises `CompressionError` where the model lacks the layers that they were trained beside, or a file is damaged; the
-    model is then as it was.
+    Raises `CompressionError`, leaving the model as it was, where it lacks their layers or a file is damaged.
     """
     path = Path(folder) / TENSORS
     facts = read_facts(Path(folder))

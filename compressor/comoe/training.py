@@ -1,7 +1,4 @@
-"""Training CoMoE adapters from items, resumable, into a folder that appears complete or not at all.
-
-By transformers' Trainer with the contrastive loss beside the cross entropy (CoMoE, equation 13).
-"""
+"""Training CoMoE adapters from items by transformers' Trainer, resumable, into a folder that appears complete."""
 
 import hashlib
 import json
@@ -45,7 +42,7 @@ PRIME = 1_000_003  # spreads the seeds of a run's batches
 
 
 class ComoeTrainer(Trainer):
-    """Cross entropy + weight * contrastive loss; both, and the gap's lower bound log N - L, are logged.
+    """Cross entropy + weight * contrastive loss (equation 13); both, and the gap's lower bound, are logged.
 
     With a weight (`options.contrastive`) of 0 the contrastive loss is measured without a gradient, and the training is
     plain tuning. Anchors are drawn from (seed, step, batch within it), so that a resumed run draws them again.

@@ -6,13 +6,14 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator
+from os.path import isfile
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
-from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE, is_file
+from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE
 from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, first_line, reason_of, wrap_faults
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
@@ -128,7 +129,7 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
     path = Path(source)
     if source == DEMO_SOURCE and not os.path.exists(source):
         texts = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
-    elif is_file(source):
+    elif isfile(source):
         texts = [text for text in _file_documents(path, tokenizer, purpose) if text.strip()]
     elif os.path.isdir(path):
         raise CompressionError(
@@ -147,10 +148,7 @@ def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibratio
 
 
 def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
-    """Token ids of the documents, each ended by the end-of-text token, as one row of at most `wanted` ids.
-
-    Raises `CompressionError` where the tokenizer has no token for any of the text.
-    """
+    """Token ids of the documents, an end-of-text token after each, at most `wanted`; refuses text without any token."""
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     ids, heard, silent = list[int](), False, 0  # characters before the first token that stands for some
     for document in documents:

@@ -1,14 +1,11 @@
-"""Sources of calibration text: their weights and names.
-
-A source is a text or JSONL file, a `datasets` id, which is streamed, or the demo.
-"""
+"""Weights and names of calibration text's sources: text or JSONL files, streamed `datasets` ids, or the demo."""
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +33,6 @@ class WeightedSource:
             )
 
 
-def is_file(source: str) -> bool:
-    """Whether a source is a file here, whatever its name; a name too long for one is a data set's, if anything's."""
-    return os.path.isfile(source)
-
-
 def parse_sources(arguments: Sequence[str]) -> tuple[WeightedSource, ...]:
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
@@ -51,7 +43,7 @@ def parse_sources(arguments: Sequence[str]) -> tuple[WeightedSource, ...]:
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    places = [Path(source).resolve() if is_file(source) else source for source, _ in pairs]
+    places = [Path(source).resolve() if isfile(source) else source for source, _ in pairs]
     for number, (source, _) in enumerate(pairs):
         if places[number] in places[:number]:
             raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
@@ -65,7 +57,7 @@ def _split_weight(argument: str) -> tuple[str, float | None]:
         weight = float(number)
     except ValueError:
         return argument, None
-    if not sign or is_file(argument):
+    if not sign or isfile(argument):
         return argument, None
     if not source:
         raise CompressionError(f"calibration {argument!r} names no source before its weight; write SOURCE=WEIGHT")
@@ -102,7 +94,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
-    return tuple(distinct(Path(source).stem if is_file(source) else source for source in sources))
+    return tuple(distinct(Path(source).stem if isfile(source) else source for source in sources))
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +104,7 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
     for entry in entries:
         source = str(entry.get("source"))
         # the id of a data set has no folders; a file that is gone is known by its suffix
-        is_id = DATA_SET_ID.fullmatch(source) and not is_file(source) and Path(source).suffix not in TEXT_SUFFIXES
+        is_id = DATA_SET_ID.fullmatch(source) and not isfile(source) and Path(source).suffix not in TEXT_SUFFIXES
         entry["source"] = without_tokens(source if is_id else Path(source).name)
     joined = " + ".join(entry["source"] for entry in entries) or without_tokens(Path(identity["source"]).name)
     return {**identity, "source": joined, **({"sources": entries} if "sources" in identity else {})}

@@ -7,13 +7,14 @@ compression.json it names no folder; on the machine that made the output, the re
 import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from compressor.data.sources import TEXT_SUFFIXES, is_file, without_folders
+from compressor.data.sources import TEXT_SUFFIXES, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
 from compressor.recipe.plugins import STEPS, load, working
@@ -184,7 +185,7 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         return content
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    places = {Path(text).name: text for text in texts if is_file(text)}
+    places = {Path(text).name: text for text in texts if isfile(text)}
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
@@ -210,7 +211,7 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in recipe.calibration.data or ():
         name = source.rpartition("=")[0] or source
-        if not any(map(is_file, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():
+        if not any(map(isfile, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():
             raise CompressionError(f"{path} names the text {name}, which is not here; name it with --calibration")
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
-from compressor.data.sources import DEMO_SOURCE, divide, is_file, parse_sources, without_folders
+from compressor.data.sources import DEMO_SOURCE, divide, parse_sources, without_folders
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
@@ -233,7 +234,7 @@ def _identity(plan: Plan, record: RunRecord | None) -> Mapping[str, Any] | None:
         return own and recorded
     stored = own.get("sources")
     names = [entry.get("source") for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
-    return own if names and all(name == DEMO_SOURCE or is_file(str(name)) for name in names) else None
+    return own if names and all(name == DEMO_SOURCE or isfile(str(name)) for name in names) else None
 
 
 def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tensor, ...]:

@@ -1,7 +1,6 @@
 """The contrastive loss that keeps experts distinct (CoMoE: Feng et al., 2025, Algorithm 1 and equations 10 to 13).
 
-It is taken on single experts' outputs of some of a layer's tokens. Letters: T tokens, K top-k, E experts, D features of
-an expert's output; P positives, N negatives, S sampled tokens.
+T tokens, of which S are sampled, K top-k, E experts, D features of an expert's output, P positives, N negatives.
 """
 
 import math
@@ -54,11 +53,7 @@ def information_gap(loss: float, negatives: int) -> float:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Vectors at length 1, [..., D] -> [..., D].
-
-    An expert that nothing has trained yet (B = 0) answers zeros; dividing them by a small constant would give it
-    gradients as large as that constant is small.
-    """
+    """Vectors at length 1, [..., D] -> [..., D]; zeros, which an untrained expert (B = 0) answers, get no gradient."""
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     length = vectors.norm(dim=-1, keepdim=True)
     unit: Tensor = vectors / length.where(length > 0, math.inf)

@@ -150,10 +150,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str, torch.dtype]:
-    """The dtype in which each trained tensor is stored, by state-dict key.
-
-    Raises `CompressionError` for one that is stored quantised, or in a way that transformers would not write.
-    """
+    """The dtype in which each trained tensor is stored, by state-dict key; refuses one that cannot be written back."""
     dtypes = dict[str, torch.dtype]()
     for layer in layers:
         direct, others = _divided(model, layer.keys)
@@ -276,7 +273,7 @@ class Engine(ABC):
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
-        self.model, self.optimizer, self.rank, self.seed = model, options.optimiser, options.rank, seed
+        self.model, self.options, self.seed = model, options, seed
         self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
@@ -310,13 +307,11 @@ class Engine(ABC):
         return layer.gradients(masters, {key: whole.get_parameter(key).grad for key in layer.keys})
 
     def put(self, layer: TrainedLayer, own: Values, masters: Values, train: bool) -> None:
-        """Have a loaded layer compute with its masters: asking for gradients, or rounded as they would be stored.
-
-        What is loaded may be the checkpoint's own file, mapped: it is replaced, never written.
-        """
+        """Have a loaded layer compute with its masters: asking for gradients, or rounded as they would be stored."""
         partial = self.model.partial
         for key, value in layer.values(own, masters).items():
             as_is = value if train else value.to(self.stored[key]).float()
+            # what is loaded may be the checkpoint's own file, mapped: it is replaced, never written
             computed = as_is.detach().to(partial.device, partial.empty[key].dtype)
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
@@ -329,7 +324,9 @@ class InMemory(Engine):
         model.partial.load(model.partial.keys_under(""))
         state = model.partial.model.state_dict()
         self.read = {key: state[key].detach() for layer in self.layers.values() for key in layer.keys}
-        self.states = {unit: LayerState(layer.begin(self.read, self.rank, seed)) for unit, layer in self.layers.items()}
+        self.states = {
+            unit: LayerState(layer.begin(self.read, options.rank, seed)) for unit, layer in self.layers.items()
+        }
 
     def step(self, objective: Objective, rate: float) -> None:
         for unit, layer in self.layers.items():
@@ -348,7 +345,7 @@ class InMemory(Engine):
             state = self.states[unit]
             gradients = self.gradients(layer, state.masters)
             gradients = {name: here().all_reduce(value.float()) for name, value in gradients.items()}
-            update(state, gradients, self.optimizer, rate)
+            update(state, gradients, self.options.optimiser, rate)
 
     def _backward(self, objective: Objective) -> None:
         """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
@@ -402,7 +399,7 @@ class Streamed(Engine):
         shutil.rmtree(now, ignore_errors=True)
         for unit, layer in self.layers.items():
             model.partial.load(layer.keys)
-            keep_state(now, unit, LayerState(layer.begin(self.loaded(layer), self.rank, seed)))
+            keep_state(now, unit, LayerState(layer.begin(self.loaded(layer), options.rank, seed)))
             model.partial.release(unit)
 
     def step(self, objective: Objective, rate: float) -> None:
@@ -428,10 +425,7 @@ class Streamed(Engine):
 
 
 class _Masters(Variants, ReverseVisitor):
-    """Has layers compute with their masters in `now`: rounded as they would be stored, or trained at a learning rate.
-
-    A layer is updated once its gradients are there.
-    """
+    """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the way back."""
 
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine, self.rate = engine, rate
@@ -446,7 +440,7 @@ class _Masters(Variants, ReverseVisitor):
         engine = self.engine
         if self.rate is not None and (layer := engine.layers.get(unit)) is not None:
             state = kept_state(engine.now, unit, engine.model.partial.device)
-            update(state, engine.gradients(layer, state.masters), engine.optimizer, self.rate)
+            update(state, engine.gradients(layer, state.masters), engine.options.optimiser, self.rate)
             keep_state(engine.now, unit, state)
 
 

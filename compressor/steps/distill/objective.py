@@ -69,10 +69,7 @@ class Text:
 def training_text(
     batches: Sequence[Tensor], answers: Sequence[Distributions], options: Distill, model: OpenModel
 ) -> Text:
-    """The sequences of batches of token ids [B, L], with the base's answers on them.
-
-    Raises `CompressionError` for fewer sequences than a step takes.
-    """
+    """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes."""
     longest = max((batch.shape[1] for batch in batches), default=0)  # those that were cut shorter are left out
     whole = (number for number, batch in enumerate(batches) if batch.shape[1] == longest)
     fit = tuple((number, row) for number in whole for row in range(len(batches[number])))
@@ -83,16 +80,6 @@ def training_text(
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
     return Text(tuple(Batch(*pair) for pair in zip(batches, answers, strict=True)), fit, rows)
-
-
-def refuse_too_few(model: OpenModel) -> None:
-    """Refuse a model in which a token has no second activated expert, or no inactive one."""
-    for layer in model.architecture.layers:
-        if layer.top_k < 2 or layer.top_k >= layer.experts:
-            raise CompressionError(
-                f"{layer.name}: {layer.top_k} of {layer.experts} experts are activated, and the contrastive loss needs "
-                "two or more, and one that is not; leave out --contrastive"
-            )
 
 
 class Objective(ReverseVisitor):

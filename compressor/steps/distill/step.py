@@ -91,9 +91,11 @@ class Distill(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own to train on, and held-out text; refuses tensors that cannot be trained as they are stored."""
-        from compressor.steps.distill.training import refuse_model
+        from compressor.steps.distill.engines import stored_dtypes, trained_layers
 
-        refuse_model(self, model, steps)
+        layers = trained_layers(model, self)
+        if not model.layout.quantized or not steps:  # merging and correcting dequantise first
+            stored_dtypes(model, layers)
         part = TextPart(self.steps * self.sequences, self.sequence_length, min(8, self.sequences), self.sequences)
         return Needs(part=part)
 

@@ -8,7 +8,7 @@ several evaluations bring nothing better. The best state is taken where the eval
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
 from compressor.files import write_whole
 from compressor.kept import keep_tensors, kept_tensors, told_of
-from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.recipe.step import Result, Step
+from compressor.recipe.step import Result
 from compressor.records import finite, read_as, read_json
 from compressor.steps.distill.engines import (
     Engine,
@@ -31,19 +30,17 @@ from compressor.steps.distill.engines import (
     stored_tensors,
     trained_layers,
 )
-from compressor.steps.distill.objective import NotFiniteError, Objective, Text, refuse_too_few, training_text
+from compressor.steps.distill.objective import NotFiniteError, Objective, Text, training_text
 from compressor.steps.distill.step import Distill
 from compressor.steps.state import State as Run
 
 FIGURES = "figures.safetensors"  # there once all new stored tensors are
 STATE = "state.json"
 DIVERGED = 2.0  # times the KL from the base before the first step
-NOT_A_NUMBER, APART, NO_BETTER, DONE = (
-    "a loss was no number",
-    "the divergence from the base doubled",
-    "no better state came",
-    "all steps were taken",
-)
+NOT_A_NUMBER = "a loss was no number"
+APART = "the divergence from the base doubled"
+NO_BETTER = "no better state came"
+DONE = "all steps were taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +98,12 @@ class Training:
     engine: Engine
     text: Text
     evaluator: Evaluator
-    options: Distill
-    seed: int
     place: Path
     progress: Progress
 
     def run(self) -> State:
         """All steps, or as many as there are until it ends early."""
-        self.progress.start("distill", self.options.steps)
+        self.progress.start("distill", self.engine.options.steps)
         state = self._kept()
         here().assert_same_on_all(state and state.step, f"training in {self.place}")
         if state is None:
@@ -151,13 +146,13 @@ class Training:
 
     def _next(self, state: State) -> State:
         """Take the steps up to the next evaluation, and evaluate; or end it all."""
-        options, sums = self.options, dict[str, float]()
+        engine, options, sums = self.engine, self.engine.options, dict[str, float]()
         end = min(state.step + options.every, options.steps)
         for step in range(state.step, end):
-            batches = self.text.of_step(step, options.sequences, self.seed)
-            objective = Objective(options, batches, self.engine.model, self.seed, step)
+            batches = self.text.of_step(step, options.sequences, engine.seed)
+            objective = Objective(options, batches, engine.model, engine.seed, step)
             try:
-                self.engine.step(objective, options.rate_at(step))
+                engine.step(objective, options.rate_at(step))
             except NotFiniteError:
                 return replace(state, ended=NOT_A_NUMBER)
             for name, value in objective.parts.items():
@@ -176,24 +171,16 @@ class Training:
         elif sum(entry.step > best.step for entry in curve) >= options.patience:
             ended = NO_BETTER
         if here().is_first:
-            self.engine.save(self.folder(end))
+            engine.save(self.folder(end))
         return State(curve, state.first, kl if best is now else state.best_kl, best.step, ended)
-
-
-def refuse_model(options: Distill, model: OpenModel, steps: Sequence[Step]) -> None:
-    """Refuse what the model is not fit for, as far as its own storage tells."""
-    layers = trained_layers(model, options)
-    if not model.layout.quantized or not steps:  # merging and correcting dequantise first
-        stored_dtypes(model, layers)
 
 
 def distill(options: Distill, run: Run) -> Result:
     """Train toward the base, and give the stored tensors of the best state if held-out text is nearer to the base.
 
     Each process takes its share of every step's sequences. All that a killed run needs to go on is kept. Raises
-    `CompressionError` for tensors that cannot be trained as they are stored, for what a way of training cannot do, for
-    fewer than eight held-out sequences, and for an architecture through which no gradients go layer by layer if they
-    are to.
+    `CompressionError` for tensors that cannot be trained as they are stored, for fewer than eight held-out sequences,
+    and where `stream` meets several processes or an architecture without gradients layer by layer.
     """
     place = run.kept("distill")
     assert place is not None
@@ -201,8 +188,12 @@ def distill(options: Distill, run: Run) -> Result:
     if (figures := told_of(trained / FIGURES)) is None:  # else of an earlier run
         if options.stream and not here().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {here().size} were started; start one")
-        if options.contrastive:
-            refuse_too_few(run.model)
+        for layer in run.model.architecture.layers if options.contrastive else ():
+            if not 2 <= layer.top_k < layer.experts:
+                raise CompressionError(
+                    f"{layer.name}: {layer.top_k} of {layer.experts} experts are activated, and the contrastive loss "
+                    "needs two or more, and one that is not; leave out --contrastive"
+                )
         stored_dtypes(run.model, trained_layers(run.model, options))
         figures = _train(options, run, place, trained)
     return Result(figures, map(kept_tensors, sorted(trained.glob("layer-*.safetensors"))))
@@ -216,7 +207,7 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
     now, steps, seed = place / "now", place / "steps", run.seed
     engine = Streamed(run.model, options, seed, now) if options.stream else InMemory(run.model, options, seed)
     try:
-        training = Training(engine, text, evaluator, options, seed, steps, run.progress)
+        training = Training(engine, text, evaluator, steps, run.progress)
         state = training.run()
         figures = state.result()
         if not here().is_first:

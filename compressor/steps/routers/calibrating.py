@@ -18,9 +18,8 @@ from compressor.model.router_logits import router_weight
 from compressor.pathways.answering import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.step import Result
-from compressor.steps.routers.bias import bias_places, calibrate_bias
 from compressor.steps.routers.step import PLACED, Routers
-from compressor.steps.routers.weights import Calibrated, Text, Weights, calibrate_weights
+from compressor.steps.routers.weights import Calibrated, Text, Weights, bias_places, calibrate_bias, calibrate_weights
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,8 @@ logger = logging.getLogger(__name__)
 def calibrate_routers(options: Routers, state: State) -> Result:
     """Move the routers as far as held-out text is nearer to the base; the new ones are kept until they are in place.
 
-    See `weights` and `bias`, whose pathways are those of the `reference` set, or of the text. `auto` takes the one of
-    least KL on held-out text. Raises `CompressionError` for fewer than eight held-out sequences.
+    The pathways of a bias are those of the `reference` set, or of the text. `auto` takes the method of least KL on
+    held-out text. Raises `CompressionError` for fewer than eight held-out sequences.
     """
     place = state.kept("routers.safetensors")
     assert place is not None
@@ -43,10 +42,7 @@ def calibrate_routers(options: Routers, state: State) -> Result:
 
 
 def stored_routers(model: OpenModel) -> dict[str, str]:
-    """The name of the stored tensor of every router's weight, by its state-dict key.
-
-    Raises `CompressionError` where a router has no such weight, or it is stored in pieces or quantised.
-    """
+    """The stored tensor of every router's weight, by state-dict key; refuses routers without a plain one."""
     return stored_names(model, [router_weight(layer) for layer in model.architecture.layers])
 
 

@@ -12,10 +12,7 @@ PLACES = ("layer", "place", "mean", "deviation")
 
 
 def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The method, KL before and after, a row for each round, and where a bias was tried; gains are in nats per token.
-
-    Of a bias there is one round, whose step is a multiple of the average pathway.
-    """
+    """The method, KL before and after, a row for each round, and a bias's places; gains are in nats per token."""
     result, moved = result_of(entry), changed(entry)
     took = f", took {result['taken']}" if "taken" in result else ""
     outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"

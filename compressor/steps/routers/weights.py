@@ -1,9 +1,10 @@
-"""Router weights moved toward the base: rounds of one gradient, ridge regression and a line search on held-out text.
+"""New router weights or biases toward the base, by line search on held-out text. T tokens, E experts, H width.
 
 C3PO (arXiv:2504.07964) optimises which experts a test sample is routed to. Here all routers of the smaller model are
-moved once, for all text: down the gradient of KL(base || smaller) with respect to the router logits of all layers and
-tokens, which ridge regression carries into the router weights. A round's best step is taken where the evaluator accepts
-it, and nothing is changed otherwise. T tokens, E rows of a router's weight, H width.
+moved once, for all text, and what the evaluator does not accept is left. Either the weights go, in rounds, down the
+gradient of KL(base || smaller) with respect to the router logits of all layers and tokens, which ridge regression
+carries into them. Or the average optimised pathway of the L late MoE layers goes into a bias that their routers have,
+or else into their weights. Beyond the E experts a router may score further rows.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,17 +20,23 @@ from torch import Tensor
 from compressor.distributed.ranks import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
+from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
-from compressor.model.streaming import Forward, ReversePass, ReverseVisitor
+from compressor.model.streaming import Forward, LayerVisitor, Pass, ReversePass, ReverseVisitor
+from compressor.pathways.answering import Average
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
 STEPS = (0.0125, 0.025, 0.05, 0.1, 0.2)  # root mean square of the change of a logit, over that of the logits
 NEAR = (0.5, 1.0, 2.0)  # of the step taken before, those tried in later rounds
 LARGEST = 2.0  # a step that is the best and the longest of those tried is doubled up to here
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average pathway, that are tried
+LARGEST_SCALE = 64.0  # as `LARGEST`
+RIDGE = 0.01  # of the mean square of a router's inputs, for a bias that goes into its weight
 
+Kind = Literal["router bias", "selection bias", "router weight"]
 Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
 Text = Sequence[tuple[Tensor, Distributions]]  # this rank's token ids [B, L], and the base's distributions after each
 
@@ -46,11 +53,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a round took: of the choices that were tried, that which left the least KL on held-out text.
-
-    `gain` is how much less that is than before the round, with its standard error over sequences, in nats per token.
-    Nothing was taken if all are zero.
-    """
+    """What a round took, and its gain in KL on held-out text in nats per token; zeros for nothing."""
 
     ridge: float = 0.0
     step: float = 0.0
@@ -165,10 +168,7 @@ def ridged(square: Tensor, ridge: float) -> Tensor:
 
 
 class RouterGradients(ReverseVisitor):
-    """Gathers the moments of every router that gradients reach, by its weight's state-dict key.
-
-    Each rank runs its own batches; their moments are added up when all have passed a layer.
-    """
+    """Moments of every router that gradients reach, by its weight's state-dict key, added up over ranks."""
 
     def __init__(self) -> None:
         self.found: dict[str, Moments] = {}
@@ -225,10 +225,7 @@ def line_search(
     steps: Sequence[float],
     largest: float,
 ) -> Trial:
-    """The choice of least KL on held-out text; a step that is the best and the largest tried is doubled up to a limit.
-
-    `moved` makes the router tensors of a ridge and a step.
-    """
+    """The `moved(ridge, step)` of least KL on held-out text; a largest step that wins is doubled up to `largest`."""
 
     def best(ridges: Sequence[float], steps: Sequence[float], *known: Trial) -> Trial:
         tried = [(ridge, step, moved(ridge, step)) for ridge in ridges for step in steps]
@@ -251,3 +248,118 @@ def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step:
     scale = step * math.sqrt(own_square / square) if square > 0 else 0.0
     moved = {key: (weights[key].double() + scale * change).to(weights[key].dtype) for key, change in changes.items()}
     return {**weights, **moved}
+
+
+@dataclass(frozen=True, slots=True)
+class BiasPlace:
+    """The tensor of a layer's router that takes a bias.
+
+    A router bias is added to the logits. A selection bias is added to the scores by which experts are chosen, and
+    their weights stay as they are. A router weight takes b u', where u·x is close to 1 for what the router is given:
+    `mean` and `deviation` say how close, over all tokens.
+    """
+
+    layer: str
+    key: str
+    kind: Kind
+    direction: Tensor | None = None  # u [H]
+    mean: float = 1.0
+    deviation: float = 0.0
+
+    def moved(self, own: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """The tensor `own` with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+        if self.direction is not None:
+            change = torch.outer(logits.double(), self.direction.to(logits.device))
+        else:
+            change = (scores if self.kind == "selection bias" else logits).double().reshape(own.shape)
+        return (own.double() + change).to(own.dtype)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What a layer's router is given: X'X [H, H] and X'1 [H]; and if its product adds a bias."""
+
+    squares: Tensor
+    sums: Tensor
+    tokens: int = 0
+    has_bias: bool = False
+
+
+@dataclass(slots=True)
+class _Inputs(LayerVisitor):
+    layers: Sequence[MoeLayer]
+    found: dict[str, _Sums] = field(default_factory=dict)
+    _watching: ExitStack = field(default_factory=ExitStack)
+
+    def loaded(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            if layer in self.layers:
+                self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
+
+    def passed(self, unit: str) -> None:
+        self._watching.close()
+
+    def _add(self, name: str, product: Product) -> None:
+        x = product.inputs.detach().double()
+        if name not in self.found:
+            self.found[name] = _Sums(x.new_zeros(x.shape[1], x.shape[1]).cpu(), x.new_zeros(x.shape[1]).cpu())
+        sums = self.found[name]
+        sums.squares += (x.T @ x).cpu()
+        sums.sums += x.sum(0).cpu()
+        sums.tokens += len(x)
+        sums.has_bias = product.bias is not None
+
+
+def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
+    """Where these layers' biases go, by a streamed pass of text [B, L]; layers that it does not reach have no place."""
+    inputs, places = _Inputs(layers), list[BiasPlace]()
+    Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
+    for layer in layers:
+        if (seen := inputs.found.get(layer.name)) is None:
+            continue
+        biases = [  # tensors outside the experts with a bias for each expert
+            tensor.key
+            for tensor in layer.tensors
+            if tensor.key.startswith(f"{layer.block}.")
+            and not tensor.key.startswith(f"{layer.name}.")
+            and tensor.key.rpartition(".")[2].endswith("bias")
+            and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
+        ]
+        if len(biases) == 1:
+            kind: Kind = "router bias" if seen.has_bias else "selection bias"
+            places.append(BiasPlace(layer.name, biases[0], kind))
+            continue
+        direction = torch.linalg.solve(ridged(seen.squares, RIDGE), seen.sums)
+        mean = float(direction @ seen.sums) / seen.tokens
+        spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
+        place = BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
+        places.append(place)
+    return places
+
+
+def calibrate_bias(
+    model: OpenModel,
+    own: Weights,
+    places: Sequence[BiasPlace],
+    average: Average,
+    evaluator: Evaluator,
+    progress: Progress,
+) -> Calibrated:
+    """The late layers' tensors `own` with the average pathway in them, at the scale of least KL, if it is accepted."""
+    progress.start("try the biases", 1)
+    late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
+
+    def moved(_: float, scale: float) -> Weights:
+        weights = dict(own)
+        for place in places:
+            number = late.index(place.layer)
+            logits, scores = scale * average.logits[number], scale * average.scores[number]
+            weights[place.key] = place.moved(own[place.key], logits, scores)
+        return weights
+
+    before = evaluate_trials(model, evaluator, [own])[0]
+    best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST_SCALE)
+    progress.advance("")
+    step = Step.taken(before, best)
+    weights, after = (best.weights, best.figures) if step.step else (own, before)
+    return Calibrated(weights, before, after, (step,))

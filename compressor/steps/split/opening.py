@@ -67,22 +67,19 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
         partial=SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors),
     )
     if model.layout.quantized:
-        with suppress(CompressionError):  # the reason is told once it matters
+        with suppress(CompressionError):  # `cut_as_stored` gives the reason once it matters
             split = replace(split, stored_parts=stored_parts(model, shape.factors))
     return with_top_k(split, top_k)
 
 
 def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
-    """The model whose smaller versions send a token to `top_k` experts, or to fewer where a layer does now.
-
-    Raises `CompressionError` for a top-k that the model has not.
-    """
+    """The model whose smaller versions route a token to `top_k` experts, or to fewer where a layer does now."""
     if top_k is None:
         return model
     architecture = model.architecture
     most = max(layer.top_k for layer in architecture.layers)
     if not 1 <= top_k <= most:
-        raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token visits now")
+        raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token is routed to now")
     layers = tuple(replace(layer, top_k=min(layer.top_k, top_k)) for layer in architecture.layers)
     wanted = {layer.name: layer.top_k for layer in layers}
     fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda each: min(each, top_k))
@@ -159,10 +156,7 @@ def dealt(
 
 
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
-    """The split model, whose parts are cut from a quantised checkpoint as it is unless experts will be `changed`.
-
-    Says so where they are written in a plain dtype instead, and why.
-    """
+    """The split model; where its parts cannot be cut from a quantised checkpoint as it is, a warning says why."""
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
     reason = "what changes experts needs one"
@@ -196,10 +190,7 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
 
 
 def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
-    """The model seen as a plan's layers are: split as it says, and with its top-k.
-
-    Raises `CompressionError` for a split that is not as the model allows, or was edited.
-    """
+    """The model split and with the top-k that a plan names; refuses a split that was edited or does not fit."""
     if (model.split, model.top_k) == (plan.split, plan.top_k):
         return model
     check_source(plan.source, (model.whole or model).fingerprint)

@@ -104,10 +104,10 @@ def _candidates(config: Any, values: set[int], order: Callable[[str], Any]) -> l
 def top_k_fields(
     config: Any, architecture: Architecture, wanted: Mapping[str, int], change: Callable[[int], int]
 ) -> tuple[Fields, Architecture]:
-    """The field that says how many experts a token visits, at its new value, and the architecture that comes of it.
+    """The field that sets top-k, at the value that `change` makes of it, and the architecture that comes of it.
 
-    `config` may differ from the architecture's own in other fields. `change` makes of the present number in a field
-    what it shall be, and `wanted` says by layer what must come of that. Raises `CompressionError` where no field does.
+    `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
+    `CompressionError` where no field does.
     """
     counts = {layer.top_k for layer in architecture.layers}
     for path, value in _candidates(config, counts, lambda path: "per_tok" not in path and "top" not in path):
@@ -117,7 +117,8 @@ def top_k_fields(
             if {layer.name: layer.top_k for layer in seen.layers} == dict(wanted):
                 return fields, seen
     raise CompressionError(
-        f"{architecture.family}: no field of the config sets how many experts a token visits, so that cannot be changed"
+        f"{architecture.family}: no field of the config sets how many experts a token is routed to, so that cannot be "
+        "changed"
     )
 
 
@@ -159,10 +160,7 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
 
 @torch.no_grad()
 def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
-    """What the parts' outputs are multiplied by: S where they share an expert's weight, 1 where they do not.
-
-    Raises `CompressionError` naming the family, the difference and where it is known the reason, if neither is exact.
-    """
+    """The parts' output factor: S where they share an expert's weight, 1 where not; refuses what neither fits."""
     config = architecture.config
 
     def narrow(more: Fields, width: int) -> Any:
@@ -174,10 +172,10 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
     for layer in reversed(architecture.layers):
         modules = map(type, (model.get_submodule(layer.block), model.get_submodule(layer.router)))
         kinds[*modules, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)] = layer
-    found = {_factors_of_block(architecture.family, model, after, layer, parts) for layer in kinds.values()}
-    if len(found) > 1:
+    factors = {_factors_of_block(architecture.family, model, after, layer, parts) for layer in kinds.values()}
+    if len(factors) > 1:
         raise CompressionError(f"{architecture.family} cannot be split: its layers do not weigh experts alike")
-    return found.pop()
+    return factors.pop()
 
 
 def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
@@ -194,16 +192,16 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
         for output in (float(parts), 1.0):
             factors = Factors(parts, output, selection)
             other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
-            made = split_experts(experts, layer, order, factors) | split_beside(
+            split = split_experts(experts, layer, order, factors) | split_beside(
                 state, layer, divided(layer)[1], factors
             )
-            _copy(other, state | made, layer, block)
+            _copy(other, state | split, layer, block)
             least = min(least, float((_output(other, layer, hidden) - wanted).abs().max()) / largest)
             if least <= ROUNDING:
                 return factors
     reason = ""
     if getattr(experts, "has_post_expert_norm", False):
-        reason = ", for it normalises what each expert puts out"
+        reason = ", for it normalises each expert's output"
     elif layer.routing_groups > 1 and layer.experts_per_group > 1:
         reason = ", for it scores a group of experts by its two best, which become two parts of one"
     elif any(tensor.extra for tensor in layer.tensors):
@@ -234,12 +232,12 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
             value.copy_(noise / value.shape[-1] ** 0.5)
 
 
-def _copy(block: nn.Module, made: dict[str, Tensor], layer: MoeLayer, first: nn.Module) -> None:
+def _copy(block: nn.Module, tensors: dict[str, Tensor], layer: MoeLayer, first: nn.Module) -> None:
     """Fill a split block; raises `CompressionError` where a tensor has not the shape that the config asks for."""
     for name, value in block.named_buffers():
         value.copy_(first.get_buffer(name)) if value.shape == first.get_buffer(name).shape else value.zero_()
     for name, value in block.state_dict().items():
-        given = made[f"{layer.block}.{name}"]
+        given = tensors[f"{layer.block}.{name}"]
         if given.shape != value.shape:
             raise CompressionError(
                 f"{layer.block}.{name} has shape {list(given.shape)} once it is split, the config asks for "
@@ -256,10 +254,10 @@ def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
         if weights.is_floating_point() == index.is_floating_point():
             raise CompressionError(f"{layer.router} hands on no experts and weights; this architecture cannot be split")
         pair = (weights, index) if weights.is_floating_point() else (index, weights)
-        found = experts(hidden[0], pair[1], pair[0])
+        output = experts(hidden[0], pair[1], pair[0])
     else:
-        asked = inspect.signature(block.forward).parameters
+        parameters = inspect.signature(block.forward).parameters
         rows = min((len(block.get_buffer(_inside(layer, table))) for table in layer.tables), default=TOKENS)
-        ids = {"input_ids": torch.arange(TOKENS)[None] % rows} if "input_ids" in asked else {}
-        found = block(hidden, **ids)
-    return found if isinstance(found, Tensor) else found[0]
+        ids = {"input_ids": torch.arange(TOKENS)[None] % rows} if "input_ids" in parameters else {}
+        output = block(hidden, **ids)
+    return output if isinstance(output, Tensor) else output[0]

@@ -53,11 +53,7 @@ class Cut:
         return (*shape[: self.axis], shape[self.axis] // parts, *shape[self.axis + 1 :])
 
     def part(self, name: str, value: Tensor, neurons: Tensor) -> Tensor:
-        """One expert's tensor for a part of these neurons [n], which are whole blocks in ascending order.
-
-        Plain numbers, scales, or exponents of two plus 127 as bytes are multiplied by the factor. Raises
-        `CompressionError` where one overflows.
-        """
+        """One expert's tensor for a part of these neurons [n], whole blocks in ascending order, times the factor."""
         if self.says_shape:
             shape = value.clone()
             shape[self.axis] = len(neurons)
@@ -97,10 +93,7 @@ class StoredParts:
                 raise CompressionError(f"{name}: its neurons are not dealt out in blocks of {self.block}; restore them")
 
     def cut(self, model: OpenModel, plan: CompressionPlan) -> list[OutputTensor]:
-        """The output's tensors of a plan that keeps or drops parts of a split model.
-
-        The neurons' order need be known only once their contents are asked for.
-        """
+        """The output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         checkpoint, roles, parts = model.checkpoint, model.layout.roles, self.factors.parts
         plans = {each.module: each for each in plan.layers}
         layers = {layer.name: layer for layer in model.architecture.layers}
@@ -168,20 +161,21 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     """How the stored tensors of a quantised model are cut; raises `CompressionError` saying why they cannot be."""
     raw, layout = whole.checkpoint.raw_config, whole.layout
     nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
-    asked = [node["quantization_config"] for node in nodes if node.get("quantization_config")]
-    method = "".join(str(each.get("quant_method")) for each in asked)
+    configs = [node["quantization_config"] for node in nodes if node.get("quantization_config")]
+    method = "".join(str(each.get("quant_method")) for each in configs)
     if not layout.regular or method not in ("fp8", "mxfp4", "compressed-tensors"):
         raise CompressionError(f"how {method or 'it'} stores experts is not known")
-    if method == "compressed-tensors" and not set(_values(asked, "format")) - {None} <= set(FORMATS):
+    if method == "compressed-tensors" and not set(_values(configs, "format")) - {None} <= set(FORMATS):
         raise CompressionError("this format of compressed-tensors is not known")
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
-    sizes = [value for name in ("weight_block_size", "group_size", "block_structure") for value in _values(asked, name)]
+    names = ("weight_block_size", "group_size", "block_structure")
+    sizes = [value for name in names for value in _values(configs, name)]
     flat = [each for value in sizes for each in (value if isinstance(value, list) else [value])]
     blocks = {int(each) for each in flat if isinstance(each, int) and each > 0}
     layers = {layer.name: layer for layer in whole.architecture.layers}
     for layer in layers.values():
-        _refuse_named(asked, whole, layer, factors.parts)
+        _refuse_named(configs, whole, layer, factors.parts)
     scaled = {role.family.rpartition("|")[0] for role in layout.roles.values() if role.family.endswith(SCALES)}
     cuts = dict[str, Cut]()
     for name, role in layout.roles.items():
@@ -213,7 +207,7 @@ def _values(node: Any, wanted: str) -> Iterator[Any]:
         yield from _values(value, wanted)
 
 
-def _refuse_named(asked: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
+def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
     """Refuse names that do not count experts, and a quantisation that speaks of single ones, which become several."""
     prefixes = expert_prefixes(whole.layout, layer)
     if any(
@@ -223,7 +217,7 @@ def _refuse_named(asked: list[Any], whole: OpenModel, layer: MoeLayer, parts: in
         raise CompressionError(f"the names of tensors of {layer.name} do not tell experts apart")
     for part in range(parts):
         renames = {old: f"{old.rpartition('.')[0]}.{expert * parts + part}" for expert, old in prefixes.items()}
-        if renumbered_quantization(asked, renames) != asked:
+        if renumbered_quantization(configs, renames) != configs:
             raise CompressionError("its quantization_config speaks of single experts")
 
 
@@ -249,10 +243,10 @@ def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled:
 
 def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut:
     """That of a tensor which holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
-    found, width = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0])), width_of(module)
-    if found is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
+    matched, width = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0])), width_of(module)
+    if matched is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
         raise CompressionError(f"how {info.name} is stored is not known")
-    name, kind = found.groups()
+    name, kind = matched.groups()
     if name == "gate_up" and info.shape[1] == 2 * width:
         return Cut(0, 1, paired=True)
     if name == "down" and kind == "bias":

@@ -45,7 +45,7 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
     shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
     """
-    made, parts = dict[str, Tensor](), factors.parts
+    split, parts = dict[str, Tensor](), factors.parts
     shares = {"down_proj": factors.output, "down_proj_bias": factors.output / parts}
     for expert, neurons in enumerate(order.to(experts.down_proj.device).long()):
         own = expert_parameters(experts, expert)
@@ -54,12 +54,12 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
                 value, share = reordered(experts, name, own[name], run), shares.get(name, 1.0)
                 if share != 1.0:
                     value = (value.float() * share).to(value.dtype)
-                if name not in made:
-                    made[name] = value.new_empty(len(order) * parts, *value.shape)
-                made[name][expert * parts + place] = value
-    for name in shares.keys() & made.keys():
-        refuse_overflow(f"{layer.name}.{name}", made[name])
-    return {f"{layer.name}.{name}": value for name, value in made.items()}
+                if name not in split:
+                    split[name] = value.new_empty(len(order) * parts, *value.shape)
+                split[name][expert * parts + place] = value
+    for name in shares.keys() & split.keys():
+        refuse_overflow(f"{layer.name}.{name}", split[name])
+    return {f"{layer.name}.{name}": value for name, value in split.items()}
 
 
 @torch.no_grad()
@@ -71,19 +71,19 @@ def split_beside(
     What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes one of all their parts
     [V, K * S].
     """
-    made, known, parts = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}, factors.parts
+    split, known, parts = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}, factors.parts
     for key in keys:
         value = state[key]
         if (tensor := known.get(key)) is None:
             numbers = torch.arange(parts, dtype=value.dtype, device=value.device)
-            made[key] = (value[..., None] * parts + numbers).flatten(-2)
+            split[key] = (value[..., None] * parts + numbers).flatten(-2)
             continue
         dim, experts = tensor.dim, layer.experts
         if factors.selection != 1.0 and value.numel() == value.shape[dim]:  # a bias: [E], [1, E]
             value = (value.float() * factors.selection).to(value.dtype)
         own, others = value.narrow(dim, 0, experts), value.narrow(dim, experts, value.shape[dim] - experts)
-        made[key] = torch.cat([own.repeat_interleave(parts, dim), others], dim)
-    return made
+        split[key] = torch.cat([own.repeat_interleave(parts, dim), others], dim)
+    return split
 
 
 class SplitModel(PartialModel):

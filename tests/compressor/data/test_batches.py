@@ -1,10 +1,11 @@
 """Calibration: sequences against a naive loop, several sources, held-out and reserved parts, and repetition."""
 
 import hashlib
+import json
 import math
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from compressor.data.batches import (
     WeightedSource,
     evaluation_sets,
     load_tokenizer,
+    repeat_text,
     sample_positions,
 )
 from compressor.data.sources import divide
 from compressor.errors import CompressionError
 from tests import small
-from tests.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, write
+from tests.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, stream_of, write
 
 
 def fit_tokens(data: Calibration) -> int:
@@ -102,13 +104,6 @@ def test_sampled_positions(tokens: int, count: int, seed: int) -> None:
     assert found == sorted(set(found)) and len(found) == min(tokens, count)
     assert all(0 <= position < tokens for position in found)
     assert found == sample_positions(tokens, count, seed).tolist()
-
-
-def stream_of(source: str, seed: int = 3) -> list[int]:
-    """All tokens of a source in the order of the seed."""
-    parts = Path(source).read_text().split("\n\n")
-    random.Random(seed).shuffle(parts)
-    return [int(word) for part in parts for word in part.split()]
 
 
 def tokens_of(calibration: Calibration, source: int, held: bool) -> list[int]:
@@ -230,25 +225,6 @@ def test_short_sources_are_shared_out_and_said_so(tmp_path: Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"samples": 1}, "--samples 1 is too few for 2 calibration sources; give one each"),
-        ({"reserve": 1}, "1 sequences cannot be reserved of 2 sources; give 0, or one for each"),
-        ({"reserve": -1}, "-1 sequences cannot be reserved"),
-        ({"heldout": 1.0}, "a share of 1.0 cannot be held out"),
-        ({"heldout": -0.1}, "a share of -0.1 cannot be held out"),
-        ({"heldout": math.nan}, "a share of nan cannot be held out"),
-    ],
-)
-def test_impossible_divisions_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    sources = [WeightedSource(count_up(tmp_path, number, 90), 1.0) for number in range(2)]
-    with pytest.raises(CompressionError, match=message):
-        numbered(sources, **settings)
-    with pytest.raises(CompressionError, match="no calibration source is given"):
-        numbered([])
-
-
 def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
@@ -284,3 +260,70 @@ def test_sources_have_names_and_weights(tmp_path: Path) -> None:
     assert made.source_names == ("s0", "s0-2") and made.weights == (0.25, 0.75)
     plain = Calibration((torch.zeros(1, 4), torch.ones(1, 4)), {})
     assert plain.source_names == ("source 0",) and plain.source_of(1) == 0 and fit_tokens(plain) == plain.tokens == 8
+
+
+def mixed(folder: Path, **settings: Any) -> Calibration:
+    sources = [WeightedSource(count_up(folder, 0, 400), 0.7), WeightedSource(count_up(folder, 1, 30), 0.3)]
+    return numbered(sources, **{"samples": 11, "heldout": 0.2, "reserve": 4} | settings)
+
+
+def as_stored(calibration: Calibration) -> dict[str, Any]:
+    """The identity as a plan file gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(calibration.identity))
+    return content
+
+
+@pytest.mark.parametrize("settings", [{}, {"heldout": 0, "reserve": 0}, {"samples": 2, "reserve": 2}, {"length": 300}])
+def test_a_calibration_can_be_repeated(settings: dict[str, Any], tmp_path: Path) -> None:
+    made = mixed(tmp_path, **settings)
+    again = repeat_text(as_stored(made), Numbers(), VOCAB).fit
+    assert again.identity == made.identity
+    assert (again.sources, again.weights, again.heldout) == (made.sources, made.weights, made.heldout)
+    pairs = [(made.batches, again.batches)]
+    pairs += [(one.batches, two.batches) for one, two in zip(made.reserved, again.reserved, strict=True)]
+    for first, second in pairs:
+        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+def test_a_changed_source_is_named(tmp_path: Path) -> None:
+    stored = as_stored(mixed(tmp_path))
+    count_up(tmp_path, 0, 500)
+    with pytest.raises(CompressionError, match=r"s0.txt no longer gives the tokens that the plan was made with"):
+        repeat_text(stored, Numbers(), VOCAB)
+    count_up(tmp_path, 0, 400)
+    assert repeat_text(stored, Numbers(), VOCAB).identity == stored
+    (tmp_path / "s1.txt").write_text("5 " * 30)
+    with pytest.raises(CompressionError, match=r"s1.txt no longer gives"):
+        repeat_text(stored, Numbers(), VOCAB)
+    (tmp_path / "s1.txt").unlink()
+    with pytest.raises(CompressionError, match=r"s1.txt does not exist"):
+        repeat_text(stored, Numbers(), VOCAB)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "older": (lambda c: [c.pop("asked"), c.pop("sources")], "has no usable 'asked' .* plan again"),
+    "no sources": (lambda c: c.pop("sources"), "has no usable 'sources'"),
+    "sources empty": (lambda c: c.update(sources=[]), "no calibration source is given"),
+    "sources of text": (lambda c: c.update(sources=["s0.txt"]), "has no usable 'sha256'"),
+    "no weight": (lambda c: c["sources"][1].pop("weight"), "has no usable 'weight'"),
+    "bad weight": (lambda c: c["sources"][1].update(weight=-1.0), "has weight -1.0; give a positive number"),
+    "other weight": (lambda c: c["sources"][1].update(weight=3.0), "no longer gives the tokens"),
+    "no seed": (lambda c: c.pop("seed"), "has no usable 'seed'"),
+    "seed of text": (lambda c: c.update(seed="0"), "has no usable 'seed'"),
+    "other seed": (lambda c: c.update(seed=9), "s0.txt no longer gives the tokens"),
+    "no samples": (lambda c: c["asked"].pop("samples"), "has no usable 'samples'"),
+    "other samples": (lambda c: c["asked"].update(samples=5), "no longer gives the tokens"),
+    "no heldout": (lambda c: c.pop("heldout"), "has no usable 'heldout'"),
+    "other heldout": (lambda c: c.update(heldout=0.5), "s0.txt says 'heldout_samples' is 2, but repeating it gives 4"),
+    "tokens": (lambda c: c.update(tokens=5), "calibration says 'tokens' is 5, but repeating it gives"),
+    "digest": (lambda c: c.update(sha256="0"), "calibration says 'sha256' is '0'"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_calibration_is_refused(edit: str, tmp_path: Path) -> None:
+    change, message = EDITS[edit]
+    stored = as_stored(mixed(tmp_path))
+    change(stored)
+    with pytest.raises(CompressionError, match=message):
+        repeat_text(stored, Numbers(), VOCAB)

@@ -1,7 +1,7 @@
 """Text with parts: against packing written out again here, short text, several sources, and repetition."""
 
 import json
-import random
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.data.batches import PartSpec, Text, TextSpec, calibrate, read_text, repeat_text
 from compressor.data.sources import WeightedSource, divide
 from compressor.errors import CompressionError
-from tests.texts import VOCAB, Numbers, count_up
+from tests.texts import VOCAB, Numbers, count_up, stream_of
 
 PARTS = {"routers": PartSpec(20, 4, heldout=5, batch_size=3), "distill": PartSpec(31, 6, heldout=3, minimum=2)}
 
@@ -28,13 +28,6 @@ def spec(sources: Sequence[WeightedSource], **more: Any) -> TextSpec:
 
 def read(sources: Sequence[WeightedSource], **more: Any) -> Text:
     return read_text(spec(sources, **more), Numbers(), VOCAB)
-
-
-def stream_of(source: str, seed: int = 3) -> list[int]:
-    """All tokens of a source in the order of the seed."""
-    parts = Path(source).read_text().split("\n\n")
-    random.Random(seed).shuffle(parts)
-    return [int(word) for part in parts for word in part.split()]
 
 
 def flat(batches: Iterable[Tensor], source: int) -> list[int]:
@@ -206,11 +199,18 @@ def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
         ({"samples": 10**8, "parts": {"a": PartSpec(10**8, 4)}}, "ask for 1,200,000,216 tokens, more than"),
         ({"samples": 0, "reserve": 0, "parts": {}}, "--samples 0 and --sequence-length 8 leave nothing"),
         ({"samples": 0}, "3 sequences cannot be reserved"),
+        ({"samples": 1}, "--samples 1 is too few for 2 calibration sources; give one each"),
+        ({"reserve": 1}, "1 sequences cannot be reserved of 2 sources; give 0, or one for each"),
+        ({"reserve": -1}, "-1 sequences cannot be reserved"),
+        ({"heldout": 1.0}, "a share of 1.0 cannot be held out"),
+        ({"heldout": -0.1}, "a share of -0.1 cannot be held out"),
+        ({"heldout": math.nan}, "a share of nan cannot be held out"),
+        ({"sources": ()}, "no calibration source is given"),
     ],
 )
 def test_impossible_specs_are_refused_before_anything_is_read(more: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        spec([WeightedSource("gone.txt", 1.0)], **more)
+        spec(**{"sources": [WeightedSource("gone.txt", 1.0), WeightedSource("lost.txt", 1.0)], **more})
     with pytest.raises(CompressionError, match="length 1 of a part of the text is too low; give at least 2"):
         PartSpec(1, 1)
 

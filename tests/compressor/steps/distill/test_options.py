@@ -37,6 +37,7 @@ def test_a_plan_keeps_all_of_it(train: str, stream: bool) -> None:
     ("wrong", "message"),
     [
         ({"train": 1}, "distill: train is 1; input should be 'experts', 'router', 'lora', 'all' or 'none'"),
+        ({"steps": 0}, "distill: steps is 0; input should be greater than or equal to 1"),
         ({"steps": True}, "distill: steps is True, it should be a number"),
         ({"steps": "four"}, "distill: steps is 'four'; "),
         ({"learning_rate": -1.0}, r"distill: learning_rate is -1\.0; input should be greater than or equal to"),

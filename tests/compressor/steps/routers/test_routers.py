@@ -27,6 +27,7 @@ from compressor.steps.routers.weights import Text, Weights, calibrate_weights, e
 from compressor.workdir.workdir import LayerWriter
 from tests import small, zoo
 from tests.command_line import Run, names, refused
+from tests.lessons import smaller
 from tests.opened import opened
 from tests.plans import plan_of
 from tests.small import tree
@@ -92,12 +93,7 @@ def test_trials_in_one_pass_have_the_figures_of_each_alone(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its copy of four experts with spoilt routers, and text."""
-    folder = tmp_path_factory.mktemp("models")
-    small.save(folder / "model")
-    text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(200))
-    small.text_file(folder, text)
-    plain = {"strategy": "model-centric", "correct": "none", "calibration": str(folder / "calibration.txt")}
-    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    folder = smaller(tmp_path_factory.mktemp("models"))
     generator = torch.Generator().manual_seed(0)
     small.edit_tensors(folder / "smaller", lambda tensors: [
         tensors.update({key: value + 0.2 * torch.randn(value.shape, generator=generator)})

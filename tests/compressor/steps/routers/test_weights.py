@@ -1,4 +1,4 @@
-"""A bias for each expert: where it can go, and a known one that is found again."""
+"""Moments of routers' inputs and gradients in every family; a bias where routers take one, by hand and as a command."""
 
 import json
 import shutil
@@ -17,15 +17,54 @@ from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.opened import open_model
+from compressor.model.router_logits import router_weight
+from compressor.model.streaming import ReversePass
 from compressor.pathways.answering import Average
 from compressor.progress import Silent
-from compressor.steps.routers.bias import RIDGE, bias_places, calibrate_bias
 from compressor.steps.routers.calibrating import stored_names
 from compressor.steps.routers.step import Routers
+from compressor.steps.routers.weights import RIDGE, Moments, RouterGradients, bias_places, calibrate_bias
 from tests import small, zoo
 from tests.command_line import Run, names, refused
-from tests.opened import opened
+from tests.compressor.model.test_reverse import REFUSED, loss
+from tests.lessons import smaller
+from tests.opened import batches, opened
 from tests.small import tree
+
+
+@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+def test_inputs_times_gradients_are_the_gradient_of_the_weight(name: str, tmp_path: Path) -> None:
+    if name in REFUSED:
+        pytest.skip("no gradients go through it layer by layer")
+    stock, model = opened(name, tmp_path)
+    parts, seen = batches(stock, (2, 1)), RouterGradients()
+    ReversePass(model, parts).run(loss, seen)
+    stock.requires_grad_(True)
+    for number, tokens in enumerate(parts):
+        loss(number, stock(input_ids=tokens, use_cache=False)).backward()  # type: ignore[no-untyped-call]
+    for key, moments in seen.found.items():
+        expected = stock.get_parameter(key).grad
+        assert expected is not None and moments.tokens == sum(part.numel() for part in parts)
+        scale = max(float(expected.abs().max()), 1e-3)
+        torch.testing.assert_close(moments.both.T.float(), expected, atol=1e-4 * scale, rtol=1e-3, msg=key)
+        assert torch.equal(moments.gradients, moments.gradients.T)
+    keys = map(router_weight, model.architecture.layers)
+    assert seen.found.keys() == {key for key in keys if stock.get_parameter(key).grad is not None}
+
+
+def test_a_direction_solves_the_ridge_equations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(50, size, generator=generator).double() for size in (6, 4))
+    moments = Moments.empty(6, 4)
+    for part in range(0, 50, 7):
+        moments.add(x[part : part + 7], g[part : part + 7])
+    change = moments.direction(0.3)
+    left = x.T @ x + 0.3 * (x.square().sum() / 6) * torch.eye(6)
+    right = g.T @ g + 0.3 * (g.square().sum() / 4) * torch.eye(4)
+    torch.testing.assert_close(right @ change @ left, -(g.T @ x))  # as one system: kron(right, left) vec = -vec
+    assert moments.mean_square(change) == pytest.approx(float((x @ change.T).square().mean()))
+    assert float((change * (g.T @ x)).sum()) < 0  # downhill
+
 
 pytestmark = pytest.mark.usefixtures("offline")
 DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
@@ -131,11 +170,7 @@ def test_both_ways_win_back_most_of_what_a_known_bias_cost(run: Run, disturbed: 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a smaller one, text, and a reference set of the smaller one."""
-    folder = tmp_path_factory.mktemp("models")
-    small.save(folder / "model")
-    small.text_file(folder, "\n\n".join(f"Sentence {n} says {'so ' * (n % 7)}and {n**2}." for n in range(200)))
-    plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none"}
-    compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
+    folder = smaller(tmp_path_factory.mktemp("models"))
     items = [
         {"prompt": f"{n} is", "answer": answer, "choices": [" a", " b"]} for n in "12345" for answer in (" a", " b")
     ]

@@ -1,6 +1,7 @@
-"""Steps of a distillation: gradients are autograd's on the stock model, Adam is the textbook's, streamed or not."""
+"""Steps of a distillation: gradients are autograd's, Adam is the textbook's, LoRA is PEFT's, streamed or not."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
 from compressor.evaluation import base_answers
+from compressor.model.opened import open_model
 from compressor.steps.distill import engines
-from compressor.steps.distill.engines import InMemory, LayerState, trained_layers, update
+from compressor.steps.distill.engines import (
+    InMemory,
+    LayerState,
+    begin_factors,
+    merged,
+    stored_dtypes,
+    stored_tensors,
+    trained_layers,
+    update,
+)
+from compressor.steps.distill.step import Distill
+from tests import quantized, small, zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
-from tests.opened import one_expert, plain_calls
+from tests.opened import one_expert, opened, plain_calls
 
 
 def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:
@@ -242,3 +257,128 @@ def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(
     before = [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
     take_step(engine, text, wish, 1, made.model)  # which must not write into what was kept
     assert before == [path.read_bytes() for path in sorted((tmp_path / "kept").iterdir())]
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def in_peft(stock: Any, masters: dict[str, torch.Tensor], rank: int) -> Any:
+    """The stock model with PEFT's adapters on the same tensors, their factors ours."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(ATTENTION),
+        target_parameters=[f"experts.{name}" for name in EXPERTS],
+    )  # fmt: skip
+    wrapped = get_peft_model(stock, config)
+    for key, pair in factors(masters).items():
+        first, second = module_of(wrapped, key)
+        with torch.no_grad():
+            first.weight.copy_(as_peft_first(pair[0]))
+            second.weight.copy_(as_peft_second(pair[1]))
+    return wrapped
+
+
+def factors(named: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    keys = [name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A")]
+    return {key: (named[f"{key}.lora_A"], named[f"{key}.lora_B"]) for key in keys}
+
+
+def as_peft_first(first: torch.Tensor) -> torch.Tensor:
+    return first.reshape(-1, first.shape[-1])
+
+
+def as_peft_second(second: torch.Tensor) -> torch.Tensor:
+    return second if second.dim() == 2 else second.permute(1, 2, 0).reshape(second.shape[1], -1)
+
+
+def module_of(wrapped: Any, key: str) -> tuple[Any, Any]:
+    """PEFT's factors of a tensor: of a module's weight, or of one of the parameters that wrappers around it adapt."""
+    name, _, parameter = key.rpartition(".")
+    module = wrapped.base_model.model.get_submodule(name)
+    while parameter != "weight" and module.parameter_name != parameter:
+        module = module.base_layer
+    return module.lora_A["default"], module.lora_B["default"]
+
+
+def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients, made = note_gradients(monkeypatch), lesson("mixtral", tmp_path)
+    wish = options(train="lora", kl=0.0, cross_entropy=1.0)
+    engine, text = made.engine(wish), made.text(wish)
+    assert isinstance(engine, InMemory)
+    generator = torch.Generator().manual_seed(0)
+    masters: dict[str, torch.Tensor] = {}
+    for state in engine.states.values():
+        for name, value in state.masters.items():
+            if name.endswith(".lora_B"):
+                value.copy_(0.3 * torch.randn(value.shape, generator=generator))
+        masters.update(state.masters)
+    take_step(engine, text, wish, 0, made.model)
+    wrapped = in_peft(made.stock, masters, wish.rank)
+    (batch,) = text.of_step(0, wish.sequences, 0)
+    output = wrapped(input_ids=batch.tokens, labels=batch.tokens)
+    output.loss.backward()
+    assert len(factors(masters)) == len(made.model.architecture.units) * (len(ATTENTION) + len(EXPERTS))
+    for key, pair in factors(gradients).items():
+        first, second = module_of(wrapped, key)
+        for found, expected in ((as_peft_first(pair[0]), first), (as_peft_second(pair[1]), second)):
+            scale = float(expected.weight.grad.abs().max())
+            torch.testing.assert_close(found, expected.weight.grad, rtol=1e-3, atol=1e-4 * scale, msg=key)
+    merged = wrapped.merge_and_unload()
+    for layer in engine.layers.values():
+        for key, value in layer.values(engine.read, engine.states[layer.unit].masters).items():
+            torch.testing.assert_close(value, merged.get_parameter(key).detach(), rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6)])
+def test_a_weight_begins_as_it_is(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    first, second = begin_factors(shape, 2, torch.Generator().manual_seed(1))
+    assert torch.equal(merged(weight, first, second), weight)
+    assert first.abs().max() <= shape[-1] ** -0.5 and first.std() > 0.4 * shape[-1] ** -0.5
+
+
+@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+def test_tensors_that_were_not_changed_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    _, model = opened(name, tmp_path)
+    if name == "diffusion_gemma":
+        with pytest.raises(CompressionError, match="is shared by two layers"):
+            trained_layers(model, Distill())
+        return
+    layers = trained_layers(model, Distill())
+    dtypes = stored_dtypes(model, layers)
+    model.partial.load(model.partial.keys_under(""))
+    state, written = model.partial.model.state_dict(), set[str]()
+    for layer in layers:
+        for found, value in stored_tensors(model, {key: state[key] for key in layer.keys}, dtypes).items():
+            assert torch.equal(value, model.checkpoint.read(found)), found
+            written.add(found)
+    experts = {entry for entry, role in model.layout.roles.items() if role.layer}
+    buffers = {entry for entry in experts if model.partial.keys.targets[entry] not in dict(
+        model.partial.model.named_parameters())}  # fmt: skip
+    choosing = {entry for entry in experts if entry.endswith("expert_bias")}  # which no gradient reaches
+    assert experts - written <= buffers | choosing and written
+
+
+def test_a_stored_tensor_that_is_none_of_the_stock_names_is_told(tmp_path: Path) -> None:
+    small.save(tmp_path)
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    name = next(name for name in model.checkpoint.tensors if name.endswith("w2.weight"))
+    del model.checkpoint.tensors[name]
+    with pytest.raises(CompressionError, match="is not stored as transformers would write it"):
+        stored_dtypes(model, trained_layers(model, Distill()))
+
+
+@pytest.mark.parametrize("save", [quantized.save_fp8, quantized.save_mxfp4, quantized.save_compressed_tensors])
+def test_quantised_tensors_are_refused_by_name_and_plain_ones_beside_them_are_not(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    model = open_model(locate(str(tmp_path)), "auto", "cpu")
+    with pytest.raises(CompressionError, match=r"tensor '\S+' is stored quantised.* train: router"):
+        stored_dtypes(model, trained_layers(model, Distill()))
+    router = stored_dtypes(model, trained_layers(model, Distill("router")))
+    assert router and all(dtype.itemsize > 1 for dtype in router.values())
