@@ -67,26 +67,24 @@ def ruined(base: Path) -> Path:
     return changed(base, base.parent / "ruined", 3.0)
 
 
-def test_a_good_model_passes(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
-    result = run("gate", base, good, "--tasks", TASKS, "--limit", 120, "--max-drop", 0.05, "-o", tmp_path / "out")
-    assert result.status == 0, result
+def test_a_good_model_passes_and_a_ruined_one_fails(
+    run: Run, base: Path, good: Path, ruined: Path, tmp_path: Path
+) -> None:
+    ask = ("--tasks", TASKS, "--limit", 120, "--max-drop", 0.05, "-o")
+    result = run("gate", base, good, *ask, tmp_path / "good")
+    assert result.status == 0 and "Pass" in result.out, result
     assert "layer in memory" not in result.out  # of itself it streams only what does not fit
-    assert names(tmp_path / "out") == REPORTS
-    found = read_gate(tmp_path / "out" / "gate.json")
+    assert names(tmp_path / "good") == REPORTS
+    found = read_gate(tmp_path / "good" / "gate.json")
     assert found.verdict == "pass" and [task.verdict for task in found.tasks] == ["pass", "pass"]
     assert all(task.items == 120 and task.upper < 0.05 for task in found.tasks)
-    suite = ElementTree.parse(tmp_path / "out" / "gate.xml").getroot()
-    cases = list(suite.iter("testcase"))
-    assert len(cases) == 2 and not list(suite.iter("failure")) and not list(suite.iter("skipped"))
-    assert "Pass" in result.out
-
-
-def test_a_ruined_model_fails(run: Run, base: Path, ruined: Path, tmp_path: Path) -> None:
-    result = run("gate", base, ruined, "--tasks", TASKS, "--limit", 120, "--max-drop", 0.05, "-o", tmp_path / "out")
-    assert result.status == 1, result
-    found = read_gate(tmp_path / "out")
+    suite = ElementTree.parse(tmp_path / "good" / "gate.xml").getroot()
+    assert len(list(suite.iter("testcase"))) == 2
+    assert not list(suite.iter("failure")) and not list(suite.iter("skipped"))
+    assert run("gate", base, ruined, *ask, tmp_path / "ruined").status == 1
+    found = read_gate(tmp_path / "ruined")
     assert found.verdict == "fail" and any(task.lower > 0.05 for task in found.tasks)
-    assert list(ElementTree.parse(tmp_path / "out" / "gate.xml").getroot().iter("failure"))
+    assert list(ElementTree.parse(tmp_path / "ruined" / "gate.xml").getroot().iter("failure"))
 
 
 def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_path: Path) -> None:

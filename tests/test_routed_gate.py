@@ -15,7 +15,7 @@ from compressor.gates.run import GateRequest
 from compressor.pathways.options import PathwayOptions, Routing
 from compressor.pathways.reference import reference_digest
 from tests import small
-from tests.command_line import Run, captured, names, refused
+from tests.command_line import Run, captured, refused
 from tests.evaluations import Steps, ask
 
 pytestmark = pytest.mark.usefixtures("offline", "own_cache")
@@ -42,14 +42,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def routed(place: Path, *more: Any, reference: str = "set") -> tuple[Any, ...]:
-    two = ("gate", place / "base", place / "smaller", "--tasks", ",".join(TASKS), "--limit", 12)
-    return (*two, "--routing", "c3po", "--reference", place / reference, *more)
-
-
 def test_the_compressed_model_alone_is_routed_and_the_report_tells(run: Run, place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run(*routed(place, "--optimizer", "kernel", "--share", 0, "--pathway-layers", 2, "-o", out))
+    result = run(
+        "gate", place / "base", place / "smaller", "--tasks", ",".join(TASKS), "--limit", 12, "--routing", "c3po",
+        "--reference", place / "set", "--optimizer", "kernel", "--share", 0, "--pathway-layers", 2, "-o", out,
+    )  # fmt: skip
     assert result.status in (1, 3), result
     found = read_gate(out)
     plain = {model: ask(place / model, *TASKS, limit=12) for model in ("base", "smaller")}
@@ -126,9 +124,3 @@ def test_the_set_of_another_model_is_refused_before_the_base_answers(run: Run, p
     result = run("gate", place / "base", place / "base", *words)
     refused(result, "is of a model with 8 experts a layer, base has 16")
     refused(run("gate", "--demo", *words), "judges a model that has a reference set; name two models")
-
-
-def test_compressing_under_a_gate_takes_no_routing(run: Run, place: Path, tmp_path: Path) -> None:
-    words = ("--experts", 8, "--gate", TASKS[0], "--routing", "c3po")
-    refused(run("compress", place / "base", "-o", tmp_path / "out", *words), "No such option: --routing")
-    assert "out" not in names(tmp_path)

@@ -378,24 +378,21 @@ def read_gate(path: Path) -> GateResult:
         raise CompressionError(f"{file}: {error}; {remedy}") from error
 
 
-def find_gate(folder: Path) -> GateResult | None:
-    """The gate's result beside the weights, if it is about these very files."""
+def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
+    """The result handed in, refused if it names other files than these; else that beside them, if it is theirs."""
+    if gate is not None:
+        if (name := differing(folder, gate.compressed_identity)) is not None:
+            raise CompressionError(
+                f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on "
+                "this folder"
+            )
+        return gate
     if not (folder / REPORT).is_file():
         return None
     result = read_gate(folder / REPORT)
     identity = result.compressed_identity
     known = isinstance(identity.get("weights"), list) and isinstance(identity.get("files"), Mapping)
     return result if known and differing(folder, identity) is None else None
-
-
-def belonging(folder: Path, gate: GateResult) -> GateResult:
-    """A result that was handed in; refused if it names other files than these."""
-    if (name := differing(folder, gate.compressed_identity)) is not None:
-        raise CompressionError(
-            f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on this "
-            "folder"
-        )
-    return gate
 
 
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:

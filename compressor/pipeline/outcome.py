@@ -14,7 +14,7 @@ from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
-from compressor.gates.report import belonging, find_gate, read_gate
+from compressor.gates.report import gate_of, read_gate
 from compressor.gates.verdict import GateResult
 from compressor.model.opened import OpenModel, advice_on, served_model
 from compressor.recipe.plan import CompressionPlan, parts_of
@@ -205,7 +205,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             acceptance=run.acceptance if run else {},
             versions=dict(content.get("versions") or plan.versions),
             command=run.command if run else None,
-            gate=find_gate(folder) if gate is None else belonging(folder, gate),
+            gate=gate_of(folder, gate),
             recorded_digest=str(content["plan_digest"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:

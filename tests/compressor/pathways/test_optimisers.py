@@ -155,10 +155,3 @@ def test_the_oracle_lifts_whatever_answer_it_is_told(right: int) -> None:
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
         PathwayOptions(**options)
-
-
-def test_defaults_are_the_papers() -> None:
-    found = PathwayOptions()
-    assert (found.neighbours, found.layers, found.experts, found.tokens, found.kernel, found.steps) == (
-        3, 5, 20, "last", "gaussian", 10,
-    )  # fmt: skip

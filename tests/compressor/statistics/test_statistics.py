@@ -311,12 +311,6 @@ def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> Non
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
 
 
-def test_data_is_asked_for_where_it_is_needed(tmp_path: Path) -> None:
-    _, model = opened("mixtral", tmp_path)
-    with pytest.raises(CompressionError, match="needs calibration data; pass --calibration"):
-        list(collecting.collect(model, frozenset({"routed_count"}), None, Silent()))
-
-
 def test_an_undeclared_statistic_is_an_error(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     for stats in statistics(model, frozenset({"routed_count"}), batches(stock)).values():
