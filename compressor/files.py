@@ -223,16 +223,16 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     check()
     target = Path(os.path.abspath(out))
     with wrap_full_disk(target.parent), alone(out) as work:
-        made, old = work / "output", work / REPLACED
+        fresh, old = work / "output", work / REPLACED
         try:
-            for leftover in (made, old):  # of a run that was killed
+            for leftover in (fresh, old):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
-            made.mkdir()
-            yield made
+            fresh.mkdir()
+            yield fresh
             check()
-            replace_folder(made, target, old)
+            replace_folder(fresh, target, old)
         finally:
-            for leftover in (made, old):
+            for leftover in (fresh, old):
                 shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -65,17 +65,17 @@ def listed(numbers: Iterable[int]) -> str:
 
 def span(numbers: Iterable[int]) -> str:
     """The least and the greatest: '8 to 16', or '16' where all are the same."""
-    found = sorted(set(numbers))
-    return f"{found[0]} to {found[-1]}" if len(found) > 1 else str(found[0])
+    ordered = sorted(set(numbers))
+    return f"{ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else str(ordered[0])
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run: [0, 1, 2, 5] -> [(0, 2), (5, 5)]."""
-    found = list[tuple[int, int]]()
+    spans = list[tuple[int, int]]()
     for number in sorted(numbers):
-        start = found.pop()[0] if found and found[-1][1] == number - 1 else number
-        found.append((start, number))
-    return found
+        start = spans.pop()[0] if spans and spans[-1][1] == number - 1 else number
+        spans.append((start, number))
+    return spans
 
 
 def distinct(names: Iterable[str]) -> list[str]:

@@ -27,8 +27,8 @@ def resident() -> int:
 def _field(file: Path, field: str) -> int | None:
     """The bytes of one field of a file in /proc; None where there is none."""
     with suppress(OSError):
-        if found := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
+        if match := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
+            return int(match[1]) * 1024
     return None
 
 
@@ -44,8 +44,8 @@ def available() -> int | None:
 def _left_in_groups() -> Iterator[int]:
     """Bytes that each control group (version 2) around this process leaves; the page cache it can drop is free."""
     with suppress(OSError):
-        if own := re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE):
-            place = GROUPS / own[1]
+        if match := re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE):
+            place = GROUPS / match[1]
             for folder in (place, *place.parents):
                 if folder == GROUPS.parent:
                     break

@@ -91,7 +91,7 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
     Further fields are left aside, or refused where the object is `closed`. Raises `CompressionError` naming the first
     field that is missing, unknown or of another type; true is no whole number.
     """
-    hints, found = _hints(kind), {}  # type: ignore[arg-type]
+    hints, values = _hints(kind), {}  # type: ignore[arg-type]
     if not isinstance(content, dict):
         raise _odd(content, f"an object with {', '.join(sorted(hints))}" if closed else "an object", where)
     if closed and (unknown := sorted(set(content) - set(hints))):
@@ -100,10 +100,10 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
     for entry in fields(kind):  # type: ignore[arg-type]
         place = f"{where}.{entry.name}" if where else entry.name
         if entry.name in content:
-            found[entry.name] = value_as(content[entry.name], hints[entry.name], place, closed)
+            values[entry.name] = value_as(content[entry.name], hints[entry.name], place, closed)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise CompressionError(f"{place} is missing{'; restore it' if closed else ''}")
-    return kind(**found)
+    return kind(**values)
 
 
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:

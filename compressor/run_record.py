@@ -143,10 +143,10 @@ def report_in_place(out: Path) -> None:
 def stamp(folder: Path) -> list[list[Any]]:
     """Path, size and time of change of each file, which a rename keeps; none where they cannot be read."""
     try:
-        found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
     except OSError:
         return []
-    return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in found]
+    return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in files]
 
 
 def _request(folder: Path, key: str) -> Path:

@@ -40,9 +40,9 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         starts.append(place)
         place = ends[place]
     of = torch.searchsorted(torch.tensor(starts), torch.arange(len(ends)), right=True) - 1
-    found = exact.clone()
-    found[known] = numbers.index_copy(0, order, _on_grid(ordered[starts])[of])
-    return found.to(values.device)
+    result = exact.clone()
+    result[known] = numbers.index_copy(0, order, _on_grid(ordered[starts])[of])
+    return result.to(values.device)
 
 
 def _on_grid(numbers: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def find_blocks(model: Gguf) -> Blocks:
     experts = first.number(f"{arch}.expert_count")
     homes = dict[str, int]()
     for name in model.tensors:
-        if found := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
-            homes[name] = int(found[1])
+        if match := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
+            homes[name] = int(match[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
             remedy = "compress the checkpoint that the file was made of and convert the result"
             raise CompressionError(f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}")
@@ -158,10 +158,10 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
         shared_experts=first.number(f"{blocks.arch}.expert_shared_count"),
         heads=tuple(sorted(blocks.heads)),
         quantization={
-            name: joined([f"{kind} in {counted(number, 'block')}" for kind, number in found.most_common()])
-            if len(found) > 1
-            else next(iter(found))
-            for name, found in kinds.items()
+            name: joined([f"{kind} in {counted(number, 'block')}" for kind, number in counted_kinds.most_common()])
+            if len(counted_kinds) > 1
+            else next(iter(counted_kinds))
+            for name, counted_kinds in kinds.items()
         },
         parameters=total.parameters,
         bytes=total.bytes,

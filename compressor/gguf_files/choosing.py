@@ -84,13 +84,13 @@ class Imatrix:
 
     def squares(self, weight: str, experts: int, width: int) -> Numbers:
         """Sums over the rows of each input's square: [E, in]; of an old file, means over an expert's rows."""
-        found = self._read(self.sums.get(weight), f"{weight}.in_sum2", experts, width)
+        sums = self._read(self.sums.get(weight), f"{weight}.in_sum2", experts, width)
         if self.counts is not None:
-            return found
-        found = found / self.calls[weight]
-        unseen = np.asarray(np.isclose(found, 1.0, rtol=1e-6, atol=0)).all(1)  # the format has no other word for it
-        found[unseen] = 0.0
-        return found
+            return sums
+        sums = sums / self.calls[weight]
+        unseen = np.asarray(np.isclose(sums, 1.0, rtol=1e-6, atol=0)).all(1)  # the format has no other word for it
+        sums[unseen] = 0.0
+        return sums
 
     def _read(self, place: Tensor | None, name: str, experts: int, width: int) -> Numbers:
         if place is None:
@@ -134,10 +134,10 @@ def _read_old(path: Path, stream: BinaryIO) -> Imatrix:
 
     def number(least: int, most: int) -> int:
         raw = stream.read(4)
-        found = struct.unpack("<i", raw)[0] if len(raw) == 4 else -1
-        if not least <= found <= most:
+        value = struct.unpack("<i", raw)[0] if len(raw) == 4 else -1
+        if not least <= value <= most:
             raise CompressionError(f"{path} is no importance matrix, or is cut off; make one by llama-imatrix")
-        return int(found)
+        return int(value)
 
     size, sums, calls = path.stat().st_size, dict[str, Tensor](), dict[str, int]()
     for _ in range(number(1, MOST_TENSORS)):
@@ -173,16 +173,16 @@ def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
     """Squared norm of each neuron's column of the dequantised down projections: [E, n]; one expert in memory."""
     down = model.tensors[DOWN.format(layer.index)]
     size = down.nbytes // layer.experts
-    found = np.empty((layer.experts, down.shape[-1]))
+    norms = np.empty((layer.experts, down.shape[-1]))
     for expert in range(layer.experts):
         weight = dequantised(down, model.read(down.name, expert * size, size))
-        found[expert] = np.einsum("on,on->n", weight, weight, dtype=np.float64)
+        norms[expert] = np.einsum("on,on->n", weight, weight, dtype=np.float64)
     scale = model.tensors.get(down.name.replace(".weight", ".scale"))  # what each expert is multiplied by
     if scale is not None:
-        found *= dequantised(scale, model.read(scale.name)).reshape(-1, 1).astype(np.float64) ** 2
-    if not np.isfinite(found).all():
+        norms *= dequantised(scale, model.read(scale.name)).reshape(-1, 1).astype(np.float64) ** 2
+    if not np.isfinite(norms).all():
         raise CompressionError(f"{down.name} has weights that are no numbers; download or convert the file again")
-    return found
+    return norms
 
 
 def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -198,11 +198,11 @@ def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dt
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scales that overflow: the caller refuses infinite weights
-            found = dequantize(stored.reshape(-1, row), GGMLQuantizationType(tensor.kind))
+            values = dequantize(stored.reshape(-1, row), GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
         kind = f"{type_name(tensor.kind)}, which the package gguf does not dequantise"
         raise CompressionError(f"{tensor.name} is {kind}; choose --strategy {COUNTS}") from error
-    return np.asarray(found, np.float32)
+    return np.asarray(values, np.float32)
 
 
 def imatrix_plan(
@@ -233,12 +233,12 @@ def imatrix_plan(
     protected = given_protected(entries, blocks.layers, keep)
     layers = list[LayerPlan]()
     for layer in blocks.layers:
-        own = protected.get(layer.name, frozenset())
+        kept_whole = protected.get(layer.name, frozenset())
         if layer.index in blocks.heads and DOWN.format(layer.index) not in imatrix.sums:
-            layers.append(head_plan(model, layer, keep, own))
+            layers.append(head_plan(model, layer, keep, kept_whole))
             continue
         scores = SCORES[name](model, layer, imatrix)
-        made = keep_best(LayerStatistics(layer), scores, keep, own, decided_by=name)
+        made = keep_best(LayerStatistics(layer), scores, keep, kept_whole, decided_by=name)
         layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
     source = Source(model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
@@ -341,11 +341,11 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
         if len(weights) != 1:  # by which the experts are scored
             return UNCHECKED
         wanted = source.checkpoint.read(weights[0]).double().numpy()
-        found = dequantised(model.tensors[name], model.read(name)).astype(np.float64)
-        if found.shape != wanted.shape:
-            shapes = f"{name} has the shape {list(found.shape)}, the plan's source {list(wanted.shape)}"
+        router = dequantised(model.tensors[name], model.read(name)).astype(np.float64)
+        if router.shape != wanted.shape:
+            shapes = f"{name} has the shape {list(router.shape)}, the plan's source {list(wanted.shape)}"
             raise CompressionError(f"{shapes}; {MATCH}")
-        difference = float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+        difference = float(np.abs(router - wanted).max() / max(np.abs(wanted).max(), 1e-30))
         if not difference <= largest:
             largest, worst = difference, name
     return SAME if largest <= ROUNDING else DIFFERENT.format(worst, largest)

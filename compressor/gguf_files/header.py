@@ -84,13 +84,13 @@ class Header:
 
     def number(self, key: str, default: int = 0) -> int:
         """A whole number of the metadata, or the default where there is none."""
-        found = self.values[key].content if key in self.values else None
-        return found if isinstance(found, int) else default
+        content = self.values[key].content if key in self.values else None
+        return content if isinstance(content, int) else default
 
     def text(self, key: str) -> str:
         """A string of the metadata; an empty one where there is none."""
-        found = self.values[key].content if key in self.values else None
-        return found if isinstance(found, str) else ""
+        content = self.values[key].content if key in self.values else None
+        return content if isinstance(content, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +262,8 @@ def part_names(path: Path, count: int) -> list[Path]:
     """The files of a model of so many parts: 'a.gguf', 2 -> a-00001-of-00002.gguf, a-00002-of-00002.gguf."""
     if count == 1:
         return [path]
-    found = PART.fullmatch(path.name)
-    stem = found["stem"] if found else path.name.removesuffix(SUFFIX)
+    match = PART.fullmatch(path.name)
+    stem = match["stem"] if match else path.name.removesuffix(SUFFIX)
     return [path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
 
 

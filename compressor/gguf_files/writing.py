@@ -59,17 +59,17 @@ def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
     values, experts, key = model.first.values, plan.stage.experts, f"{blocks.arch}.expert_count"
     kind = values[key].kind
-    found = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
+    changed = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
     label, begins = model.first.text(LABEL), f"{blocks.experts}x"
     if label.startswith(begins):
-        found[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
+        changed[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
     earlier, count, before = b"", 0, values.get(PLANS)
     if before is not None and before.kind == ARRAY and int.from_bytes(before.raw[:4], "little") == STRING:
         earlier, count = before.raw[12:], int.from_bytes(before.raw[4:12], "little")
     text = packed(json.dumps(plan.to_dict(), separators=(",", ":")))
-    found[PLANS] = Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier + text)
-    found[VERSION] = Value(STRING, packed(versions()["moe-compressor"]))
-    return found
+    changed[PLANS] = Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier + text)
+    changed[VERSION] = Value(STRING, packed(versions()["moe-compressor"]))
+    return changed
 
 
 def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:

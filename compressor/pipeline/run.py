@@ -168,12 +168,12 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
     def answered() -> bool:
         with suppress(CompressionError):
             check_target(terms.out, False)  # which tidies up after a run that was killed
-        found = answers(terms.out, place)
+        same = answers(terms.out, place)
         with suppress(CompressionError):
-            if found and work_folder(terms.out).exists():  # of a run that was killed after the last rename
+            if same and work_folder(terms.out).exists():  # of a run that was killed after the last rename
                 with alone(terms.out) as folder:
                     clear(folder)
-        return found
+        return same
 
     if not here().broadcast(answered):
         return None
@@ -207,8 +207,8 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
 
     def assembled() -> None:
         files = [name for name in stage.job.files if name != "config.json"]
-        made = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(filled(task, state.plan, label))}
-        assemble(stage.folder, work.output, made, task.recipe.output.max_shard_bytes)
+        records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(filled(task, state.plan, label))}
+        assemble(stage.folder, work.output, records, task.recipe.output.max_shard_bytes)
         stage.job.verify(work.output)
 
     with state.clock.phase("write"):

@@ -101,8 +101,8 @@ class Task:
     def key(self) -> str:
         """SHA-256 of everything that decides the output, the content of texts included."""
         content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
-        own = [step.calibration for step in self.steps if step.calibration is not None]
-        texts = [self.recipe.calibration, *own]
+        texts_of_steps = [step.calibration for step in self.steps if step.calibration is not None]
+        texts = [self.recipe.calibration, *texts_of_steps]
         facts = [
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
@@ -132,14 +132,14 @@ def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
 
     Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own.
     """
-    found, stage, before = list[int](), first - 1, -1
+    numbers, stage, before = list[int](), first - 1, -1
     for step in steps:
         rank = step.order
         if rank is None or before < 0 or rank < before or (rank == before and rank < LAST):
             stage += 1
-        found.append(stage)
+        numbers.append(stage)
         before = -1 if rank is None else rank
-    return found
+    return numbers
 
 
 def of_stage(steps: Sequence[Step], stage: int) -> list[Step]:
@@ -193,19 +193,19 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
 
 def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[list[Needs], OpenModel]:
     """What each step reads. Steps of later layerwise stages are checked on the model that is there then."""
-    stages, seen, found = stage_numbers(steps), model, list[Needs]()
+    stages, seen, needs = stage_numbers(steps), model, list[Needs]()
     first = next((stage for step, stage in zip(steps, stages, strict=True) if step.order is not None), None)
     for number, step in enumerate(steps):
         planned = plan is not None and plan.steps[number].plan is not None
         if step.order is not None and stages[number] == first:
             seen = step.view(seen)
         if step.order is None:
-            found.append(step.needs(model, steps[:number], planned))
+            needs.append(step.needs(model, steps[:number], planned))
         elif stages[number] == first:
-            found.append(step.needs(seen, of_stage(steps, stages[number]), planned))
+            needs.append(step.needs(seen, of_stage(steps, stages[number]), planned))
         else:
-            found.append(Needs(text=True, heldout=1))
-    return found, seen
+            needs.append(Needs(text=True, heldout=1))
+    return needs, seen
 
 
 def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:

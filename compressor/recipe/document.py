@@ -21,9 +21,9 @@ MOST_ENTRIES = 1_000  # rounds or evaluations, each with a row
 COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 
-def plan_blocks(made: Plan, path: Path) -> tuple[Block, ...]:
+def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
     """A row for each layer of a plan that was written there, and its steps if there are several."""
-    plan = made.stage
+    plan = planned.stage
     columns: tuple[str, ...] = COLUMNS if plan.protected else COLUMNS[:-1]
     rows = [
         (
@@ -40,7 +40,7 @@ def plan_blocks(made: Plan, path: Path) -> tuple[Block, ...]:
     if plan.constants is not None:
         columns = tuple("constants" if name == "dropped" else name for name in columns)
     title = f"Plan by {plan.strategy}{data}, written to {path}"
-    steps = [Text(f"Steps: {', '.join(step.name for step in made.steps)}")] if len(made.steps) > 1 else []
+    steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
     return Table(title, columns, tuple(rows)), *protected_blocks_of(plan.protected), *steps
 
 
@@ -94,7 +94,7 @@ def entries(value: Any) -> list[Mapping[str, Any]]:
 def divergence(result: Mapping[str, Any], changed: bool) -> str:
     """KL from the base, loss and flips (another greedy token than the base's) on held-out text, before and after."""
     pairs = {"KL": ("before", "after"), "loss": ("loss_before", "loss_after"), "flips": ("flips_before", "flips_after")}
-    found = []
+    parts = []
     for what, names in pairs.items():
         values = [result.get(name) for name in names]
         if what == "flips":
@@ -102,9 +102,9 @@ def divergence(result: Mapping[str, Any], changed: bool) -> str:
         else:
             before, after = map(figure, values)
         if what == "KL" or before != "-":
-            found.append(f"{what} {f'{before} to {after}' if changed else before}")
-    found[0] += " nats per token from the base on held-out text"
-    return ", ".join(found)
+            parts.append(f"{what} {f'{before} to {after}' if changed else before}")
+    parts[0] += " nats per token from the base on held-out text"
+    return ", ".join(parts)
 
 
 def changed(entry: Mapping[str, Any]) -> bool:
@@ -120,11 +120,11 @@ def step_blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
     """A step's description of its result, a sentence first; its name alone where there is none."""
     name = one_line(str(entry.get("name")))
     try:
-        found = tuple(make_step(name, entry.get("options") or {}).describe(entry))
+        blocks = tuple(make_step(name, entry.get("options") or {}).describe(entry))
     except Exception as error:  # of a plugin, or of options that were edited
         logger.debug("the step %s cannot describe its result: %s", name, error)
-        found = ()
-    return found if any(isinstance(block, Text) for block in found) else (Text(f"{name}."), *found)
+        blocks = ()
+    return blocks if any(isinstance(block, Text) for block in blocks) else (Text(f"{name}."), *blocks)
 
 
 def step_line(entry: Mapping[str, Any]) -> str:

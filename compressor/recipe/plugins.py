@@ -39,12 +39,12 @@ def _scanned(group: str, folders: tuple[tuple[str, float], ...]) -> EntryPoints:
 
 def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
     """Entry points by name and value, as two packages may offer one name; read again when a folder has changed."""
-    found: dict[str, dict[str, EntryPoint]] = {}
+    offered: dict[str, dict[str, EntryPoint]] = {}
     places = [folder or "." for folder in sys.path]
     changed = tuple((place, os.path.getmtime(place) if os.path.isdir(place) else 0.0) for place in places)
     for entry in _scanned(group, changed):
-        found.setdefault(entry.name, {})[entry.value] = entry
-    return found
+        offered.setdefault(entry.name, {})[entry.value] = entry
+    return offered
 
 
 def names(group: str) -> list[str]:

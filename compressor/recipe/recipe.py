@@ -191,13 +191,13 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         name, sign, weight = source.rpartition("=")
         return places.get(source) or (f"{places[name]}={weight}" if sign and name in places else source)
 
-    found = dict(content)
+    located = dict(content)
     for field, place in (("model", record.source), ("base", record.base)):
         if place is not None and os.path.isdir(place) and content.get(field) == Path(place).name:
-            found[field] = place
+            located[field] = place
     if isinstance(text := content.get("calibration"), dict) and isinstance(text.get("data"), list):
-        found["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
-    return found
+        located["calibration"] = {**text, "data": [in_place(str(source)) for source in text["data"]]}
+    return located
 
 
 def refuse_missing(path: Path, recipe: Recipe) -> None:

@@ -108,8 +108,8 @@ class Step(Options):
 
     def __init__(self, *values: Any, **named: Any) -> None:
         """Take options by name, or in the order of the fields (`Correct("tune")`)."""
-        own = [name for name in type(self).model_fields if name != "calibration"]
-        super().__init__(**dict(zip(own, values, strict=False)), **named)
+        names = [name for name in type(self).model_fields if name != "calibration"]
+        super().__init__(**dict(zip(names, values, strict=False)), **named)
 
     def resolved(self, model: "OpenModel", steps: "Sequence[Step]") -> Self | None:
         """The step with every option resolved for the source `model`; None if nothing is to be done."""

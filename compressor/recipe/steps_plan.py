@@ -79,8 +79,8 @@ class Plan:
 
     def staged(self, numbers: Sequence[int]) -> CompressionPlan | None:
         """What the layerwise steps of a stage do to every expert; None where it is not decided, or of another kind."""
-        own = {self.steps[number].name: self.steps[number] for number in numbers}
-        chosen = own.get(PRUNE) or own.get(CONSTANTS)
+        by_name = {self.steps[number].name: self.steps[number] for number in numbers}
+        chosen = by_name.get(PRUNE) or by_name.get(CONSTANTS)
         if chosen is None or chosen.plan is None:
             return None
         decided, options, where = chosen.plan, chosen.options, f"the plan of {chosen.name}"
@@ -90,7 +90,7 @@ class Plan:
         if missing := sorted({"experts", "layers"} - set(decided)):
             raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
         _refuse_crowds(decided["layers"])
-        refit, split = own.get(CORRECT), own.get(SPLIT)
+        refit, split = by_name.get(CORRECT), by_name.get(SPLIT)
         constants = correction = None
         if chosen.name == CONSTANTS:
             named = {name: decided[name] for name in ("format", "budget", "experts_total")}

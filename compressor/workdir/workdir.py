@@ -185,8 +185,8 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
     with LayerWriter() as writer:
         for number, (unit, outputs) in enumerate(by_unit.items()):
             path = folder / file_of(unit)
-            made = made_by(path)
-            if here().takes_turn(number) and (made is None or made[: len(steps)] != tuple(steps)):
+            steps_done = made_by(path)
+            if here().takes_turn(number) and (steps_done is None or steps_done[: len(steps)] != tuple(steps)):
                 writer.write(path, outputs, job.produce(unit), steps)
             advance(unit or "embeddings and head")
     here().barrier()

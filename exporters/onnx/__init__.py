@@ -119,7 +119,7 @@ def export(
         graph, routes, reference, original = write_graph(opened, content, options, progress)
         layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
         owners = {key: recipe.source for key, recipe in graph.recipes.items()}
-        asked = Graph(content / GRAPH, owners, opened.architecture.units if layered else ())
+        exported = Graph(content / GRAPH, owners, opened.architecture.units if layered else ())
         changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
         if options.dtype == "fp16":
             changes.insert(0, "weights rounded to float16")
@@ -130,7 +130,7 @@ def export(
             folder=out,
             model=reference.model,
             **_sizes(content),
-            verification=compare(asked.answers(reference.cases, progress), reference, bounds, label, asked.how),
+            verification=compare(exported.answers(reference.cases, progress), reference, bounds, label, exported.how),
             rounding=None if original is None else rounding_cost(original, reference),
             nodes=sum(1 for _ in program.all_nodes()),
             inputs=tuple(value.name for value in program.inputs),

@@ -87,7 +87,7 @@ def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return dequantise(codes(values, scales, scheme), scales, scheme), scales
 
 
-def pack(found: Tensor, scheme: Scheme) -> Tensor:
+def pack(codes: Tensor, scheme: Scheme) -> Tensor:
     """Codes int8 [..., K] as unsigned bytes: [..., K], or [..., K / 2] for pairs of 4 bits, the first one low."""
-    unsigned = (found.to(torch.int16) + scheme.highest + 1).to(torch.uint8)
+    unsigned = (codes.to(torch.int16) + scheme.highest + 1).to(torch.uint8)
     return unsigned if scheme.bits == 8 else unsigned[..., 0::2] | unsigned[..., 1::2] << 4

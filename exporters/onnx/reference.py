@@ -82,9 +82,9 @@ def model_inputs(model: Any, tokens: Tensor, past: int = 0, mask: Tensor | None 
     rows, length = tokens.shape
     mask = torch.ones(rows, past + length, dtype=torch.long) if mask is None else mask
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:].contiguous()
-    found = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
     taken = inspect.signature(type(model).forward).parameters
-    return {name: value for name, value in found.items() if name in taken}
+    return {name: value for name, value in inputs.items() if name in taken}
 
 
 def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
-    config, found = model.config, list[Case]()
+    config, cases = model.config, list[Case]()
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
     def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
         mask = torch.ones_like(tokens) if mask is None else mask
-        found.append(Case(name, tokens, mask, chunks or (tokens.shape[1],)))
+        cases.append(Case(name, tokens, mask, chunks or (tokens.shape[1],)))
 
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
@@ -119,7 +119,7 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     if model.can_generate() and (count := min(tokens, longest - PROMPT)) > 0:
         parts = (random_tokens(config, 1, PROMPT, PROMPT_SEED), random_tokens(config, 1, count - 1, TEXT_SEED))
         ask(CONTINUED, torch.cat(parts, dim=1), (PROMPT, *[1] * (count - 1)) if past else ())
-    return tuple(found)
+    return tuple(cases)
 
 
 def nudge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -208,9 +208,9 @@ def _symbolic_minimum(model: Any) -> Iterator[None]:
         traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
         return symbolic(*values) if traced else plain(*values, **options)
 
-    own = {name for name in (type(module).__module__ for module in model.modules()) if name.startswith(STOCK)}
+    modules = {name for name in (type(module).__module__ for module in model.modules()) if name.startswith(STOCK)}
     with contextlib.ExitStack() as stack:
-        for module in map(sys.modules.__getitem__, own):
+        for module in map(sys.modules.__getitem__, modules):
             for name, symbolic in (("min", torch.sym_min), ("max", torch.sym_max)):
                 if not hasattr(module, name):
                     setattr(module, name, partial(extremum, getattr(builtins, name), symbolic))
@@ -362,7 +362,7 @@ def _rename(program: Any, inputs: TraceInputs) -> None:
 
 def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
     """Read what each traced symbol stands for off the inputs' axes."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for value in graph.inputs:
         length = "total" if cache and value.name == "attention_mask" else "sequence"
         for axis, name in cache.get(value.name, {0: "batch", 1: length}).items():
@@ -373,8 +373,8 @@ def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str,
                     f"of {value.name} (a loop over tokens, say), which the trace fixes at the example's {size}"
                 )
             if size.value is not None:
-                found.setdefault(size.value, name)
-    return found
+                names.setdefault(size.value, name)
+    return names
 
 
 def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:

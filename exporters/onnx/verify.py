@@ -84,10 +84,10 @@ def compare(
     ties, tokens, compared, equal = 0, 0, 0, 0
     for case in reference.cases:
         try:
-            found = next(answers)
-            if found.shape != case.logits.shape:
-                found = torch.full_like(case.logits, torch.nan)
-            gaps = (found[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
+            computed = next(answers)
+            if computed.shape != case.logits.shape:
+                computed = torch.full_like(case.logits, torch.nan)
+            gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
             gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
             beyond = ~(gaps <= bound)
             if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
@@ -100,7 +100,7 @@ def compare(
         cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
         ties, tokens = ties + int(beyond.sum()), tokens + len(gaps)
         if case.name == CONTINUED:
-            same = found[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
+            same = computed[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
             compared, equal = len(same), int(same.sum())
     return Verification(
         largest_difference=max(largest for _, largest in cases),
@@ -221,10 +221,10 @@ def cut(program: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[P
     parts: list[Part] = []
     for level in reversed(range(max(levels.values()) + 1)):
         nodes = [node for node in graph if levels[node] == level]
-        made = [value for node in nodes for value in node.outputs]
+        outer = [value for node in nodes for value in node.outputs]
         read = dict.fromkeys(value for node in nodes for value in sorted(reads[node], key=lambda value: value.name))
-        inputs = [value for value in read if not value.is_initializer() and value not in {*made}]
-        outputs = [value for value in made if value in wanted]
+        inputs = [value for value in read if not value.is_initializer() and value not in {*outer}]
+        outputs = [value for value in outer if value in wanted]
         if lacking := [value.name for value in inputs if value.dtype is None]:
             raise CompressionError(f"the graph does not say of what type {lacking[0]!r} is; export with --no-stream")
         weights = [value for value in read if value.is_initializer()]
@@ -330,8 +330,8 @@ class Graph:
                 shape = [dim if isinstance(dim, int) else sizes[dim.value] for dim in entry.shape]
                 fed[name] = ort_value(torch.from_numpy(np.zeros(shape, entry.dtype.numpy())))
         try:
-            found = session.run_with_ort_values(list(part.outputs), fed)
+            results = session.run_with_ort_values(list(part.outputs), fed)
         except Exception as error:
             reason = runtime_reason(error)
             raise CompressionError(f"ONNX Runtime fails on {step.shape} tokens after {step.past}: {reason}") from error
-        step.values |= dict(zip(part.outputs, found, strict=True))
+        step.values |= dict(zip(part.outputs, results, strict=True))

@@ -58,12 +58,12 @@ class GraphFile:
         import onnx_ir
 
         for key in self.made[source]:
-            made, traced = self.recipes[key].made_of(value.detach()), self.values[key].const_value
-            assert tuple(made.shape) == tuple(traced.shape) and made.nbytes == traced.nbytes, source
+            content, traced = self.recipes[key].made_of(value.detach()), self.values[key].const_value
+            assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
             if key in self.places:
-                self._write(key, made.reshape(-1).view(torch.uint8).numpy().data)
+                self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
             else:
-                self.values[key].const_value = onnx_ir.tensor(made, name=key)
+                self.values[key].const_value = onnx_ir.tensor(content, name=key)
 
     def save(self) -> None:
         """Write the graph and check it. All tensors must have been put."""
