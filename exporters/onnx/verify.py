@@ -221,10 +221,10 @@ def cut(program: Any, owners: Mapping[str, str], units: Sequence[str]) -> list[P
     parts: list[Part] = []
     for level in reversed(range(max(levels.values()) + 1)):
         nodes = [node for node in graph if levels[node] == level]
-        outer = [value for node in nodes for value in node.outputs]
+        produced = [value for node in nodes for value in node.outputs]
         read = dict.fromkeys(value for node in nodes for value in sorted(reads[node], key=lambda value: value.name))
-        inputs = [value for value in read if not value.is_initializer() and value not in {*outer}]
-        outputs = [value for value in outer if value in wanted]
+        inputs = [value for value in read if not value.is_initializer() and value not in {*produced}]
+        outputs = [value for value in produced if value in wanted]
         if lacking := [value.name for value in inputs if value.dtype is None]:
             raise CompressionError(f"the graph does not say of what type {lacking[0]!r} is; export with --no-stream")
         weights = [value for value in read if value.is_initializer()]
