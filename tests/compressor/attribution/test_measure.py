@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from compressor.attribution import projecting
 from compressor.attribution.figures import Attribution, Sender, router_labels
@@ -147,9 +148,7 @@ def test_the_cut_into_batches_changes_nothing(name: str, tmp_path: Path) -> None
 def test_few_scores_at_once_change_nothing(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with batches of unlike sizes, which hold unlike numbers of routers at once."""
     model = zoo.build("mixtral", num_hidden_layers=4)
-    model.save_pretrained(tmp_path)
-    source = open_model(locate(str(tmp_path)), "float32", "cpu")
-    parts = batches(model, (2, 1))
+    source, parts = saved(model, tmp_path), batches(model, (2, 1))
     whole = run(source, parts)
     monkeypatch.setattr(projecting, "SCORES_AT_ONCE", at_once)
     same(run(source, parts), whole)
@@ -165,6 +164,12 @@ def test_batches_of_one_token(name: str, tmp_path: Path) -> None:
     same(run(model, (ids[:3], ids[3:4], ids[4:])), single, ranks=0.01)
 
 
+def saved(stock: PreTrainedModel, folder: Path) -> OpenModel:
+    """A changed stock model, opened as the compressor opens it."""
+    stock.save_pretrained(folder)
+    return open_model(locate(str(folder)), "float32", "cpu")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gemma4", "minimax"])
 def test_bfloat16_leaves_little_unexplained(name: str, tmp_path: Path) -> None:
     stock = zoo.build(name).bfloat16()
@@ -177,9 +182,8 @@ def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
     stock = zoo.build("mixtral")
     with torch.no_grad():
         stock.model.layers[1].mlp.gate.weight.mul_(1e38)
-    stock.save_pretrained(tmp_path)
     with pytest.raises(CompressionError, match=r"layers\.1\.mlp\.gate: its logits are not finite.*--dtype float32"):
-        run(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock))
+        run(saved(stock, tmp_path), batches(stock))
 
 
 def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None:
@@ -187,8 +191,7 @@ def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None
     with torch.no_grad():
         for layer in stock.model.layers:
             layer.mlp.router.bias[3] = -1e4
-    stock.save_pretrained(tmp_path)
-    found = run(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock))
+    found = run(saved(stock, tmp_path), batches(stock))
     idle = [sender for sender in found.of_kind("expert") if sender.number == 3]
     assert [sender.layer for sender in idle] == [0, 1]
     for sender in idle:
@@ -201,9 +204,7 @@ def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None
 
 def test_dense_layers_after_the_last_router_send_nothing(tmp_path: Path) -> None:
     stock = zoo.build("qwen2_moe", num_hidden_layers=4, mlp_only_layers=[0, 2, 3])
-    stock.save_pretrained(tmp_path)
-    model = open_model(locate(str(tmp_path)), "float32", "cpu")
-    found = run(model, batches(stock))
+    found = run(saved(stock, tmp_path), batches(stock))
     assert [receiver.layer for receiver in found.receivers] == [1]
     writing = {sender.layer for sender in found.senders if any(value is not None for value in sender.influence)}
     assert writing == {None, 0, 1}
