@@ -64,6 +64,12 @@ def data(originals: Path) -> tuple[Any, ...]:
     return ("--strategy", "count-guided", "--calibration", originals / "calibration.txt", *sizes)
 
 
+@pytest.fixture
+def compress(run: Run, tmp_path: Path, data: tuple[Any, ...]) -> Run:
+    """Compress a model to 4 experts in the folder `out`, unless more arguments say otherwise."""
+    return lambda model, *more: run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data, *more)
+
+
 # --- what works -------------------------------------------------------------------------------------------------------
 
 
@@ -131,8 +137,7 @@ def test_the_place_of_source_and_data_leaves_no_trace(
 
 
 def test_odd_names(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
-    source = model.rename(tmp_path / "modell żółć 模型")
-    out = tmp_path / "ausgabe 'ü' 출력"
+    source, out = model.rename(tmp_path / "modell żółć 模型"), tmp_path / "ausgabe 'ü' 출력"
     assert run("compress", source, "-o", out, "--experts", 4, *data).status == 0
     assert json.loads((out / "compression.json").read_text())["plan"]["source"]["model"] == source.name
 
@@ -172,13 +177,13 @@ def test_a_command_that_was_stopped_once_its_output_was_in_place_ends_well_when_
     refused(run(*ask, "--experts", 4), "exists already")
 
 
-def test_overwrite_replaces_an_old_output(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+def test_overwrite_replaces_an_old_output(compress: Run, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run("compress", model, "-o", out, "--experts", 4, *data).status == 0
+    assert compress(model).status == 0
     old = tree(out)
-    refused(run("compress", model, "-o", out, "--experts", 2, *data), "out exists already; name another folder or pass")
+    refused(compress(model, "--experts", 2), "out exists already; name another folder or pass")
     assert tree(out) == old
-    assert run("compress", model, "-o", out, "--experts", 2, "--overwrite", *data).status == 0
+    assert compress(model, "--experts", 2, "--overwrite").status == 0
     assert json.loads((out / "config.json").read_text())["num_local_experts"] == 2
     assert names(tmp_path) == ["model", "out"]
 
@@ -203,13 +208,10 @@ def test_every_command_prints_json(run: Run, model: Path, data: tuple[Any, ...],
     assert {"count-guided", "model-centric", "data-centric"} <= {entry["name"] for entry in parsed["strategies"]}
 
 
-def test_tables_and_help(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+def test_tables(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
     assert "routed experts" in run("inspect", model).out
     assert "model-centric" in run("strategies").out
     assert "dropped" in run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, *data).out
-    for arguments in (("--help",), ("compress", "--help")):
-        result = run(*arguments)
-        assert result.status == 0 and "Usage" in result.out
 
 
 def test_a_warning_is_one_line_in_each_run(run: Run, model: Path, tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no tensors": (tensors(lambda t: t.clear()), "is missing"),
     "a layer too many": (edit("config.json", num_hidden_layers=3), "'model.layers.2..* is missing"),
-    "another width": (edit("config.json", hidden_size=64), r"shape \[259, 32\].*\[259, 64\]|shape"),
+    "another width": (edit("config.json", hidden_size=64), "shape"),
     "no tokenizer": (forget("tokenizer.json", "tokenizer_config.json"), "has no usable tokenizer"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
     "top-k 0": (edit("config.json", num_experts_per_tok=0), r"sends a token to 0 experts \(top_k\); restore config"),
@@ -295,23 +297,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("strategy", ["count-guided", "model-centric"])  # which reads text, or none
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_bad_checkpoint(name: str, run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_bad_checkpoint(name: str, strategy: str, compress: Run, model: Path, tmp_path: Path) -> None:
+    if strategy == "model-centric" and ("tokenizer" in name or "vocabulary" in name):
+        pytest.skip("reads no text")
     damage, message = DAMAGE[name]
     damage(model)
-    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), message)
-    assert names(tmp_path) == ["model"]
-
-
-WITHOUT_DATA = [name for name in DAMAGE if "tokenizer" not in name and "vocabulary" not in name]
-
-
-@pytest.mark.parametrize("name", WITHOUT_DATA)
-def test_a_bad_checkpoint_and_no_data(name: str, run: Run, model: Path, tmp_path: Path) -> None:
-    damage, message = DAMAGE[name]
-    damage(model)
-    result = run("compress", model, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
-    refused(result, message if name != "another width" else "shape")
+    refused(compress(model, "--strategy", strategy), message)
     assert names(tmp_path) == ["model"]
 
 
@@ -326,28 +319,28 @@ INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_a_bad_index(name: str, run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_bad_index(name: str, run: Run, compress: Run, originals: Path, tmp_path: Path) -> None:
     change, message = INDEX[name]
     model = Path(shutil.copytree(originals / "sharded", tmp_path / "model"))
     small.edit_json(small.index_path(model), lambda content: change(content["weight_map"]))
-    for command in (("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), ("inspect", model)):
-        if command[0] == "compress" or name != "a tensor fewer":
-            refused(run(*command), message)
+    refused(compress(model), message)
+    if name != "a tensor fewer":
+        refused(run("inspect", model), message)
     assert names(tmp_path) == ["model"]
 
 
-def test_a_dense_model_and_no_model(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
-    out = ("-o", tmp_path / "out", "--experts", 4, *data)
-    refused(
-        run("compress", originals / "dense", *out), r"LlamaForCausalLM \(llama\) has no experts module.*dense model"
-    )
+def test_a_dense_model_and_no_model(run: Run, compress: Run, originals: Path, tmp_path: Path) -> None:
+    refused(compress(originals / "dense"), r"LlamaForCausalLM \(llama\) has no experts module.*dense model")
     refused(run("inspect", originals / "dense"), "dense model")
-    refused(run("compress", tmp_path / "no" / "such" / "folder", *out), "is not a folder")
-    refused(run("compress", originals / "calibration.txt", *out), "is not a folder")
-    refused(run("compress", "", *out), "the model's name is empty")
-    refused(run("compress", "two\nlines", *out), "two lines is not a folder")
-    refused(run("compress", "x" * 5000, *out), "File name too long|is no folder")
-    refused(run("compress", originals / "single", "--revision", "main", *out), "--revision is for Hub ids only")
+    for model, message in (
+        (tmp_path / "no" / "such" / "folder", "is not a folder"),
+        (originals / "calibration.txt", "is not a folder"),
+        ("", "the model's name is empty"),
+        ("two\nlines", "two lines is not a folder"),
+        ("x" * 5000, "File name too long|is no folder"),
+    ):
+        refused(compress(model), message)
+    refused(compress(originals / "single", "--revision", "main"), "--revision is for Hub ids only")
     assert names(tmp_path) == []
 
 
@@ -416,9 +409,10 @@ def test_bad_arguments(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_no_gpu(run: Run, originals: Path, tmp_path: Path) -> None:
-    result = run("compress", originals / "single", "-o", tmp_path / "out", "--experts", 4, "--device", "cuda")
-    refused(result, "device 'cuda' cannot be used .*; pass --device cpu or auto")
+def test_no_gpu(compress: Run, originals: Path) -> None:
+    refused(
+        compress(originals / "single", "--device", "cuda"), "device 'cuda' cannot be used .*; pass --device cpu or auto"
+    )
 
 
 def test_bad_commands(run: Run, tmp_path: Path) -> None:
@@ -429,13 +423,10 @@ def test_bad_commands(run: Run, tmp_path: Path) -> None:
     assert bare.status == 2 and "compress" in bare.out + bare.err
 
 
-def test_routing_groups(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_routing_groups(run: Run, compress: Run, originals: Path, tmp_path: Path) -> None:
     source = originals / "groups"
-    refused(
-        run("compress", source, "-o", out, "--experts", 6, *data), "6 experts do not divide into its 4 routing groups"
-    )
-    refused(run("compress", source, "-o", out, "--experts", 4, *data), "leave 1 in each of its 4 routing groups")
+    refused(compress(source, "--experts", 6), "6 experts do not divide into its 4 routing groups")
+    refused(compress(source), "leave 1 in each of its 4 routing groups")
     refused(run("inspect", source, "--experts", 6), "do not divide")
     assert names(tmp_path) == []
 
@@ -483,37 +474,34 @@ def test_bad_outputs(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Pat
     assert (notes / "diary.txt").read_text() == "dear diary"
 
 
-def test_a_full_disk(
-    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(compress: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
-    result = run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data)
-    refused(result, "the output needs .* GB, .* has 0.00 GB free; free some space or write elsewhere")
+    refused(compress(model), "the output needs .* GB, .* has 0.00 GB free; free some space or write elsewhere")
     assert names(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
 def test_a_disk_that_fills_up_meanwhile(
-    call: str, run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, compress: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "is full; free some space and run")
+    refused(compress(model), "is full; free some space and run")
     assert names(tmp_path) == ["model"]
 
 
 def test_a_plan_that_cannot_be_kept_leaves_nothing(
-    run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, compress: Run, model: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, **named: Any) -> Any:
         raise OSError(28, "No space left on device", "plan.new")
 
     monkeypatch.setattr(os, "fdopen", full)  # the journal
     monkeypatch.setattr(Path, "write_text", full)
-    refused(run("compress", model, "-o", tmp_path / "out", "--experts", 4, *data), "disk of .* is full; free")
+    refused(compress(model), "disk of .* is full; free")
     refused(run("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--json", *data), "disk of .* is full")
     assert names(tmp_path) == ["model"]
 
