@@ -76,10 +76,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named(parameter: Parameter) -> Parameter:
-    """The option; a switch without the `--no-` that typer adds to the name."""
+    """The option with the names that typer would not give it: no `--no-` beside a switch, `-o` for an output."""
     kind, *more = get_args(parameter.annotation) or (None,)
     if kind is bool and more[0].default is ...:  # where typer keeps an explicit name
         more[0].param_decls = (f"--{parameter.name.replace('_', '-')}",)
+    elif parameter.name == "output":
+        more[0].param_decls = ("--output", "-o")
     return parameter
 
 
@@ -135,7 +137,7 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
-Out = Annotated[Path, flag("Where to write.", None, "--output", "-o")]
+Out = Annotated[Path, flag("Where to write.")]
 GATE_OPTIONS = field_options(
     GateOptions,
     GATE,
@@ -186,8 +188,7 @@ class TextFlags:
     samples: Annotated[int | None, flag("Calibration sequences (default: 128).", CALIBRATION, min=1)] = None
     sequence_length: Annotated[int | None, flag("Tokens in each of them (default: 512).", CALIBRATION, min=2)] = None
     seed: Annotated[
-        int | None,
-        flag("For the choice of calibration text and everything else that is drawn (default: 0).", CALIBRATION),
+        int | None, flag("Seed of everything that is drawn, such as calibration text (default: 0).", CALIBRATION)
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -204,17 +205,11 @@ class TextFlags:
 class RecipeFlags(TextFlags):
     """Calibration text, options of the strategy (any by --option, some by a flag of their own), and of steps."""
 
-    merge: Annotated[
-        str | None, flag("How grouped experts become one: uniform, max, frequency or learned.", STRATEGY)
-    ] = None
+    merge: Annotated[str | None, flag("How a group is merged: uniform, max, frequency or learned.", STRATEGY)] = None
     no_merge_routers: Annotated[bool, flag("Keep one member's router row instead of merging rows.", STRATEGY)] = False
-    representation: Annotated[str | None, flag("model-centric: compare surrogate or vectorized weights.", STRATEGY)] = (
-        None
-    )
+    representation: Annotated[str | None, flag("model-centric: surrogate or vectorized weights.", STRATEGY)] = None
     similarity: Annotated[str | None, flag("data-centric: linear-cka, rbf-cka or mean-output.", STRATEGY)] = None
-    option: Annotated[
-        list[str] | None, flag("name=value for an option of any strategy; may be repeated.", STRATEGY)
-    ] = None
+    option: Annotated[list[str] | None, flag("name=value of a strategy's option; may be repeated.", STRATEGY)] = None
 
     settings: Annotated[
         list[str] | None,
@@ -253,7 +248,7 @@ class GateRun:
         ),
     ] = None
     inconclusive: Annotated[
-        str | None, flag("Let a gate that decides nothing count as pass or fail (default: exit status 3).", GATE)
+        str | None, flag("Take an undecided gate as pass or fail (default: exit status 3).", GATE)
     ] = None
 
     def __post_init__(self) -> None:
@@ -291,9 +286,7 @@ class GateRun:
 class UnderGate:
     """How `compress` goes through a gate."""
 
-    gate: Annotated[
-        str | None, flag("lm-eval tasks, separated by commas: leave the output in place only if it passes them.", GATE)
-    ] = None
+    gate: Annotated[str | None, flag("Comma-separated lm-eval tasks that the output has to pass.", GATE)] = None
     keep_failed: Annotated[bool, flag("With --gate: leave the output in place also if it fails.", GATE)] = False
     search: Annotated[bool, flag("With --gate: find the smallest number of experts that passes.", GATE)] = False
 
@@ -303,7 +296,7 @@ class Publishing:
     """Where `compress` publishes its output."""
 
     push_to_hub: Annotated[
-        str | None, flag("Publish the output there; with --gate only if it passes.", PUBLISHING, metavar="REPO_ID")
+        str | None, flag("Publish the output; with --gate if it passes.", PUBLISHING, metavar="REPO_ID")
     ] = None
     private: Annotated[bool, flag("With --push-to-hub: to a private repository.", PUBLISHING)] = False
 
@@ -316,16 +309,11 @@ class Publishing:
 class RoutingFlags:
     """How the compressed model is routed, apart from the options of pathways."""
 
-    routing: Annotated[
-        str | None,
-        flag("c3po: the compressed model answers on pathways optimised by those of a reference set.", ROUTING),
-    ] = None
+    routing: Annotated[str | None, flag("c3po: the compressed model answers on optimised pathways.", ROUTING)] = None
     reference: Annotated[
-        Path | None, flag("The compressed model's own reference set, a folder of `moe-compress reference`.", ROUTING)
+        Path | None, flag("The compressed model's reference set, by `moe-compress reference`.", ROUTING)
     ] = None
-    embedding: Annotated[
-        str | None, flag(f"How prompts are compared, as for the reference set (default: {OWN}).", ROUTING)
-    ] = None
+    embedding: Annotated[str | None, flag(f"How the reference set embeds prompts (default: {OWN}).", ROUTING)] = None
 
     def read(self, pathways: Mapping[str, Any], of_two: bool) -> Routing | None:
         """Check and return the routing; None if both models answer as they are. `of_two`: two models are named."""

@@ -42,12 +42,8 @@ def gate(
     running: Running,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
-    tasks: Annotated[
-        str | None, flag("lm-eval tasks separated by commas (default: mmlu,boolq,openbookqa,rte).")
-    ] = None,
-    output: Annotated[
-        Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.", None, "--output", "-o")
-    ] = None,
+    tasks: Annotated[str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte).")] = None,
+    output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     demo: Annotated[
         bool,
@@ -56,9 +52,7 @@ def gate(
             "compressed here."
         ),
     ] = False,
-    cache_dir: Annotated[
-        Path | None, flag("Where results are kept for the next gate (default: the user's cache folder).")
-    ] = None,
+    cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate

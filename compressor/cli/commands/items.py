@@ -106,9 +106,7 @@ def evaluate(
     items: ItemFlags,
     base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
     batch_size: Annotated[int, flag("Items of a batch.")] = 16,
-    output: Annotated[
-        Path | None, flag("Write a report with pictures into this new folder.", None, "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, flag("Write a report with pictures into this new folder.")] = None,
 ) -> None:
     """Ask a model with LoRA experts, and show which experts work on which task.
 

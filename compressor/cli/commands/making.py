@@ -54,9 +54,7 @@ def plan(
     running: Running,
     model: Source = None,
     format: Annotated[str, flag("safetensors, or mone: a plan with constants for what is dropped.")] = "safetensors",
-    per_source: Annotated[
-        bool, flag("Plan for each calibration source alone, too: PLAN.<source>.json.", CALIBRATION)
-    ] = False,
+    per_source: Annotated[bool, flag("Plan for each source alone, too: PLAN.<source>.json.", CALIBRATION)] = False,
     imatrix: Imatrix = None,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
@@ -86,9 +84,7 @@ def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
     running: Annotated[Running, ("overwrite", "as_json")],
-    model: Annotated[
-        str | None, flag("The source checkpoint, if it is not where the plan says, or its GGUF file.")
-    ] = None,
+    model: Annotated[str | None, flag("The source, if not where the plan says, or its GGUF file.")] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
     from compressor.cli import rendering

@@ -33,23 +33,19 @@ def compare(
     model: Model,
     text: TextFlags,
     running: Running,
-    output: Annotated[
-        Path, flag("New folder for comparison.json, comparison.md and comparison.png.", None, "--output", "-o")
-    ] = Path("comparison"),
+    output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
+        "comparison"
+    ),
     experts: Annotated[str | None, flag("Experts to keep, one count or several: 6,4.", KEEP)] = None,
     protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
     ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
     split: Annotated[str, flag("Sub-experts that each expert becomes first, such as 1,2,4.", KEEP)] = "1",
     split_by: Annotated[str, flag("How its neurons are partitioned: energy or clusters.", KEEP)] = "energy",
-    top_k: Annotated[
-        str | None, flag("num_experts_per_tok of the output, one number or several (default: as many as now).", KEEP)
-    ] = None,
+    top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: as now).", KEEP)] = None,
     strategies: Annotated[
-        str | None, flag("Names separated by commas, with options as name:option=value (default: all installed).")
+        str | None, flag("Comma-separated names, options as name:option=value (default: all).")
     ] = None,
-    correct: Annotated[
-        str | None, flag("Corrections to try with each, such as none,ridge,tune (default: none and its own).")
-    ] = None,
+    correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: none and its own).")] = None,
     evaluate: Annotated[
         list[str] | None, flag("Text to measure on; may be repeated (default: calibration text that no plan saw).")
     ] = None,
@@ -94,13 +90,9 @@ def attribute(
     model: Model,
     text: TextFlags,
     running: Running,
-    output: Annotated[
-        Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.", None, "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
-    threshold: Annotated[
-        float, flag("Modified z-score among a layer's experts above which one is a hub.", min=0)
-    ] = 3.5,
+    threshold: Annotated[float, flag("Modified z-score in a layer above which an expert is a hub.", min=0)] = 3.5,
     keys: Annotated[int, flag("Sequences on which the strongest heads are split by key token.", min=0)] = 0,
     edges: Annotated[
         str, flag("What the graph's edges lead to: routers, or every later expert's score, too: experts.")
@@ -153,9 +145,7 @@ def strategies(
 def demo(
     running: Printing,
     experts: Annotated[int, flag("Experts to keep in every layer of the demo model.")] = 12,
-    output: Annotated[
-        Path | None, flag("Keep the compressed models in this new folder.", None, "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, flag("Keep the compressed models in this new folder.")] = None,
     quick: Annotated[bool, flag("One strategy, on a tenth of the questions.")] = False,
 ) -> None:
     """Compress the embedded demo model with several strategies and show what each costs; no network is used."""

@@ -44,7 +44,7 @@ def export(
     opset: Annotated[int | None, flag("Version of the ONNX operators (default: 20).", ONNX)] = None,
     dtype: Annotated[str | None, flag("Of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
     quantize: Annotated[
-        str | None, flag("The experts' weights: none, int8 (by row) or int4 (by 32) (default: none).", ONNX)
+        str | None, flag("Experts' weights: none (default), int8 (by row) or int4 (by 32).", ONNX)
     ] = None,
     no_past: Annotated[bool, flag("No cache as inputs and outputs.", ONNX)] = False,
     stream: Annotated[
@@ -135,7 +135,7 @@ def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
     text: Annotated[TextFlags, ("calibration",)],
     running: Running,
-    output: Annotated[Path, flag("The page to write.", None, "--output", "-o")] = Path("report.html"),
+    output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
     model: Annotated[str | None, flag("The source checkpoint, if it is not where it was.")] = None,
     samples: Annotated[int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")] = None,
     sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
