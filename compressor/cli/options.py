@@ -283,7 +283,7 @@ class GateRun:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderGate:
+class UnderGate(GateRun):
     """How `compress` goes through a gate."""
 
     gate: Annotated[str | None, flag("Comma-separated lm-eval tasks that the output has to pass.", GATE)] = None

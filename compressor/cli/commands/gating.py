@@ -90,7 +90,6 @@ def compress_under_gate(
     output: Path,
     formats: Sequence[str],
     under_gate: UnderGate,
-    gate_run: GateRun,
     publishing: Publishing,
     running: Running,
 ) -> NoReturn:
@@ -102,7 +101,7 @@ def compress_under_gate(
     from compressor.gates.report import NAMES, write_gate
 
     assert recipe.gate is not None
-    wanted = gate_run.request(recipe.gate.model_dump(), running.device)
+    wanted = under_gate.request(recipe.gate.model_dump(), running.device)
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
@@ -112,7 +111,7 @@ def compress_under_gate(
             recipe,
             output,
             wanted,
-            inconclusive=gate_run.decided("inconclusive"),
+            inconclusive=under_gate.decided("inconclusive"),
             keep_failed=under_gate.keep_failed,
             search=under_gate.search,
             overwrite=running.overwrite,
@@ -124,7 +123,7 @@ def compress_under_gate(
         )
         result = gated.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []
-    status, pushed = here().broadcast(lambda: EXIT_STATUS[gate_run.decided(result.verdict)]), None
+    status, pushed = here().broadcast(lambda: EXIT_STATUS[under_gate.decided(result.verdict)]), None
     if not here().is_first:
         raise typer.Exit(status)
     summarise(result)

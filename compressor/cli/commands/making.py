@@ -14,7 +14,6 @@ from compressor.cli.options import (
     CALIBRATION,
     GATE_OPTIONS,
     STEPS,
-    GateRun,
     Model,
     Out,
     Publishing,
@@ -110,7 +109,6 @@ def compress(
     recipe_flags: RecipeFlags,
     under_gate: UnderGate,
     gate_options: Annotated[dict[str, Any], GATE_OPTIONS],
-    gate_run: GateRun,
     publishing: Publishing,
     running: Running,
     model: Source = None,
@@ -154,7 +152,7 @@ def compress(
 
         check_access(publishing.push_to_hub, publishing.private)
     if recipe.gate is not None:
-        compress_under_gate(recipe, output, written, under_gate, gate_run, publishing, running)
+        compress_under_gate(recipe, output, written, under_gate, publishing, running)
     with progress_bars(running.as_json) as progress:
         outcome = compressor.compress(
             recipe,
