@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_o
 import typer
 from pydantic import BaseModel
 
+from compressor.cli.terminal import command_line
 from compressor.errors import CompressionError
 from compressor.gates.verdict import Verdict
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
@@ -172,6 +173,11 @@ class Running:
     def reading(self, progress: Progress) -> dict[str, Any]:
         """Arguments of a function that reads a model and computes."""
         return {"device": self.device, "dtype": self.dtype, "revision": self.revision, "progress": progress}
+
+    def making(self, progress: Progress) -> dict[str, Any]:
+        """Arguments of a function that makes a model, whose record names the command."""
+        shared = {"device": self.device, "overwrite": self.overwrite, "progress": progress}
+        return {**shared, "command": command_line()}
 
 
 Writing = Annotated[Running, ("revision", "overwrite", "as_json")]  # of what computes nothing, or elsewhere

@@ -23,7 +23,7 @@ from compressor.cli.options import (
     listed,
     without_none,
 )
-from compressor.cli.terminal import command_line, progress_bars, reporting
+from compressor.cli.terminal import progress_bars, reporting
 from compressor.distributed.ranks import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.gates.verdict import EXIT_STATUS, GateResult
@@ -114,12 +114,9 @@ def compress_under_gate(
             inconclusive=under_gate.decided("inconclusive"),
             keep_failed=under_gate.keep_failed,
             search=under_gate.search,
-            overwrite=running.overwrite,
-            progress=progress,
-            device=running.device,
             after=additions(formats, progress),
             terms=",".join(formats),
-            command=command_line(),
+            **running.making(progress),
         )
         result = gated.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []

@@ -27,7 +27,7 @@ from compressor.cli.options import (
     without_none,
 )
 from compressor.cli.step_flags import flags, recipe_of_flags
-from compressor.cli.terminal import command_line, progress_bars
+from compressor.cli.terminal import progress_bars
 from compressor.distributed.ranks import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.recipe.step import Step, TextOptions
@@ -96,9 +96,7 @@ def apply(
                 plan_file, str(model), output, overwrite=running.overwrite, progress=progress
             )
             return show_gguf_summary(written, running.as_json)
-        outcome = compressor.apply(
-            plan_file, output, model=model, overwrite=running.overwrite, progress=progress, command=command_line()
-        )
+        outcome = compressor.apply(plan_file, output, model=model, **running.making(progress))
     rendering.show_outcome(outcome, running.as_json)
 
 
@@ -157,12 +155,9 @@ def compress(
         outcome = compressor.compress(
             recipe,
             output,
-            overwrite=running.overwrite,
-            progress=progress,
-            device=running.device,
             accept=exporting.additions(written, progress),
             terms=",".join(written),
-            command=command_line(),
+            **running.making(progress),
         )
     if here().is_first:
         pushed = push_made(output, publishing, None, running.as_json)
@@ -222,10 +217,7 @@ def _carry_out(
             text=TextOptions(**text.given()),
             seed=text.seed or 0,
             dtype=running.dtype,
-            device=running.device,
-            overwrite=running.overwrite,
-            progress=progress,
-            command=command_line(),
             **model,
+            **running.making(progress),
         )
     show_outcome(outcome, running.as_json)
