@@ -1,6 +1,7 @@
 """The Python API that makes models smaller: recipes, and the commands that are recipes of a few steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,7 @@ def apply(
 
 def plan(recipe: Recipe, *, device: str = "auto", progress: Progress | None = None) -> Plan:
     """Decide what a recipe's first stage does with every expert; nothing is written."""
-    with open_run(str(recipe.model), recipe.revision, recipe.dtype, device, progress) as opened:
-        state = _planning(recipe, opened, progress)
+    with _planning(recipe, device, progress) as state:
         if state.steps[0].order is None:
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
@@ -145,8 +145,7 @@ def plan(recipe: Recipe, *, device: str = "auto", progress: Progress | None = No
 
 def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress | None = None) -> list[Plan]:
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
-    with open_run(str(recipe.model), recipe.revision, recipe.dtype, device, progress) as opened:
-        state = _planning(recipe, opened, progress, per_source=True)
+    with _planning(recipe, device, progress, per_source=True) as state:
         prune, number = state.step_of("prune"), state.number_of("prune")
         if state.text is None:
             raise CompressionError(
@@ -157,12 +156,13 @@ def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress 
         return plan_sources(state)
 
 
-def _planning(recipe: Recipe, opened: Any, progress: Progress | None, per_source: bool = False) -> State:
-    model = opened.model
-    task = prepare(recipe, model, model, earlier_plan(model))
-    if per_source:
-        refuse_per_source(task.steps, recipe.calibration.data or ())
-    return first_state(task, opened)
+@contextmanager
+def _planning(recipe: Recipe, device: str, progress: Progress | None, per_source: bool = False) -> Iterator[State]:
+    with open_run(str(recipe.model), recipe.revision, recipe.dtype, device, progress) as opened:
+        task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
+        if per_source:
+            refuse_per_source(task.steps, recipe.calibration.data or ())
+        yield first_state(task, opened)
 
 
 def change(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH_TOKENS = 4096
+Row = tuple[list[int], int]  # tokens, of which those from a place on are scored, each given all tokens before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,6 @@ class Item:
             raise ValueError(f"item {self.question!r}: answer {self.answer} of {len(self.choices)} choices")
         if len(set(self.choices)) != len(self.choices):
             raise ValueError(f"item {self.question!r}: repeated choices {self.choices}")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """A token sequence whose tokens from `start` on are scored, each given all tokens before it."""
-
-    tokens: tuple[int, ...]
-    start: int
 
 
 def load_items() -> tuple[Item, ...]:
@@ -68,7 +61,7 @@ def skill_accuracy(
 def heldout_loss(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", documents: Sequence[str]) -> float:
     """Mean negative log-likelihood in nats per token of the documents, each read on its own."""
     rows = [_row(tokenizer, "", text) for text in documents]
-    count = sum(len(row.tokens) - row.start for row in rows)
+    count = sum(len(tokens) - start for tokens, start in rows)
     if count == 0:
         raise ValueError(f"no tokens to score in {len(documents)} documents; pass at least one non-empty text")
     return -sum(_log_likelihoods(model, tokenizer, rows)) / count
@@ -79,28 +72,28 @@ def _read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _row(tokenizer: "PreTrainedTokenizerBase", given: str, scored: str) -> ScoredRow:
+def _row(tokenizer: "PreTrainedTokenizerBase", given: str, scored: str) -> Row:
     """Encodes the two texts apart, so that no token straddles them, after the token that opens a text."""
     opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     before = [opening, *tokenizer.encode(given, add_special_tokens=False)]
-    return ScoredRow((*before, *tokenizer.encode(scored, add_special_tokens=False)), len(before))
+    return [*before, *tokenizer.encode(scored, add_special_tokens=False)], len(before)
 
 
 @torch.inference_mode()
 def _log_likelihoods(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Sequence[ScoredRow]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]
 ) -> list[float]:
     """Summed log-likelihood of the scored tokens of each row, in the order of the rows."""
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     scores = [0.0] * len(rows)
     for batch in _batches(rows):
         # No mask: attention is causal and padding stands on the right, so no scored token ever sees it.
-        padded = [torch.tensor(rows[index].tokens) for index in batch]
-        tokens = pad_sequence(padded, batch_first=True, padding_value=filler)
+        encoded = [torch.tensor(rows[index][0]) for index in batch]
+        tokens = pad_sequence(encoded, batch_first=True, padding_value=filler)
         logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
         # Position i predicts token i + 1; log_softmax runs on the scored positions only.
         places = torch.arange(1, tokens.shape[1])
-        starts, ends = torch.tensor([(rows[index].start, len(rows[index].tokens)) for index in batch]).T[..., None]
+        starts, ends = torch.tensor([(rows[index][1], len(rows[index][0])) for index in batch]).T[..., None]
         scored = (places >= starts) & (places < ends)
         predicted = functional.log_softmax(logits[:, :-1].cpu()[scored].float(), dim=-1)
         chosen = predicted.gather(-1, tokens[:, 1:][scored].unsqueeze(-1)).squeeze(-1).double()
@@ -110,11 +103,11 @@ def _log_likelihoods(
     return scores
 
 
-def _batches(rows: Sequence[ScoredRow]) -> Iterator[list[int]]:
+def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
     """Indices of rows of similar length, at most BATCH_TOKENS tokens a batch with the padding."""
     batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: len(rows[index].tokens)):
-        if batch and (len(batch) + 1) * len(rows[index].tokens) > BATCH_TOKENS:
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index][0])):
+        if batch and (len(batch) + 1) * len(rows[index][0]) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(index)
