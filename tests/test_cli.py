@@ -252,23 +252,13 @@ def put_nan(name: str) -> Callable[[Path], Any]:
     return tensors(change)
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def forget(*files: str) -> Callable[[Path], Any]:
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (forget("config.json"), "model has no config.json"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
     "unknown type": (edit("config.json", model_type="nope", architectures=None), "model type `nope`"),
     "bad field": (edit("config.json", num_local_experts="eight"), "Validation error for field 'num_local_experts'"),
-    "no weights": (forget("model.safetensors"), "has no model.safetensors and no model.safetensors.index.json"),
-    "truncated": (truncate, "model.safetensors is truncated or no safetensors file .*not fully covered"),
-    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only as pickle files"),
     "NaN in an expert": (put_nan(NAN), re.escape(f"tensor '{NAN}' in model.safetensors holds NaN")),
     "NaN in the head": (put_nan("lm_head.weight"), "tensor 'lm_head.weight' in model.safetensors holds NaN"),
     "NaN in a norm": (put_nan("model.norm.weight"), "tensor 'model.norm.weight' in .* holds NaN"),
@@ -308,24 +298,17 @@ def test_a_bad_checkpoint(name: str, strategy: str, compress: Run, model: Path, 
     assert names(tmp_path) == ["model"]
 
 
-INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
-    "missing shard": (lambda m: m.update({"lm_head.weight": "model-9.safetensors"}), "names the shard 'model-9.saf"),
-    "outside": (lambda m: m.update({"lm_head.weight": "../model.safetensors"}), "a path outside the folder"),
-    "absolute": (lambda m: m.update({"lm_head.weight": "/etc/passwd"}), "a path outside the folder"),
-    "too long": (lambda m: m.update({"lm_head.weight": "x" * 400}), "File name too long|missing"),
-    "empty": (lambda m: m.clear(), "has no weight_map"),
-    "a tensor fewer": (lambda m: m.pop("lm_head.weight"), "'lm_head.weight' is missing"),
-}
-
-
-@pytest.mark.parametrize("name", INDEX)
-def test_a_bad_index(name: str, run: Run, compress: Run, originals: Path, tmp_path: Path) -> None:
-    change, message = INDEX[name]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update({"lm_head.weight": "x" * 400}), "File name too long|missing"),
+        (lambda m: m.pop("lm_head.weight"), "'lm_head.weight' is missing"),
+    ],
+)
+def test_a_bad_index(change: Any, message: str, compress: Run, originals: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(originals / "sharded", tmp_path / "model"))
     small.edit_json(small.index_path(model), lambda content: change(content["weight_map"]))
     refused(compress(model), message)
-    if name != "a tensor fewer":
-        refused(run("inspect", model), message)
     assert names(tmp_path) == ["model"]
 
 
@@ -348,17 +331,11 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     ([], "either --experts N or --ratio R"),
     (["--experts", 4, "--ratio", 0.5], "either --experts N or --ratio R"),
     (["--experts", 9], "9 experts asked for, it has 8; ask for at most 8"),
-    (["--experts", 1], "1 experts are fewer than the top-k of 2; keep at least 2"),
-    (["--experts", 0], "--experts 0 leaves nothing"),
     (["--experts", -1], "--experts -1 leaves nothing"),
     (["--experts", "four"], "Invalid value for '--experts'"),
     (["--experts", "4.5"], "Invalid value for '--experts'"),
-    (["--ratio", "1.0"], r"--ratio 1\.0 is not a share"),
-    (["--ratio", "-0.5"], "is not a share"),
     (["--ratio", "nan"], "--ratio nan is not a share"),
-    (["--ratio", "inf"], "--ratio inf is not a share"),
     (["--ratio", "half"], "Invalid value for '--ratio'"),
-    (["--ratio", "0.99"], "fewer than the top-k"),
     (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),
     (["--experts", 4, "--strategy", ""], "there is no strategy ''; known are"),
     (["--experts", 4, "--merge", "median"], "no merge 'median'; known are uniform, max, frequency, learned"),
@@ -431,23 +408,11 @@ def test_routing_groups(run: Run, compress: Run, originals: Path, tmp_path: Path
     assert names(tmp_path) == []
 
 
-TEXTS: list[tuple[str, bytes, str]] = [
-    ("a.txt", b"", "a.txt is empty; give it some text"),
-    ("a.txt", b"\n \n\n", "a.txt is empty"),
-    ("a.jsonl", b"", "a.jsonl is empty"),
-    ("a.txt", b"\xff\xfe", "a.txt is not UTF-8 text"),
-    ("a.jsonl", b'{"text": "a"}\nnot JSON\n', "a.jsonl, line 2 is not valid JSON"),
-    ("a.jsonl", b'{"body": "a"}', "line 1 has neither 'text' nor 'messages'"),
-    ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}', "the tokenizer has no chat template"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), TEXTS)
-def test_bad_calibration(name: str, content: bytes, message: str, run: Run, originals: Path, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    command = ("compress", originals / "single", "-o", tmp_path / "out", "--experts", 4)
-    refused(run(*command, "--calibration", tmp_path / name), message)
-    assert names(tmp_path) == [name]
+def test_bad_calibration(compress: Run, originals: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    refused(compress(originals / "single", "--calibration", text), "the tokenizer has no chat template")
+    assert names(tmp_path) == ["a.jsonl"]
 
 
 def test_bad_outputs(run: Run, model: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
@@ -523,39 +488,6 @@ def test_bad_plan_outputs(run: Run, model: Path, data: tuple[Any, ...], tmp_path
 # --- edited plans -----------------------------------------------------------------------------------------------------
 
 
-def group(content: dict[str, Any]) -> Any:
-    return content["layers"][0]["groups"][0]
-
-
-EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "expert in two groups": (
-        lambda c: group(c).update(members=[*group(c)["members"], c["layers"][0]["groups"][1]["members"][0]],
-                                  coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
-        r"layers.0.mlp.experts: expert \d is in two groups",
-    ),
-    "fewer than top-k": (
-        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[]) for e in c["layers"]]),
-        "1 experts are fewer than the top-k of 2",
-    ),
-    "top-k edited too": (
-        lambda c: (c.update(experts=1), [e.update(groups=e["groups"][:1], dropped=[], top_k=1) for e in c["layers"]]),
-        "the plan says top_k 1, the model has 2; restore it",
-    ),
-    "unequal layers": (lambda c: c["layers"][1]["groups"].pop(), "3 groups, but the plan keeps 4"),
-    "coefficients": (lambda c: group(c).update(coefficients=[0.9]), r"coefficients that sum to 0\.9; they must"),
-    "no such expert": (lambda c: group(c).update(members=[64]), "expert 64 does not exist"),
-    "another model's": (lambda c: c["source"].update(fingerprint="0" * 64), "made for another model"),
-    "layer gone": (lambda c: c["layers"].pop(), "has no entry for model.layers.1.mlp.experts"),
-    "layer unknown": (lambda c: c["layers"][1].update(module="model.layers.9"), "speaks of model.layers.9, which"),
-    "source gone": (lambda c: c["source"].update(model="/no/such/folder"), "/no/such/folder is not a folder"),
-    "misspelt": (lambda c: group(c).update(coeficients=[1]), "unknown field 'coeficients'"),
-    "no plan": (lambda c: c.clear(), "format is None"),
-}  # fmt: skip
-
-
-OF_ALL_STEPS = ("another model's", "source gone", "no plan")
-
-
 @pytest.fixture(scope="module")
 def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plan = plan_of(
@@ -569,11 +501,18 @@ def made_plan(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return plan.to_dict()
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_impossible_plan(name: str, run: Run, made_plan: dict[str, Any], tmp_path: Path) -> None:
-    change, message = EDITS[name]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["source"].update(fingerprint="0" * 64), "made for another model"),
+        (lambda c: c["source"].update(model="/no/such/folder"), "/no/such/folder is not a folder"),
+        (lambda c: pruned(c)["layers"].pop(), "has no entry for model.layers.1.mlp.experts"),
+        (lambda c: pruned(c)["layers"][0]["groups"].pop(), "3 groups, but the plan keeps 4"),
+    ],
+)
+def test_an_impossible_plan(change: Any, message: str, run: Run, made_plan: dict[str, Any], tmp_path: Path) -> None:
     content = json.loads(json.dumps(made_plan))
-    change(content if name in OF_ALL_STEPS else pruned(content))
+    change(content)
     (tmp_path / "plan.json").write_text(json.dumps(content))
     refused(run("apply", tmp_path / "plan.json", "-o", tmp_path / "out"), message)
     assert names(tmp_path) == ["plan.json"]
