@@ -75,39 +75,31 @@ def make_recipe(
 ) -> Recipe:
     """A recipe of these steps."""
     if not isinstance(calibration, TextOptions):
-        given = {"data": calibration, "samples": samples, "sequence_length": sequence_length}
-        calibration = TextOptions(**{name: value for name, value in given.items() if value is not None})
+        sizes = {"data": calibration, "samples": samples, "sequence_length": sequence_length}
+        calibration = TextOptions(**{name: value for name, value in sizes.items() if value is not None})
     return Recipe.of({"model": model, "steps": list(steps), "calibration": calibration, **more}, "compress")
 
 
 def default_steps(**options: Any) -> list[Step]:
-    """The steps of `compress` where only options are given: split, prune, correct, and more where asked for.
+    """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
 
     `constants=True` replaces experts by constants; `split`, `correct`, `routers` and `distill` name a number of parts
     or a method, other options are those of `prune`. Options of a step in a mapping: `distill={"steps": 100}`.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    named = {"split": "parts", "correct": "method", "routers": "method", "distill": "train"}
-    asked: dict[str, dict[str, Any]] = {}
-    for name, field in named.items():
-        value = given.pop(name, None)
-        asked[name] = dict(value) if isinstance(value, dict) else {} if value is None else {field: value}
-    asked["split"] |= {"by": given.pop("split_by")} if "split_by" in given else {}
-    constants = given.pop("constants", False)
-    if "deterministic" in given:
-        asked["correct"]["deterministic"] = given.pop("deterministic")
-    if constants:
-        return [
-            make_step("constants", given),
-            *([make_step("correct", asked["correct"])] if asked["correct"].get("method") else []),
-            *(make_step(name, asked[name]) for name in ("routers", "distill") if asked[name]),
-        ]
-    return [
-        make_step("split", {"parts": "auto", **asked["split"]}),
-        make_step("prune", given),
-        make_step("correct", {"method": "auto", **asked["correct"]}),
-        *(make_step(name, asked[name]) for name in ("routers", "distill") if asked[name]),
-    ]
+    left = {name: value for name, value in options.items() if value is not None}
+    of_steps: dict[str, dict[str, Any]] = {}
+    for name, field in {"split": "parts", "correct": "method", "routers": "method", "distill": "train"}.items():
+        value = left.pop(name, {})
+        of_steps[name] = dict(value) if isinstance(value, dict) else {field: value}
+    for option, step, field in (("split_by", "split", "by"), ("deterministic", "correct", "deterministic")):
+        if option in left:
+            of_steps[step][field] = left.pop(option)
+    further = [make_step(name, of_steps[name]) for name in ("routers", "distill") if of_steps[name]]
+    if left.pop("constants", False):
+        corrected = [make_step("correct", of_steps["correct"])] if of_steps["correct"].get("method") else []
+        return [make_step("constants", left), *corrected, *further]
+    split, correct = {"parts": "auto", **of_steps["split"]}, {"method": "auto", **of_steps["correct"]}
+    return [make_step("split", split), make_step("prune", left), make_step("correct", correct), *further]
 
 
 def apply(

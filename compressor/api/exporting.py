@@ -81,13 +81,15 @@ def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
 
 def read_formats(formats: Sequence[str]) -> tuple[str, ...]:
     """What `compress` is to write, each name once and installed."""
-    found = tuple(dict.fromkeys(formats))
-    for name in found:
+    unique = tuple(dict.fromkeys(formats))
+    for name in unique:
         if name != WRITER:
             find_exporter(name)
-    if WRITER not in found and len(found) > 1:
-        raise CompressionError(f"--format {','.join(found)} writes two formats to one folder; add {WRITER} or name one")
-    return found
+    if WRITER not in unique and len(unique) > 1:
+        raise CompressionError(
+            f"--format {','.join(unique)} writes two formats to one folder; add {WRITER} or name one"
+        )
+    return unique
 
 
 def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], None] | None:

@@ -160,13 +160,15 @@ def _contenders(
     strategies: Sequence[str] | None, corrections: Sequence[str] | None, random_seeds: int
 ) -> list[Contender]:
     """The strategies to compare, and random drops; each once."""
-    asked = strategies or [strategy.name for strategy in working_strategies()]
-    found = [parse_contender(text, corrections) for text in asked]
+    texts = strategies or [strategy.name for strategy in working_strategies()]
+    contenders = [parse_contender(text, corrections) for text in texts]
     none = (Correct(method="none"),)
-    found += [Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)]
-    if len({contender.name for contender in found}) < len(found):
+    contenders += [
+        Contender(f"random (seed {seed})", random_drop(seed), {}, none, seed) for seed in range(random_seeds)
+    ]
+    if len({contender.name for contender in contenders}) < len(contenders):
         raise CompressionError("--strategies names one twice; name each once, or with other options")
-    return found
+    return contenders
 
 
 def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool) -> list[Contender]:
@@ -184,8 +186,8 @@ def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool
 def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], prune: Prune) -> list[int]:
     """Experts to keep, each count once, checked against the model and what a list protects."""
     layers = model.architecture.layers
-    asked = [*((count * layers[0].parts, None) for count in experts), *((None, ratio) for ratio in ratios)]
-    counts = list(dict.fromkeys(resolve_count(layers, *one) for one in asked))
+    requested = [*((count * layers[0].parts, None) for count in experts), *((None, ratio) for ratio in ratios)]
+    counts = list(dict.fromkeys(resolve_count(layers, *one) for one in requested))
     given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
     if shared := shared_experts(model):
         raise CompressionError(
@@ -288,6 +290,6 @@ def reference(
     with alone(folder):
         items = items_of(options, data)
         opened = open_model(locate(model, revision, progress), dtype, device)
-        made, asked = build_reference(opened, items, embedding, progress or Silent())
-        files = write_reference(made, folder, overwrite)
-    return ReferenceSummary(made.facts, len(made.items), asked, tuple(files))
+        reference_set, asked = build_reference(opened, items, embedding, progress or Silent())
+        files = write_reference(reference_set, folder, overwrite)
+    return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))

@@ -218,9 +218,10 @@ def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     seen, parts = model, 1
     stage = of_stage(recipe.steps, 0)
     for step in stage:
-        if (made := step.resolved(model, stage)) is not None:
-            seen, parts = made.view(seen), parts * int(getattr(made, "parts", 1))
+        if (resolved := step.resolved(model, stage)) is not None:
+            seen, parts = resolved.view(seen), parts * int(getattr(resolved, "parts", 1))
     layers = seen.architecture.layers
-    if found := [count // parts for count in counts_below(layers) if count % parts == 0]:
-        return found
-    raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")
+    counts = [count // parts for count in counts_below(layers) if count % parts == 0]
+    if not counts:
+        raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")
+    return counts

@@ -101,12 +101,12 @@ def evaluate_comoe(
     before = ask(loaded.to(place), tokenizer, items, batch_size=batch_size, progress=progress) if base else ()
     load_adapters(loaded, adapters).to(place)
     after = ask(loaded, tokenizer, items, batch_size=batch_size, progress=progress)
-    made = ComoeEvaluation(
+    evaluation = ComoeEvaluation(
         source.label, label(str(adapters)), facts.config.experts, facts.config.top_k, tuple(facts.layers), after, before
     )
     if folder is not None:
-        write_evaluation(made, folder, overwrite)
-    return made
+        write_evaluation(evaluation, folder, overwrite)
+    return evaluation
 
 
 def _loaded(source: ModelSource, dtype: str) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import typer
 
 import compressor
 from compressor.cli.options import STRATEGY, Running, flag, given
-from compressor.cli.terminal import progress_bars, tell
+from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed.ranks import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
@@ -52,7 +52,7 @@ def plan_of_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: 
     check_files([output], running.overwrite)
     plan = compressor.plan_gguf(model, **_choosing(step_flags, imatrix))
     write_plans([output], [plan])
-    tell(running.as_json, plan.to_dict(), plan_blocks(plan, output))
+    print_report(running.as_json, plan.to_dict(), plan_blocks(plan, output))
 
 
 def compress_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, running: Running) -> None:
@@ -86,7 +86,9 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
         **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
         **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
     }
-    tell(as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)])
+    print_report(
+        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
+    )
 
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
@@ -107,7 +109,7 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     }
     rows = size_rows((summary.experts_before, summary.experts_after), before, after)
     files = f" and {counted(len(summary.out) - 1, 'further part')}" if len(summary.out) > 1 else ""
-    tell(
+    print_report(
         as_json,
         content,
         (

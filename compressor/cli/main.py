@@ -62,7 +62,7 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def _own_warnings() -> Iterator[None]:
-    """Warnings of ours and of plugins on stderr; the Hub client's retries are told by the error that ends them."""
+    """Warnings of ours and of plugins on stderr; the Hub client's retries are reported by the error that ends them."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
@@ -91,8 +91,8 @@ def _usage(error: Any) -> str:
     return message + (f"; see {context.command_path} --help" if context is not None else "")
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(PROGRAM, versions([PACKAGE])[PACKAGE])
         raise typer.Exit()
 

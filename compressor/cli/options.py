@@ -63,12 +63,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
         parameters += options
     parameters = sorted(map(_named, parameters), key=_place)
 
-    def command(**given: Any) -> None:
+    def command(**values: Any) -> None:
         built = {
-            name: shape(**{option: value for option in options if (value := given.pop(option)) != []})
+            name: shape(**{option: value for option in options if (value := values.pop(option)) != []})
             for name, (shape, options) in shapes.items()
         }
-        function(**given, **built)
+        function(**values, **built)
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from compressor.cli.terminal import tell
+from compressor.cli.terminal import print_report
 from compressor.comparison.report import Comparison, comparison_brief
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.formatting import counted, human_bytes, human_count, share
@@ -55,7 +55,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
     }
     servers = server_blocks(report.servers) if report.servers else ()
     blocks = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report), *servers]
-    tell(as_json, asdict(report), blocks)
+    print_report(as_json, asdict(report), blocks)
 
 
 def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table]:
@@ -74,7 +74,7 @@ def server_blocks(advices: Sequence[Advice]) -> tuple[Block, ...]:
     """Which servers take which of these numbers of experts, and what speaks against one."""
     against: dict[Breach, list[str]] = {}
     for advice in advices:
-        for breach in advice.breaches:  # which says the number, where it depends on it
+        for breach in advice.breaches:  # which names the number, where it depends on it
             against.setdefault(breach, []).append(str(advice.experts))
     rows = tuple((", ".join(counts), breach.server, breach.effect, breach.says) for breach, counts in against.items())
     suits = [str(advice.experts) for advice in advices if advice.nearest == advice.experts]
@@ -98,12 +98,12 @@ def show_plans(plans: Sequence[Plan], paths: Sequence[Path], as_json: bool) -> N
     """One row a layer; as JSON the plan, or a list of several."""
     content = [plan.to_dict() for plan in plans]
     blocks = (block for plan, path in zip(plans, paths, strict=True) for block in plan_blocks(plan, path))
-    tell(as_json, content if len(content) > 1 else content[0], blocks)
+    print_report(as_json, content if len(content) > 1 else content[0], blocks)
 
 
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a run did, and where it was published."""
-    tell(as_json, {**outcome.to_dict(), **published(pushed)}, outcome_blocks(outcome, pushed))
+    print_report(as_json, {**outcome.to_dict(), **published(pushed)}, outcome_blocks(outcome, pushed))
 
 
 def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> list[Block]:
@@ -150,7 +150,7 @@ def show_strategies(loaded: Sequence["Strategy"], as_json: bool) -> None:
         content.append({**entry, "options": options, "help": helps(strategy.options)})
         defaults = ", ".join(f"{name}={value}" for name, value in options.items())
         rows.append((strategy.name, strategy.summary, ", ".join(sorted(strategy.needs)), defaults or "-"))
-    tell(as_json, content, [_wrapped("Strategies", ("name", "what it does", "needs", "options"), rows)])
+    print_report(as_json, content, [_wrapped("Strategies", ("name", "what it does", "needs", "options"), rows)])
 
 
 def show_steps(classes: Sequence["type[Step]"], as_json: bool) -> None:
@@ -166,14 +166,14 @@ def show_steps(classes: Sequence["type[Step]"], as_json: bool) -> None:
             shown = default if isinstance(default, str) else json.dumps(default)
             rows.append(("", name, "-" if default in (None, {}) else shown, help[name]))
         content.append({"name": step.name, "summary": summary, "options": defaults, "help": help})
-    tell(as_json, content, [_wrapped("Steps", ("step", "option", "default", "what it is"), rows)])
+    print_report(as_json, content, [_wrapped("Steps", ("step", "option", "default", "what it is"), rows)])
 
 
 def show_needs(statistics: Mapping[str, Any], as_json: bool) -> None:
     """Name, shape and meaning of each statistic."""
     content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in statistics.items()]
     rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
-    tell(as_json, content, [_wrapped("Statistics", ("name", "shape", "meaning"), rows)])
+    print_report(as_json, content, [_wrapped("Statistics", ("name", "shape", "meaning"), rows)])
 
 
 def _wrapped(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
@@ -190,12 +190,12 @@ def show_demo(rows: Sequence["DemoRow"], as_json: bool) -> None:
         sizes.append((row.name, *size, f"{row.loss:.3f}", f"{fmean(row.accuracy.values()):.1%}"))
         by_skill.append((row.name, *(f"{accuracy:.1%}" for accuracy in row.accuracy.values())))
     skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0].accuracy), tuple(by_skill))
-    tell(as_json, [asdict(row) for row in rows], [Table(title, columns, tuple(sizes)), skills])
+    print_report(as_json, [asdict(row) for row in rows], [Table(title, columns, tuple(sizes)), skills])
 
 
 def show_push(summary: "PushSummary", as_json: bool) -> None:
     """The files that were sent, or would be, and where they are now."""
-    tell(as_json, published(summary)["push"], push_blocks(summary))
+    print_report(as_json, published(summary)["push"], push_blocks(summary))
 
 
 def push_blocks(summary: "PushSummary") -> list[Block]:
@@ -238,7 +238,7 @@ def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
         facts = {key: str(value) for key, value in values.items()}
         content = {"format": name, **facts, "folder": str(output)}
         blocks = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
-    tell(as_json, content, [*blocks, Text(f"Written to {output}")])
+    print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
 
 
 def _graph_facts(summary: Any) -> Mapping[str, str]:
@@ -271,7 +271,7 @@ def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
 def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
     """A row for each task, then the verdict and what would decide it; `written` are the reports' files."""
     content = {**full_content(result), "written": [str(path) for path in written]}
-    tell(as_json, content, [*gate_brief(result), *written_line(written)])
+    print_report(as_json, content, [*gate_brief(result), *written_line(written)])
 
 
 def show_gated(
@@ -291,12 +291,12 @@ def show_gated(
         rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in attempts)
         blocks.insert(0, Table("Models tried", ("experts per layer", "verdict", "accepted"), rows))
     missing = [Text(f"{result.compressed} was not written.")]
-    tell(as_json, content, [*blocks, *(missing if outcome is None else outcome_blocks(outcome, pushed))])
+    print_report(as_json, content, [*blocks, *(missing if outcome is None else outcome_blocks(outcome, pushed))])
 
 
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
     """The base, then each expert count's models, the least loss first; random drops share a line."""
-    tell(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
+    print_report(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
 
 
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:
@@ -304,4 +304,4 @@ def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path
     from compressor.attribution.report import brief_blocks, brief_content
 
     content = {**brief_content(findings), "written": [str(path) for path in written]}
-    tell(as_json, content, (*brief_blocks(findings), *written_line(written)))
+    print_report(as_json, content, (*brief_blocks(findings), *written_line(written)))

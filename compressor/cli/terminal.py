@@ -93,7 +93,7 @@ def print_json(content: Any) -> None:
     print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
 
 
-def tell(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
+def print_report(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
     """Print either the content as JSON or the blocks."""
     print_json(content) if as_json else show(blocks)
 
@@ -109,13 +109,13 @@ def on_ranks(command: Command) -> Command:
     """The command, done by all ranks together; the first one alone prints."""
 
     @wraps(command)
-    def run(*given: Any, **named: Any) -> None:
+    def run(*arguments: Any, **named: Any) -> None:
         status = 0
         with process_group() as ranks, Path(os.devnull).open("w", encoding="utf-8") as nowhere, ExitStack() as stack:
             if not ranks.is_first:
                 stack.enter_context(redirect_stdout(nowhere))
             try:
-                command(*given, **named)
+                command(*arguments, **named)
             except typer.Exit as verdict:  # which all ranks have come to
                 status = verdict.exit_code
         if ranks.is_first and status:
@@ -128,8 +128,8 @@ def alone(command: Command, group: str = "") -> Command:
     """The command, of a group of commands if it is in one, refused where several processes would all do the same."""
 
     @wraps(command)
-    def run(*given: Any, **named: Any) -> None:
+    def run(*arguments: Any, **named: Any) -> None:
         refuse_several(" ".join((PROGRAM, *group.split(), command.__name__.replace("_", "-"))))
-        command(*given, **named)
+        command(*arguments, **named)
 
     return run

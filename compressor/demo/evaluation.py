@@ -72,10 +72,10 @@ def _read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _row(tokenizer: "PreTrainedTokenizerBase", given: str, scored: str) -> Row:
+def _row(tokenizer: "PreTrainedTokenizerBase", context: str, scored: str) -> Row:
     """Encodes the two texts apart, so that no token straddles them, after the token that opens a text."""
     opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    before = [opening, *tokenizer.encode(given, add_special_tokens=False)]
+    before = [opening, *tokenizer.encode(context, add_special_tokens=False)]
     return [*before, *tokenizer.encode(scored, add_special_tokens=False)], len(before)
 
 

@@ -120,9 +120,9 @@ class OnnxDecoder:
             if entry.type not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise CompressionError(f"{MODEL_NAME}: input {name!r} is a {entry.type}; known are {known}")
-        for name, found, what in ((TOKENS, {*self._inputs}, "input"), (LOGITS, outputs, "output")):
-            if name not in found:
-                known = ", ".join(sorted(found))
+        for name, names, what in ((TOKENS, {*self._inputs}, "input"), (LOGITS, outputs, "output")):
+            if name not in names:
+                known = ", ".join(sorted(names))
                 raise CompressionError(
                     f"{MODEL_NAME} has no {what} {name!r} but {known}; export a causal language model"
                 )
@@ -134,18 +134,18 @@ class OnnxDecoder:
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         self._seen.extend(tokens)
         total, fresh = len(self._seen), self._seen[self._past :]  # without a cache all of it is read again
-        given = {
+        inputs = {
             TOKENS: torch.tensor([fresh]),
             MASK: torch.ones(1, total, dtype=torch.long),
             POSITIONS: torch.arange(self._past, total)[None],
         }
-        asked = [name for name in given if name in self._inputs]
-        fed = {name: ort_value(given[name].to(DTYPES[self._inputs[name].type])) for name in asked}
+        wanted = [name for name in inputs if name in self._inputs]
+        fed = {name: ort_value(inputs[name].to(DTYPES[self._inputs[name].type])) for name in wanted}
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
         self._past = total if self._next else 0
-        found: Tensor = torch.utils.dlpack.from_dlpack(logits)[0, -1]
-        return found.to("cpu", torch.float32, copy=True)
+        last: Tensor = torch.utils.dlpack.from_dlpack(logits)[0, -1]
+        return last.to("cpu", torch.float32, copy=True)
 
 
 def ort_value(tensor: Tensor) -> Any:

@@ -37,9 +37,9 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
     if top_p is not None:
         before = ranked.cumsum(0) - ranked
         ranked = ranked.where(before < top_p, 0.0)
-    found = torch.zeros_like(scaled)
-    found[order[: len(ranked)]] = ranked / ranked.sum()
-    return found
+    distribution = torch.zeros_like(scaled)
+    distribution[order[: len(ranked)]] = ranked / ranked.sum()
+    return distribution
 
 
 def chooser(options: GenerationOptions) -> Choose:

@@ -9,7 +9,7 @@ import typer
 
 import compressor
 from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Running, field_options, flag, listed, spread
-from compressor.cli.terminal import alone, progress_bars, tell
+from compressor.cli.terminal import alone, print_report, progress_bars
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 
 
@@ -60,7 +60,7 @@ def reference(
             overwrite=running.overwrite,
             **running.reading(progress),
         )
-    tell(
+    print_report(
         running.as_json,
         plain_json(reference_set),
         (*reference_blocks(reference_set.facts, reference_set.asked), *written_line(reference_set.files)),
@@ -96,7 +96,7 @@ def train(
             overwrite=running.overwrite,
             **running.reading(progress),
         )
-    tell(running.as_json, plain_json(trained), (*training_blocks(trained), *written_line(trained.files)))
+    print_report(running.as_json, plain_json(trained), (*training_blocks(trained), *written_line(trained.files)))
 
 
 def evaluate(
@@ -128,7 +128,7 @@ def evaluate(
             **running.reading(progress),
         )
     files = [] if output is None else [output / name for name in NAMES]
-    tell(running.as_json, plain_json(evaluation), (*evaluation_blocks(evaluation), *written_line(files)))
+    print_report(running.as_json, plain_json(evaluation), (*evaluation_blocks(evaluation), *written_line(files)))
 
 
 for command in (train, evaluate):

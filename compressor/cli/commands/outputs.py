@@ -188,7 +188,7 @@ def push(
     private: Annotated[bool, flag("Make the repository private; never use a public one.")] = False,
     revision: Annotated[str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")] = None,
     create_pr: Annotated[bool, flag("Open a pull request instead.")] = False,
-    message: Annotated[str | None, flag("Of the commit (default: how the model was made).")] = None,
+    message: Annotated[str | None, flag("Message of the commit (default: how the model was made).")] = None,
     tag: Annotated[str | None, flag("A tag for the commit.")] = None,
     dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.")] = False,
     require_gate: Annotated[
@@ -231,17 +231,17 @@ def push_made(output: Path, publishing: Publishing, require_gate: Path | None, a
             message = message.replace(AGAIN, f"then run {again}, which goes on where it stopped")
         else:
             message = f"{message} (then: {again})"
-        raise CompressionError(f"{output} is made and whole, but was not pushed: {message}") from None
+        raise CompressionError(f"{output} is complete, but was not pushed: {message}") from None
 
 
 @contextmanager
 def hub_bars(as_json: bool) -> Iterator[None]:
-    """The bars of the Hub's client on a terminal, or none; transformers, which switches them on again, is asked too."""
+    """Show the bars of the Hub's client on a terminal alone; transformers' too, which would switch them on again."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
     quiet = as_json or not sys.stderr.isatty()
-    own, shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    enabled, shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where the environment decides
         if quiet:
@@ -249,7 +249,7 @@ def hub_bars(as_json: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if quiet and own:
+        if quiet and enabled:
             logging.enable_progress_bar()
         elif quiet and shown:
             enable_progress_bars()
