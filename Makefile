@@ -7,7 +7,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/moe-compress demo
 
 # What computes plans is tested once more as a processor without vector instructions would; reading them differs nowhere.
-DECIDING = tests/strategies tests/compressor/test_tolerance.py tests/compressor/grouping tests/compressor/steps/prune
+DECIDING = tests/strategies tests/compressor/test_tolerance.py tests/compressor/steps/prune
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .

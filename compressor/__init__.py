@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compressor.api.compressing import apply, change, compress, plan, plan_per_source
-    from compressor.api.gguf_files import apply_gguf, compress_gguf, plan_gguf
     from compressor.api.measuring import ReferenceSummary, attribute, compare, gate, reference
     from compressor.api.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
-    from compressor.gguf_files.writing import GgufSummary
+    from compressor.gguf_files.writing import GgufSummary, apply_gguf, compress_gguf, plan_gguf
     from compressor.model.inspection import inspect
     from compressor.pipeline.outcome import Outcome
     from compressor.recipe.recipe import Recipe
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
 
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
     "api.compressing": ("apply", "change", "compress", "plan", "plan_per_source"),
-    "api.gguf_files": ("apply_gguf", "compress_gguf", "plan_gguf"),
     "api.measuring": ("ReferenceSummary", "attribute", "compare", "gate", "reference"),
     "api.tuning": ("evaluate_comoe", "train_comoe"),
     "errors": ("CompressionError",),
     "gguf_files.blocks": ("GgufInspection", "inspect_gguf"),
-    "gguf_files.writing": ("GgufSummary",),
+    "gguf_files.writing": ("GgufSummary", "apply_gguf", "compress_gguf", "plan_gguf"),
     "model.inspection": ("inspect",),
     "pipeline.outcome": ("Outcome",),
     "recipe.recipe": ("Recipe",),

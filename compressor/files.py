@@ -288,7 +288,6 @@ def refuse_replacing(out: Path) -> None:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """The records of an output of this tool; none of another folder."""
     return [record for name in RECORDS if (record := json_object(folder / name)).get("tool") == TOOL]
 
 

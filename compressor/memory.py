@@ -25,7 +25,6 @@ def resident() -> int:
 
 
 def _field(file: Path, field: str) -> int | None:
-    """The bytes of one field of a file in /proc; None where there is none."""
     with suppress(OSError):
         if match := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
             return int(match[1]) * 1024

@@ -18,11 +18,9 @@ class Progress(Protocol):
 class Silent:
     """Listens to nothing."""
 
-    def start(self, phase: str, total: int) -> None:
-        """Ignore a phase."""
+    def start(self, phase: str, total: int) -> None: ...
 
-    def advance(self, detail: str) -> None:
-        """Ignore a step."""
+    def advance(self, detail: str) -> None: ...
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ def counted(base: Path) -> Counts:
 
 
 if __name__ == "__main__":
-    from compressor.demo.evaluation import demo_checkpoint
+    from compressor.data.demo import demo_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo:
         os.environ |= {"HF_HUB_OFFLINE": "1", "MOE_COMPRESSOR_CACHE": f"{scratch}/cache"}

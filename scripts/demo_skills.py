@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compressor.demo.evaluation import Item
+from compressor.data.demo import Item
 
 CHOICES = 4
 HELD_OUT_ONE_IN = 10

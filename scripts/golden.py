@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from tests import gguf_models, mtp_heads, quantized, small
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -242,7 +242,7 @@ def trial(
 
 def measured(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -> dict[str, Tally]:
     """Trials of each command, in turn, until there were so many kills."""
-    from compressor.demo.evaluation import demo_checkpoint
+    from compressor.data.demo import demo_checkpoint
     from tests import small
 
     dice, tallies = random.Random(seed), {case.name: Tally() for case in cases}

@@ -27,8 +27,8 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
+from compressor.steps.configuration import announces_head
 from compressor.steps.split.shape import split_shape
-from compressor.surgery.configuration import announces_head
 from exporters import onnx
 from tests import zoo
 

@@ -22,42 +22,31 @@ WORDS = "compressor (files in the root)"  # words that everybody uses: errors, f
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
-    WORDS: "errors, whole files, memory, progress, versions, the words of all reports",
-    "distributed": "several processes that share one run",
-    "demo": "the embedded model with its data and tasks",
-    "drawing": "one kit for every picture",
-    "document": "blocks of a report, and a renderer for each medium",
+    WORDS: "errors, whole files, memory, progress, versions, entry points, several processes, formatting of reports",
+    "document": "blocks of a report, a renderer for each medium, one kit for every picture",
     "checkpoint": "files on disk or on the Hub, read lazily",
-    "serving": "the rules of servers, as data",
     "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
-    "mtp": "multi-token-prediction heads, each a model of one layer",
-    "data": "from sources of text to batches of tokens, in named parts",
+    "data": "from sources of text to batches of tokens, in named parts; the demo's data",
     "statistics": "what is measured of MoE layers while text passes them",
-    "evaluation": "how far a model is from its base; a model's answers to lm-eval's items",
+    "evaluation": "how far a model is from its base; answers to lm-eval's items, and the gate that compares them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
-    "generation": "the next token",
-    "gates": "the test that an output has to pass",
-    "surgery": "from a plan and tensors to smaller tensors",
-    "workdir": "the output in the making: a file for each decoder layer, one journal",
-    "grouping": "the mathematics that strategies share",
     "pathways": "C3PO: which experts a token is routed to, changed at test time",
-    "steps": "what a run hands from step to step",
+    "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go, by a strategy",
-    "attribution": "which senders steer the routers",
+    "steps.prune": "which experts stay, merge or go, by a strategy; the mathematics that strategies share",
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
-    "comoe": "LoRA experts with a router beside linear layers",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
+    "attribution": "which senders steer the routers",
+    "comoe": "LoRA experts with a router beside linear layers",
     "plugins": "the one import that a plugin's author needs",
     "strategies": "one file each",
     "exporters": "ONNX",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
-    "comparison": "many plans, one table",
-    "report": "one page to look at",
-    "publishing": "the Hub, and the model card",
+    "report": "one page to look at; many plans in one table",
+    "hub": "pushing to the Hub, and the model card",
     "api": "compress, compare, gate and attribute as functions",
     TOP: "`compressor.compress` and so on, loaded when they are first used",
     "cli": "one file for a group of commands",
@@ -82,7 +71,7 @@ def sources() -> Iterator[Path]:
 
 
 def package_of(module: str) -> str:
-    """'compressor.gates.verdict' -> 'gates'; 'strategies.reap' -> 'strategies'."""
+    """'compressor.evaluation.gate_verdict' -> 'gates'; 'strategies.reap' -> 'strategies'."""
     head, *rest = module.split(".")
     if head != "compressor":
         return head
@@ -96,7 +85,7 @@ def package_of(module: str) -> str:
 
 
 def module_of(file: Path) -> str:
-    """'compressor/gates/verdict.py' -> 'compressor.gates.verdict'."""
+    """'compressor/evaluation/gate_verdict.py' -> 'compressor.evaluation.gate_verdict'."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from compressor.gates.statistics import (
+from compressor.evaluation.gate_statistics import (
     at_least,
     at_most,
     freedom_of,

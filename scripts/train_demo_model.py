@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from compressor.demo.evaluation import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.data.demo import Item, heldout_loss, load_documents, load_items, skill_accuracy
 from scripts.demo_skills import SKILLS, document, item, problems
 
 END = "<|end|>"

@@ -7,7 +7,7 @@ python -m scripts.write_serving_rules --write    # put it into docs/how-to/servi
 import argparse
 from pathlib import Path
 
-from compressor.serving.advice import RULES, Served, said
+from compressor.model.serving import RULES, Served, said
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "serving.md"
 BEGIN, END = "<!-- rules: begin -->", "<!-- rules: end -->"

@@ -46,7 +46,6 @@ class Options:
 
 
 def _subsets(blocks: list[Block]) -> Iterator[Kept]:
-    """Every legal kept set."""
     for chosen in product(*(combinations(block.free, block.take) for block in blocks)):
         yield tuple(sorted(chain(*chosen, *(block.fixed for block in blocks))))
 
@@ -134,8 +133,6 @@ class _Greedy:
 def _search(
     errors: KeptErrors, experts: int, blocks: list[Block], options: Options, count: int
 ) -> tuple[Kept, dict[str, Any]]:
-    """The kept set and how it was found."""
-
     def best(tried: Iterable[Kept]) -> Kept:
         sets = sorted(tried)
         return sets[stable_argmin((float(errors.kept(kept).errors.sum()) for kept in sets), errors.noise)]

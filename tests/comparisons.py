@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from compressor.comparison.report import Comparison, Row
+from compressor.report.comparison_report import Comparison, Row
 
 EXPERTS = 16
 STRATEGIES = ("reap", "hc-smoe", "auto", "enumerate", "data-centric (merge=learned)")

@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from compressor.document.blocks import Figure
-from compressor.drawing.picture import drawing_settings
+from compressor.document.picture import drawing_settings
 
 
 def canvases(figure: Figure) -> list[Canvas]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from compressor.gates.verdict import GateResult, RoutedBy, TaskGate
+from compressor.evaluation.gate_verdict import GateResult, RoutedBy, TaskGate
 
 DIFFERING = ("boolq", "rte", "wikitext", "a|b *c*\n[d](e) <script>", "_x_ & `y` ~z~ $w$", "\x00\x1b bell", "mmlu_law")
 

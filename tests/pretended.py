@@ -114,9 +114,9 @@ def pretended_device() -> Iterator[None]:
 def main(model: str, text: str, out: str) -> None:
     """Compress a model on the device."""
     import compressor
-    from compressor.grouping import choose
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import Schedule
+    from compressor.steps.prune import choose
 
     choose.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
     refit.Schedule = lambda steps, *more: Schedule(2, *more)  # type: ignore[assignment,misc]

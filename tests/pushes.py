@@ -17,8 +17,8 @@ from compressor import compress
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import identity
-from compressor.gates.verdict import GateResult
-from compressor.publishing.push import PushSummary, push
+from compressor.evaluation.gate_verdict import GateResult
+from compressor.hub.push import PushSummary, push
 from tests import gates, small
 from tests.hub import Hub, serve
 

@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.grouping import choose
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan as StepsPlan
+from compressor.steps.prune import choose
 from tests import zoo
 from tests.plans import by_hand, make_plan, plan_of, pruned
 from tests.reference import cut, forced_logits, realign, stored_bytes
 
 NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
-# one of every layout, and of every way to route; that each family learns is seen in tests/compressor/grouping
+# one of every layout, and of every way to route; that each family learns is seen in tests/compressor/steps/prune
 LAYOUTS = ["mixtral", "mixtral-16experts", "qwen3_moe-collide", "gpt_oss", "deepseek_v3-n_group4", "zaya", "gemma4",
            "ernie4_5_vl_moe", "nemotron_h", "qwen4_exp", "inkling", "kimi_linear", "diffusion_gemma"]  # fmt: skip
 NO_SAMPLES = {"diffusion_gemma"}  # its experts see a canvas, not the calibration tokens: nothing to learn from

@@ -22,9 +22,9 @@ from compressor.cli import main as cli
 from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
+from compressor.steps import workdir
 from compressor.steps.prune import planning
-from compressor.workdir import workdir
-from compressor.workdir.workdir import JOURNAL
+from compressor.steps.workdir import JOURNAL
 from tests import small, zoo
 from tests.command_line import Result, Run, captured, names, refused, run_killed
 from tests.plans import plan_of, pruned
@@ -586,7 +586,7 @@ MOMENTS = [
     ("os", "pwrite", 9),
     ("os", "fsync", 3),
 ]
-HALFWAY = ("compressor.workdir.workdir", "_write_tensor", 40)
+HALFWAY = ("compressor.steps.workdir", "_write_tensor", 40)
 
 
 @pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
-from compressor.comparison import report as comparison_report
+from compressor import entry_points
 from compressor.model.loading import PartialModel
-from compressor.recipe import plugins
+from compressor.report import comparison_report
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.plans import pruned
@@ -211,7 +211,9 @@ def test_all_installed_strategies_are_compared_a_third_partys_too(
     assert result.status == 0 and "their-reap" in result.out
     rows = read(tmp_path / "found")["rows"]
     found = [row["name"] for row in rows]
-    assert found == ["original", *plugins.names(plugins.STRATEGIES), "random (seed 0)"] and "their-reap" in found
+    assert (
+        found == ["original", *entry_points.names(entry_points.STRATEGIES), "random (seed 0)"] and "their-reap" in found
+    )
     ours, theirs = pick(rows, name="reap"), pick(rows, name="their-reap")
     assert theirs["loss"] == pytest.approx(ours["loss"])
 

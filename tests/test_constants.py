@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.publishing.card import card_text
-from compressor.publishing.check import verify_folder
+from compressor.hub.card import card_text
+from compressor.hub.check import verify_folder
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.planning import Substituting

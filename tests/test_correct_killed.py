@@ -47,8 +47,8 @@ MOMENTS = [  # with the layers that are corrected by the run that goes on
     ("compressor.steps.correct.in_order", "correct_layer", 1, LAYERS),
     ("compressor.steps.correct.in_order", "correct_layer", 2, LAYERS[1:]),
     ("safetensors.torch", "save_file", 2, LAYERS[1:]),
-    ("compressor.surgery.cutting", "CutFiles.save", 2, LAYERS[1:]),
-    ("compressor.workdir.workdir", "_write_tensor", 20, []),
+    ("compressor.steps.cutting", "CutFiles.save", 2, LAYERS[1:]),
+    ("compressor.steps.workdir", "_write_tensor", 20, []),
     ("os", "fsync", 2, []),
 ]
 
@@ -77,7 +77,7 @@ def test_a_cut_file_that_was_cut_short_is_made_again(
 ) -> None:
     """As a loss of power may leave it, which a process that is killed does not."""
     out, kept = tmp_path / "out", tmp_path / "kept"
-    status = run_killed([*command, "-o", str(out)], "compressor.workdir.workdir", "_write_tensor", 1)
+    status = run_killed([*command, "-o", str(out)], "compressor.steps.workdir", "_write_tensor", 1)
     assert status == -signal.SIGKILL
     (work,) = tmp_path.iterdir()
     work.rename(kept)

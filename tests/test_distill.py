@@ -22,7 +22,7 @@ import compressor
 from compressor.evaluation import base_answers
 from compressor.evaluation.evaluator import Figures
 from compressor.formatting import short
-from compressor.publishing.card import card_text
+from compressor.hub.card import card_text
 from compressor.recipe.recipe import read_recipe
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import objective, training
@@ -133,7 +133,7 @@ MOMENTS = [  # of a run of 8 evaluations
     ("compressor.steps.distill.training", "write_whole", 4, ()),
     ("compressor.steps.distill.training", "write_whole", 4, ("--stream", "--train", "lora")),
     ("compressor.steps.distill.training", "keep_tensors", 2, ()),
-    ("compressor.workdir.workdir", "put_tensors", 2, ("--stream",)),
+    ("compressor.steps.workdir", "put_tensors", 2, ("--stream",)),
 ]
 
 

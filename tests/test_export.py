@@ -91,7 +91,7 @@ def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, retraced: None, 
 
 KILLED = [
     ("onnx", "compressor.files", "replace_folder", 1),  # when the graph has been made
-    ("onnx", "compressor.workdir.workdir", "publish", 1),
+    ("onnx", "compressor.steps.workdir", "publish", 1),
     ("safetensors,onnx", "compressor.files", "replace_folder", 2),
 ]
 

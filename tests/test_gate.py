@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor.api import searching as gated
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from compressor.evaluation import evaluate as evaluating
-from compressor.gates.report import read_gate
+from compressor.evaluation.gate_report import read_gate
 from compressor.run_record import cache_folder
 from tests.command_line import Result, Run, captured, names, refused
 from tests.evaluations import no_stock_tasks

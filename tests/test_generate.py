@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from compressor.cli.commands.outputs import collect
-from compressor.demo.evaluation import demo_checkpoint
-from compressor.generation import generate as generating
+from compressor.data.demo import demo_checkpoint
+from compressor.evaluation import generate as generating
 from tests import small
 from tests.command_line import Run, refused
 

@@ -26,13 +26,13 @@ from compressor.comoe.layer import FACTS, TENSORS, inject, load_adapters, save_a
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
-from compressor.gates.report import differing, gate_blocks, gate_json, junit, read_gate
-from compressor.generation.generate import read_facts
+from compressor.evaluation.gate_report import differing, gate_blocks, gate_json, junit, read_gate
+from compressor.evaluation.generate import read_facts
+from compressor.hub.card import again
 from compressor.model.architecture import build_stored, discover, load_config
 from compressor.model.loading import PartialModel
 from compressor.pathways.reference import NAMES as REFERENCE
 from compressor.pathways.reference import read_reference, write_reference
-from compressor.publishing.card import again
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml

@@ -14,9 +14,9 @@ from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
 from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
+from compressor.entry_points import PROTECTORS
 from compressor.model.opened import open_model
 from compressor.pipeline import task
-from compressor.recipe.plugins import PROTECTORS
 from compressor.recipe.steps_plan import Plan
 from tests import small
 from tests.command_line import Run, names, refused

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.gates.report import write_gate
+from compressor.evaluation.gate_report import write_gate
 from tests import small
 from tests.command_line import Run, refused
 from tests.hub import Fault, Hub

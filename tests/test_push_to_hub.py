@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from tests import small
 from tests.command_line import Run, names, refused
 from tests.hub import Fault, Hub

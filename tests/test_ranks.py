@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from compressor.distributed.ranks import here, on_cpu, owners, process_group
+from compressor.distributed import here, on_cpu, owners, process_group
 from compressor.errors import CompressionError
 from compressor.steps.correct.tuning import REBALANCED
 from tests import small
@@ -216,7 +216,7 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
 ) -> None:
     ask = ("compress", model, "--experts", 4, "--strategy", "hc-smoe", "--correct", "none", *text)
     assert run(*ask, "-o", tmp_path / "alone").status == 0
-    stop = ("compressor.workdir.workdir", "LayerWriter.write", 2)
+    stop = ("compressor.steps.workdir", "LayerWriter.write", 2)
     first, second = launched(2, tmp_path, *ask, "-o", tmp_path / "together", stops={1: stop})
     assert (first.status, second.status) == (2, -signal.SIGKILL)
     assert "run the same command again, with any number of ranks" in first.err

@@ -15,7 +15,7 @@ import torch
 import compressor
 from compressor.attribution import measure, report
 from compressor.attribution.projecting import Projection, Tallies
-from compressor.distributed.ranks import here, process_group
+from compressor.distributed import here, process_group
 from compressor.errors import CompressionError
 from compressor.recipe.step import TextOptions
 from compressor.records import plain_json

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from compressor.pathways.reference import read_reference
 from tests import small
 from tests.command_line import Run, names, refused

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import compressor
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
+from compressor.evaluation.gate import GateRequest
+from compressor.evaluation.gate_report import read_gate
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.gates.report import read_gate
-from compressor.gates.run import GateRequest
 from compressor.pathways.options import PathwayOptions, Routing
 from compressor.pathways.reference import reference_digest
 from tests import small

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.hub.card import again as asked_again
+from compressor.hub.card import introduction
+from compressor.hub.facts import read_facts
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
-from compressor.publishing.card import again as asked_again
-from compressor.publishing.card import introduction
-from compressor.publishing.facts import read_facts
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.neurons import order_of_parts, parts_of

@@ -20,7 +20,7 @@ from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, wrap_faults
 from compressor.files import work_folder
 from compressor.records import MOST_DEPTH, bounded
-from compressor.workdir.workdir import JOURNAL
+from compressor.steps.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
 

@@ -6,15 +6,15 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
+from compressor.entry_points import EXPORTERS, names
 from compressor.errors import CompressionError, reason_of
 from compressor.files import REPLACED, alone, clear, replace_folder, wrap_full_disk
 from compressor.formatting import did_you_mean
 from compressor.progress import Progress
-from compressor.recipe.plugins import EXPORTERS, names
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
 from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
-from compressor.workdir.workdir import check_target
+from compressor.steps.workdir import check_target
 
 WRITER = "safetensors"  # what `compress` writes, and what every exporter reads
 

@@ -9,15 +9,13 @@ from typing import Any
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import locate
-from compressor.comparison.measure import Contender, Variant, compare_models, correction, parse_contender, random_drop
-from compressor.comparison.report import Comparison
 from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
-from compressor.distributed.ranks import here, refuse_several
+from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
+from compressor.evaluation.gate import GateRequest, run_gate
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
 from compressor.files import alone, check_folder
-from compressor.gates.run import GateRequest, run_gate
-from compressor.gates.verdict import GateResult
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
@@ -33,6 +31,8 @@ from compressor.pipeline.task import HELDOUT, find_model, open_run, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import TextOptions
+from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
+from compressor.report.comparison_report import Comparison
 from compressor.statistics.statistics import ATTRIBUTED
 from compressor.steps.constants.planning import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct

@@ -16,13 +16,13 @@ from typing import Any
 
 from compressor.api.compressing import compress
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.ranks import held, here
+from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT
+from compressor.evaluation.gate import GateRequest, plan_base, run_gate
+from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
+from compressor.evaluation.gate_verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.evaluation.tasks import resolve_tasks
-from compressor.gates.report import LONE_HALVES, gate_json, read_gate
-from compressor.gates.run import GateRequest, plan_base, run_gate
-from compressor.gates.verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.task import content_of, find_model, of_stage

@@ -110,7 +110,6 @@ def evaluate_comoe(
 
 
 def _loaded(source: ModelSource, dtype: str) -> tuple[Any, Any]:
-    """Tokenizer and model, on the CPU."""
     tokenizer = load_tokenizer(source.folder)
     computed = pick_dtype(dtype, load_config(source.folder), Checkpoint(source.folder))
     with quiet_transformers():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.formatting import one_line
 from compressor.tolerance import rounded
 
@@ -180,7 +180,6 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
 
 
 def _finite(**figures: float | None) -> dict[str, Any]:
-    """Those that are numbers, for GraphML has no word for others."""
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 

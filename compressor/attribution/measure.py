@@ -25,7 +25,7 @@ from compressor.attribution.routers import ObservedRouters, leaf_map, observe_ro
 from compressor.attribution.tracing import pull_sum
 from compressor.attribution.unit_trace import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import layer_number
 from compressor.model.opened import OpenModel, shared_experts

@@ -20,10 +20,10 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import STANDING, STEERS, Centrality, edges_of, ranking
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
-from compressor.drawing.heatmaps import Panel, Scale, draw_panels, log_scale
-from compressor.drawing.marks import colour
-from compressor.drawing.palette import FONT, MARKERS, scale_axis
-from compressor.drawing.picture import Drawing
+from compressor.document.heatmaps import Panel, Scale, draw_panels, log_scale
+from compressor.document.marks import colour
+from compressor.document.palette import FONT, MARKERS, scale_axis
+from compressor.document.picture import Drawing
 from compressor.formatting import counted, readable
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def _heat(
     scales: Sequence[Scale],
     roomy: bool = False,
 ) -> Figure:
-    """A figure of panels over the receivers."""
     title, numbers = f"{attribution.model}: {title}", [str(receiver.layer) for receiver in attribution.receivers]
     drawing = draw_panels(title, alt, columns, numbers, scales, "layer of the receiving router", roomy)
     return Figure(name, title, "", (drawing,))

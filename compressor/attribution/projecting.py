@@ -14,7 +14,7 @@ from compressor.attribution.influence import covariance, rank_change, signs, spr
 from compressor.attribution.routers import ObservedRouters, leaf_map, refuse, router_rows
 from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
 from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, parts_of
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.architecture import layers_by_unit
 
 OUTPUT = "output"  # of the layer, where later routers' rows are kept

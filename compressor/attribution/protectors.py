@@ -12,7 +12,7 @@ from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.attribution.graph import most_central
 from compressor.attribution.hubs import find_hubs
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.steps.prune.planning import Planner
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from compressor.attribution.pictures import graph_figure, pictures
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Code, Heading, Table, Text
 from compressor.document.markdown import markdown
-from compressor.drawing.picture import png
+from compressor.document.picture import png
 from compressor.files import whole_folder
 from compressor.formatting import counted, percent, short
 from compressor.records import finite, plain_json
@@ -265,7 +265,6 @@ def _overlap_line(shared: Overlap) -> str:
 
 
 def _hub_blocks(found: Findings) -> Blocks:
-    """The hubs by the rule that makes them so."""
     rule = f"modified z-scores of influence and of AARV among its layer's experts both above {found.threshold:g}"
     if not found.hubs:
         return Heading("Hubs"), Text(f"No expert is a hub: {rule}.")
@@ -289,7 +288,6 @@ def _hub_blocks(found: Findings) -> Blocks:
 
 
 def _kind_blocks(attribution: Attribution) -> Blocks:
-    """How much of the influence comes from each kind of component."""
     rows = tuple(
         (each.kind, str(each.senders), short(each.influence), percent(each.share)) for each in kind_shares(attribution)
     )

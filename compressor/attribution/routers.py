@@ -13,7 +13,7 @@ from torch import Tensor
 from compressor.attribution.influence import Selection, best_selection, ranks, selections
 from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
 from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, router_width
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.attribution.tracing import Context, Term, Traced, plain, untraced
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch

@@ -9,7 +9,7 @@ import torch
 
 from compressor.api.compressing import compress
 from compressor.checkpoint.reader import Checkpoint, Size
-from compressor.demo.evaluation import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.data.demo import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
 from compressor.errors import CompressionError
 from compressor.model.inspection import inspect
 from compressor.progress import Progress, quiet_transformers

@@ -10,7 +10,7 @@ import typer
 import compressor
 from compressor.cli.options import STRATEGY, Running, flag, given
 from compressor.cli.terminal import print_report, progress_bars
-from compressor.distributed.ranks import refuse_several
+from compressor.distributed import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes, human_count, ranges

@@ -12,12 +12,12 @@ import typer
 from compressor.cli.commands import gating, items, making, measuring, outputs
 from compressor.cli.options import spread
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
-from compressor.distributed.ranks import here
+from compressor.distributed import here
+from compressor.entry_points import packages
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
 from compressor.formatting import one_line
 from compressor.memory import limit_caches
-from compressor.recipe.plugins import packages
 from compressor.run_record import versions
 
 PACKAGE = "moe-compressor"

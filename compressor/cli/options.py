@@ -12,14 +12,14 @@ from pydantic import BaseModel
 
 from compressor.cli.terminal import command_line
 from compressor.errors import CompressionError
-from compressor.gates.verdict import Verdict
+from compressor.evaluation.gate_verdict import Verdict
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
 from compressor.recipe.recipe import GateOptions
 from compressor.recipe.step import TextOptions
 
 if TYPE_CHECKING:
-    from compressor.gates.run import GateRequest
+    from compressor.evaluation.gate import GateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -224,9 +224,9 @@ class RecipeFlags(TextFlags):
 
     def strategy_options(self, strategy: str) -> dict[str, Any]:
         """The options that were given; the strategy refuses what it does not have."""
-        from compressor.grouping.choose import METHODS
-        from compressor.recipe.plugins import read_option
+        from compressor.entry_points import read_option
         from compressor.recipe.registry import option_fields
+        from compressor.steps.prune.choose import METHODS
 
         named: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
         if self.merge is not None and self.merge not in METHODS:
@@ -271,8 +271,8 @@ class GateRun:
         self, gate: Mapping[str, Any], device: str, dtype: str = "auto", cache_dir: Path | None = None
     ) -> "GateRequest":
         """Check and return what a gate tests; `gate` holds fields of a recipe's gate, None where not given."""
+        from compressor.evaluation.gate import GateRequest
         from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
-        from compressor.gates.run import GateRequest
 
         include = gate.get("include_path")
         options = EvaluationOptions(

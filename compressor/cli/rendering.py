@@ -8,27 +8,27 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import print_report
-from compressor.comparison.report import Comparison, comparison_brief
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
+from compressor.entry_points import helps
+from compressor.evaluation.gate_report import full_content, gate_brief
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_bytes, human_count, share
-from compressor.gates.report import full_content, gate_brief
-from compressor.gates.verdict import GateResult
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
+from compressor.model.serving import Advice, Breach
 from compressor.recipe.document import constants_line, first_of, plan_blocks
 from compressor.recipe.plan import KEPT_WHOLE, describe_split
-from compressor.recipe.plugins import helps
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
-from compressor.serving.advice import Advice, Breach
+from compressor.report.comparison_report import Comparison, comparison_brief
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.api.searching import Gated
     from compressor.attribution.report import Findings
     from compressor.cli.demonstration import DemoRow
     from compressor.gguf_files.blocks import GgufInspection
+    from compressor.hub.push import PushSummary
     from compressor.pipeline.outcome import Outcome
-    from compressor.publishing.push import PushSummary
     from compressor.recipe.registry import Strategy
     from compressor.recipe.step import Step
 

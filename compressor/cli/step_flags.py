@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from compressor.cli.options import KEEP, STEPS, STRATEGY, RecipeFlags, Running, field_options, without_none
+from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
-from compressor.recipe.plugins import read_option
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, refuse_missing, step_class
 from compressor.recipe.step import Step
 from compressor.steps.constants.step import Constants

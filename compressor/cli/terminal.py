@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from compressor.distributed.ranks import held, here, process_group, refuse_several
+from compressor.distributed import held, here, process_group, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.files import check_folder

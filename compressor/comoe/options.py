@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.recipe.plugins import option
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_EXPERTS = 1024

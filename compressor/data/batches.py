@@ -359,7 +359,6 @@ def _cut_parts(cut: _Cut, count: int, length: int) -> None:
 
 
 def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
-    """Batches and identities of what was cut."""
     batches = [
         (number, held, batch)
         for number, cut in enumerate(cuts)

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from compressor.data.demo import load_documents
 from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE
-from compressor.demo.evaluation import load_documents
 from compressor.errors import CompressionError, first_line, reason_of, wrap_faults
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 
@@ -69,7 +69,6 @@ def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
-    """The text between blank lines."""
     paragraph, letters = io.StringIO(), 0
     for number, line in itertools.chain(lines, [(0, "\n")]):
         if line != "\n":

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
-from compressor.drawing.picture import Drawing
+from compressor.document.picture import Drawing
 
 Tone = Literal["good", "bad", "unsure"]
 

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from compressor.document import blocks
 from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Words
-from compressor.drawing.picture import inline_svgs
+from compressor.document.picture import inline_svgs
 from compressor.formatting import readable
 
 if TYPE_CHECKING:

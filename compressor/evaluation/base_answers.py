@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import load_tokenizer
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
 from compressor.kept import keep_tensors, kept_tensors, told_of
@@ -160,7 +160,6 @@ class _Asking(LayerVisitor):
 
 
 def _facts(model: OpenModel, batch: Tensor, hidden: bool) -> list[Any]:
-    """What decides the base's answers on a batch."""
     digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
     return [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
 

@@ -18,7 +18,7 @@ import torch
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
 from compressor.files import file_digest

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from compressor.data.batches import EvaluationSet
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.opened import OpenModel
@@ -183,7 +183,6 @@ class Evaluator:
         return riding.figures[0]
 
     def _keep(self, progress: Progress, phase: str = "ask the base") -> "Riding":
-        """Keep what this rank lacks; a rank may do so alone."""
         with self.keeping() as riding:
             riding.alone_in(self.base, progress, phase).run(riding)
         return riding

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available

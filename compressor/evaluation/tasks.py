@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from compressor.distributed.ranks import unseen_launcher
+from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
 from compressor.model.opened import DTYPES, pick_device
@@ -145,7 +145,7 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
     require_lm_eval()
     owners, tasks = dict[str, str](), list[EvaluationTask]()
-    with quiet_lm_eval(), as_file(files("compressor.demo") / "tasks") as demo:
+    with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
         for loaded in (each for name in options.tasks for each in _load(manager, name, options)):
             grouped = hasattr(loaded, "get_all_tasks")

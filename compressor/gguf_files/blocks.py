@@ -76,7 +76,6 @@ def find_blocks(model: Gguf) -> Blocks:
 
 
 def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
-    """One block with the rules of its router."""
     first, name = model.first, f"blk.{number}"
     groups = max(1, first.number(f"{arch}.expert_group_count"))
     key = f"{arch}.expert_used_count"

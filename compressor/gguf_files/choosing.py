@@ -32,13 +32,13 @@ from compressor.gguf_files.header import (
     type_name,
     type_sizes,
 )
-from compressor.grouping.choose import keep_best, kept_share
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, resolve_count
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.prune.choose import keep_best, kept_share
 from compressor.steps.prune.protecting import given_protected, listed, with_list
 from compressor.steps.prune.step import protector_of
 

@@ -1,4 +1,4 @@
-"""A GGUF model with fewer experts, written whole: each tensor is a copy of bytes, and no number is computed."""
+"""A GGUF model with fewer experts, planned by an importance matrix and written whole, each tensor a copy of bytes."""
 
 import json
 import os
@@ -8,13 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import alone, check_parent, wrap_full_disk
 from compressor.formatting import runs
-from compressor.gguf_files.blocks import PLANS, Blocks, cut
+from compressor.gguf_files.blocks import PLANS, Blocks, cut, find_blocks
+from compressor.gguf_files.choosing import (
+    NO_IMATRIX,
+    Imatrix,
+    compare_routers,
+    fit_plan,
+    imatrix_plan,
+    read_imatrix,
+    refuse_more_than_drop,
+)
 from compressor.gguf_files.header import (
     ARRAY,
     MAGIC,
@@ -25,12 +34,13 @@ from compressor.gguf_files.header import (
     Header,
     Value,
     has_magic,
+    open_gguf,
     packed,
     padded,
     part_names,
     read_header,
 )
-from compressor.progress import Progress
+from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import versions
 
@@ -169,3 +179,74 @@ def _copy(source: BinaryIO, target: BinaryIO, begin: int, nbytes: int, name: str
             raise CompressionError(f"{name} was cut off while it was read; check the model's file and run again")
         target.write(chunk)
         nbytes -= len(chunk)
+
+
+def plan_gguf(
+    model: str | Path,
+    *,
+    imatrix: str | Path | None,
+    experts: int | None = None,
+    ratio: float | None = None,
+    strategy: str = "auto",
+    protect: str | Sequence[Mapping[str, Any]] | None = None,
+) -> Plan:
+    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is written.
+
+    `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
+    """
+    opened = open_gguf(model)
+    return imatrix_plan(opened, find_blocks(opened), _read(imatrix, opened), experts, ratio, strategy, protect)
+
+
+def _read(imatrix: str | Path | None, opened: Gguf) -> Imatrix:
+    if imatrix is None:
+        raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
+    return read_imatrix(Path(imatrix))
+
+
+def compress_gguf(
+    model: str | Path,
+    out: str | Path,
+    *,
+    imatrix: str | Path | None,
+    experts: int | None = None,
+    ratio: float | None = None,
+    strategy: str = "auto",
+    protect: str | Sequence[Mapping[str, Any]] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> GgufSummary:
+    """Plan by an importance matrix and write the smaller GGUF model, in as many files as the source has.
+
+    No weight is changed or quantised anew. The plan is kept in the metadata, as the last of `moe_compressor.plans`.
+    """
+    opened = open_gguf(model)
+    check_output(Path(out), opened, overwrite)
+    with alone(Path(out)):
+        blocks = find_blocks(opened)
+        plan = imatrix_plan(opened, blocks, _read(imatrix, opened), experts, ratio, strategy, protect)
+        return carry_out(opened, blocks, plan, Path(out), overwrite, progress or Silent())
+
+
+def apply_gguf(
+    plan: Plan | str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> GgufSummary:
+    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF model.
+
+    The plan may have been made on the checkpoint that the file was converted from; then layers, experts and top-k are
+    checked, and routers are compared where that checkpoint is available.
+    """
+    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    refuse_more_than_drop(loaded)
+    opened = open_gguf(model)
+    check_output(Path(out), opened, overwrite)
+    blocks = find_blocks(opened)
+    fitted = fit_plan(loaded, opened, blocks)
+    with alone(Path(out)):
+        note = compare_routers(loaded.source, opened, blocks)
+        return carry_out(opened, blocks, fitted, Path(out), overwrite, progress or Silent(), note)

@@ -13,7 +13,7 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
 from compressor.model.opened import advice_on, open_checkpoint, resolve_count, served_model
-from compressor.serving.advice import Advice
+from compressor.model.serving import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 

@@ -66,7 +66,6 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
 
 
 def _converter(partial: Any, pattern: str | None) -> Any:
-    """The loader's conversion of a pattern; None if there is none."""
     converters = (entry for entry in partial.plain_conversions if hasattr(entry, "operations"))
     return next((entry for entry in converters if pattern in entry.source_patterns), None)
 

@@ -126,7 +126,6 @@ class ReadAhead:
                 self.checked.add(name)
 
     def _read(self, names: list[str], computed: Any) -> tuple[dict[str, Tensor], Any]:
-        """The thread's task: the tensors, and what marks that their copies are done."""
         found, cuda = dict[str, Tensor](), self.cuda
         try:
             with nullcontext() if cuda is None else cuda.copying():

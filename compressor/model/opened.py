@@ -14,14 +14,14 @@ import torch
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import Architecture, MoeLayer, build_stored, check_count, discover, load_config
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
-from compressor.serving.advice import Advice, Served, advise, broken, warnings
+from compressor.model.serving import Advice, Served, advise, broken, warnings
 
 logger = logging.getLogger(__name__)
 

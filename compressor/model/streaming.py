@@ -27,7 +27,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
@@ -303,7 +303,6 @@ class _Lockstep:
             return self.runs[number].switch(*values)
 
     def _run(self, number: int) -> Any:
-        """What a batch's greenlet does: the stock forward."""
         padding, device = self.run.padding, self.partial.device
         more = {"attention_mask": padding[number].to(device)} if padding else {}
         return self.model(input_ids=self.batches[number].to(device), use_cache=False, **more)
@@ -525,7 +524,6 @@ def _another_way(partial: PartialModel, how: str) -> CompressionError:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors within arguments or outputs, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

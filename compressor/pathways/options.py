@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.recipe.plugins import option
 
 Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)

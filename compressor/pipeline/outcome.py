@@ -12,16 +12,16 @@ from compressor.checkpoint.reader import Size
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
+from compressor.evaluation.gate_report import gate_of, read_gate
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
-from compressor.gates.report import gate_of, read_gate
-from compressor.gates.verdict import GateResult
 from compressor.model.opened import OpenModel, advice_on, served_model
+from compressor.model.serving import Advice
 from compressor.recipe.plan import CompressionPlan, parts_of
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_json, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
-from compressor.serving.advice import Advice
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
 

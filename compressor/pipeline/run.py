@@ -14,13 +14,13 @@ from pathlib import Path
 
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.files import alone, clear, work_folder
 from compressor.memory import PeakMemory
+from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
-from compressor.mtp.head import Head
 from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
 from compressor.pipeline.task import Task, filled, find_model, first_state, open_run, prepare
 from compressor.progress import Progress
@@ -39,11 +39,11 @@ from compressor.run_record import (
     request_key,
 )
 from compressor.steps.correct.heads import acceptance_of
+from compressor.steps.cutting import LayerChange
+from compressor.steps.job import check_plan, left_out_of, make_job, output_size
 from compressor.steps.state import Observer, State
-from compressor.surgery.cutting import LayerChange
-from compressor.surgery.job import check_plan, left_out_of, make_job, output_size
-from compressor.surgery.tensors import OutputJob
-from compressor.workdir.workdir import (
+from compressor.steps.tensors import OutputJob
+from compressor.steps.workdir import (
     Workdir,
     assemble,
     check_space,
@@ -342,7 +342,6 @@ def _change(state: State, steps: Sequence[Step]) -> LayerChange | None:
 
 
 def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
-    """Have a step change the checkpoint as it is now, and record its figures."""
     number = state.number
     step = state.step_at(number)
     state.model = stage.opened(state.base)

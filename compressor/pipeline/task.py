@@ -16,7 +16,7 @@ import torch.utils.deterministic
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
 from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources
-from compressor.distributed.ranks import here, launched
+from compressor.distributed import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.files import file_digest
@@ -29,7 +29,7 @@ from compressor.recipe.step import Needs, Step, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.state import OWN, Observer, State, Texts, part_name
-from compressor.workdir.workdir import Workdir
+from compressor.steps.workdir import Workdir
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing

@@ -6,8 +6,16 @@ points announce them. docs/plugins.md has the contract, and `compressor.plugins.
 on. The built-in strategies are written with this.
 """
 
+from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.grouping.choose import (
+from compressor.model.architecture import MoeLayer, check_count
+from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
+from compressor.progress import Progress
+from compressor.recipe.plan import Group, LayerPlan
+from compressor.recipe.registry import Exporter, Strategy, load_strategy
+from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
+from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
+from compressor.steps.prune.choose import (
     METHODS,
     Block,
     blocks_of,
@@ -17,9 +25,16 @@ from compressor.grouping.choose import (
     merge_groups,
     merge_needs,
 )
-from compressor.grouping.partition import Grouping, group_experts
-from compressor.grouping.reconstruction import KeptErrors, Routed, original, reconstruct, relative_error, rescaled_error
-from compressor.grouping.similarity import (
+from compressor.steps.prune.partition import Grouping, group_experts
+from compressor.steps.prune.reconstruction import (
+    KeptErrors,
+    Routed,
+    original,
+    reconstruct,
+    relative_error,
+    rescaled_error,
+)
+from compressor.steps.prune.similarity import (
     CLOSENESS,
     closeness,
     fast_squared_distances,
@@ -29,14 +44,6 @@ from compressor.grouping.similarity import (
     pairwise_distances,
     rbf_cka,
 )
-from compressor.model.architecture import MoeLayer, check_count
-from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
-from compressor.progress import Progress
-from compressor.recipe.plan import Group, LayerPlan
-from compressor.recipe.plugins import option
-from compressor.recipe.registry import Exporter, Strategy, load_strategy
-from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
-from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
 from compressor.tolerance import FLOAT32, SQUARED, exceeds, rounded, stable_argmin
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -63,7 +63,6 @@ def fake_statistics(
 
 
 def _model(experts: int, top_k: int, hidden: int, intermediate: int) -> tuple[Architecture, Any]:
-    """A model of one layer with random weights, wide enough apart that experts differ."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(

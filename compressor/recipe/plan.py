@@ -28,7 +28,7 @@ class Group:
     """Experts that become one: scale * sum(coefficients * members), equations 6 and 7 of arXiv:2407.09590.
 
     Router rows merge with `router_coefficients`, and without the scale. With a `head`, one of the members, the others'
-    neurons are first put in its order (`compressor.surgery.cutting`).
+    neurons are first put in its order (`compressor.steps.cutting`).
     """
 
     members: tuple[int, ...]

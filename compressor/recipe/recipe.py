@@ -15,9 +15,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compressor.data.sources import TEXT_SUFFIXES, without_folders
+from compressor.entry_points import STEPS, load, working
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
-from compressor.recipe.plugins import STEPS, load, working
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH

@@ -7,11 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from compressor.entry_points import EXPORTERS, STRATEGIES, defaults, load, make_options, optional, takes, working
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
-from compressor.recipe import plugins
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.plugins import EXPORTERS, STRATEGIES, defaults, make_options, working
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
 CORRECTIONS = ("none", "ridge", "tune")
@@ -79,7 +78,7 @@ def _versions(statistics: LayerStatistics) -> dict[str, list[int]]:
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or need."""
-    return strategy_of(plugins.load(STRATEGIES, name), name, settings)
+    return strategy_of(load(STRATEGIES, name), name, settings)
 
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
@@ -89,13 +88,13 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     if not callable(getattr(module, "plan", None)) or not isinstance(getattr(module, "NEEDS", None), frozenset):
         raise CompressionError(f"{no_plugin} it needs a frozenset NEEDS and a function plan({arguments})")
     options = make_options(what, getattr(module, "Options", None), settings or {})
-    if not plugins.takes(module.plan, 3 if options is None else 4):
+    if not takes(module.plan, 3 if options is None else 4):
         more = "" if options is None else ", options"
         raise CompressionError(f"{no_plugin} its plan should take ({arguments}{more})")
 
     def needs_of(function: str, default: frozenset[str]) -> frozenset[str]:
-        optional = plugins.optional(module, function, what)
-        needs = default if optional is None else optional(options)
+        declared = optional(module, function, what)
+        needs = default if declared is None else declared(options)
         if not isinstance(needs, frozenset):
             raise CompressionError(f"{no_plugin} {function}(options) should return a frozenset of statistics")
         check_needs(needs, name)
@@ -105,7 +104,7 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     correction = getattr(module, "CORRECTION", "none")
     if correction not in CORRECTIONS:
         raise CompressionError(f"{no_plugin} CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}")
-    likeness = plugins.optional(module, "likeness", what)
+    likeness = optional(module, "likeness", what)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     likeness_needs = needs_of("likeness_needs", needs)
     return Strategy(name, module.plan, needs, options, summary, correction, likeness, likeness_needs)
@@ -118,7 +117,7 @@ def working_strategies() -> Iterator[Strategy]:
 
 def option_fields(name: str) -> Mapping[str, Any]:
     """The options of a strategy with their defaults; empty if it has none."""
-    return defaults(getattr(plugins.load(STRATEGIES, name), "Options", None))
+    return defaults(getattr(load(STRATEGIES, name), "Options", None))
 
 
 class Exporter(Protocol):
@@ -139,12 +138,12 @@ class Exporter(Protocol):
 
 def load_exporter(name: str) -> Any:
     """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
-    module, what = plugins.load(EXPORTERS, name), f"exporter {name!r}"
-    if not plugins.takes(getattr(module, "export", getattr(module, "write", None)), 4):
+    module, what = load(EXPORTERS, name), f"exporter {name!r}"
+    if not takes(getattr(module, "export", getattr(module, "write", None)), 4):
         raise CompressionError(
             f"{what} is no plugin: it needs a function export(checkpoint, output, options, progress)"
         )
-    plugins.optional(module, "require_packages", what)
+    optional(module, "require_packages", what)
     return module
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a step's options are read without torch
     from compressor.model.architecture import MoeLayer
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
-    from compressor.surgery.tensors import OutputJob
+    from compressor.steps.tensors import OutputJob
 
 Tensors = Mapping[str, "Tensor"]
 DEFAULT_LENGTH = 512

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
+from compressor.evaluation.gate_verdict import GateResult, gate_content
 from compressor.formatting import counted, joined, one_line, ranges
-from compressor.gates.verdict import GateResult, gate_content
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
@@ -156,7 +156,6 @@ def report_data(
 
 
 def _read_hubs(path: Path, most: int) -> tuple[Mapping[str, Any], ...]:
-    """The rows of a hubs.json, the strongest first, of a model with `most` experts."""
     remedy = "name a hubs.json that moe-compress attribute has written"
     content = read_json(path, remedy, remedy)
     if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):

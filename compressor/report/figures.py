@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compressor.document.blocks import Figure
-from compressor.drawing.heatmaps import draw_heat, label_axes
-from compressor.drawing.marks import (
+from compressor.document.heatmaps import draw_heat, label_axes
+from compressor.document.marks import (
     MARKS,
     Cell,
     Dots,
@@ -23,13 +23,13 @@ from compressor.drawing.marks import (
     group_look,
     spaced,
 )
-from compressor.drawing.palette import COLOURS, FONT, HEAT, ROLES, draw_key
-from compressor.drawing.picture import Drawing
+from compressor.document.palette import COLOURS, FONT, HEAT, ROLES, draw_key
+from compressor.document.picture import Drawing
+from compressor.evaluation.gate_report import gate_figure
 from compressor.formatting import counted, listed, percent, readable, short, span
-from compressor.gates.report import gate_figure
 from compressor.recipe.document import changed, result_of
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
-from compressor.steps.distill.describe import curve
+from compressor.steps.distill.step import curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -220,7 +220,6 @@ def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
 
 
 def _pairs(layer: LayerReport) -> list[float]:
-    """Similarities of all pairs, row by row below the diagonal."""
     return [value for row, line in enumerate(layer.similarity or ()) for value in line[:row]]
 
 

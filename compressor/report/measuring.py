@@ -37,8 +37,8 @@ from compressor.report.data import FORMAT, LayerMeasures, Measured
 from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers, own_likeness, shares
 from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics
+from compressor.steps.job import check_plan
 from compressor.steps.split.opening import as_planned
-from compressor.surgery.job import check_plan
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ def _digest(base: OpenModel | None, output: OpenModel | None, text: Calibration 
 def _missing(
     folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None, beyond: str
 ) -> Iterator[str]:
-    """A sentence for whatever is not available."""
     lost = f"so neither routed tokens nor errors are measured{beyond}"
     if base is None:
         yield (

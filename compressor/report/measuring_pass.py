@@ -21,7 +21,6 @@ from torch import Tensor
 
 from compressor.data.batches import sample_rows
 from compressor.errors import CompressionError, reason_of
-from compressor.grouping.similarity import linear_cka
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name
@@ -32,6 +31,7 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.data import LayerMeasures, Matrix
 from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics
+from compressor.steps.prune.similarity import linear_cka
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from compressor.document.blocks import (
     Toned,
     Words,
 )
-from compressor.drawing.picture import png
+from compressor.document.picture import png
 from compressor.errors import CompressionError
+from compressor.evaluation.gate_report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
-from compressor.gates.report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.recipe.document import changed, entries, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
@@ -216,12 +216,10 @@ def similarity(data: Report) -> list[Block]:
 
 
 def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
-    """The folds of layers, in one of their own if they are many."""
     return folds if len(folds) <= MOST_OPEN else [Details(f"All {len(folds)} layers: {what}", tuple(folds))]
 
 
 def _unseen(data: Report, field: str, what: str) -> list[Block]:
-    """A sentence where layers were not measured."""
     lacking = [layer.name for layer in data.layers if not getattr(layer, field)]
     if lacking and len(lacking) == len(data.layers):
         return [Text((f"The {what} was not measured", *_remedy(data)))]
@@ -341,7 +339,6 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
 
 
 def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
-    """The figures that one looks for first."""
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"

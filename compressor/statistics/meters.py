@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import apply_expert, expert_parameters
 from compressor.model.streaming import as_call, token_dim

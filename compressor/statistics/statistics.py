@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compressor.data.batches import Calibration, sample_rows
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
@@ -421,8 +421,6 @@ def _from_weights(
 
 
 class _Watching(LayerVisitor):
-    """Has the observers of each layer watch the batches that pass it."""
-
     def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
         self.observers, self.active = observers, list[Observers]()
 

@@ -8,19 +8,19 @@ from typing import Any, Protocol
 import torch
 
 from compressor.data.batches import Text
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, read_base
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.architecture import MoeLayer
+from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel
-from compressor.mtp.head import known_heads
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
 from compressor.recipe.registry import Strategy
 from compressor.recipe.step import Step
 from compressor.recipe.steps_plan import Plan
-from compressor.surgery.cutting import CutFiles
-from compressor.workdir.workdir import Workdir
+from compressor.steps.cutting import CutFiles
+from compressor.steps.workdir import Workdir
 
 
 class Observer(Protocol):

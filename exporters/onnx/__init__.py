@@ -23,8 +23,8 @@ from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
 from compressor.run_record import COMPRESSION, versions
-from compressor.surgery.job import carried_files
-from compressor.workdir.workdir import check_space, check_target
+from compressor.steps.job import carried_files
+from compressor.steps.workdir import check_space, check_target
 from exporters.onnx.moe import FALLBACKS, LayerRoute
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS

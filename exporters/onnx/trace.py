@@ -148,7 +148,6 @@ def sample_length(config: Any) -> int:
 
 
 def _sample_tokens(rows: int, length: int) -> Tensor:
-    """Small token ids [B, S], which every vocabulary has."""
     return torch.arange(rows * length).view(rows, length) % 30 + 1
 
 
@@ -361,7 +360,6 @@ def _rename(program: Any, inputs: TraceInputs) -> None:
 
 
 def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
-    """Read what each traced symbol stands for off the inputs' axes."""
     names: dict[str, str] = {}
     for value in graph.inputs:
         length = "total" if cache and value.name == "attention_mask" else "sequence"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
-from compressor.generation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
+from compressor.evaluation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference, unit_of
 from exporters.onnx.trace import present_name
@@ -293,7 +293,6 @@ class Graph:
                 yield torch.cat(values, dim=1)
 
     def _steps(self, case: Case) -> list[Step]:
-        """A case cut into its chunks, each with its inputs beside the cache."""
         steps = []
         for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
             mask, past = case.mask[:, :end], end - tokens.shape[1]

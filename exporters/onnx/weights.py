@@ -17,7 +17,7 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel, parent_and_name
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.workdir.workdir import put
+from compressor.steps.workdir import put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.reference import Reference, observe, unit_of
 from exporters.onnx.trace import export_graph, recipe_of, trace_inputs, traced_model

@@ -28,7 +28,7 @@ from compressor.comoe.layer import comoe_layers
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.report import ComoeEvaluation, mean_cosine, write_evaluation
 from compressor.comoe.training import train
-from compressor.demo.evaluation import load_items
+from compressor.data.demo import load_items
 from compressor.evaluation.items import Item
 from scripts.benchmarks.frame import head, options, row
 from scripts.demo_skills import SKILLS, problems

@@ -7,9 +7,9 @@ for each number of experts that is kept in each layer, on average where layers k
 """
 
 import compressor
-from compressor.comparison.report import Row
 from compressor.memory import limit_caches
 from compressor.recipe.step import TextOptions
+from compressor.report.comparison_report import Row
 from scripts.benchmarks.frame import head, options, row
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer
+from compressor.entry_points import STRATEGIES, names
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.plugins import STRATEGIES, names
 from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct

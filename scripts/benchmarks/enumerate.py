@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from compressor.grouping.reconstruction import SmallerRouter
 from compressor.model.architecture import build_meta, discover
 from compressor.model.experts import apply_expert, expert_parameters
 from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics
+from compressor.steps.prune.reconstruction import SmallerRouter
 from scripts.benchmarks.frame import options, qwen3_moe, random_model, timed
 from strategies.enumerate_subsets import Options, plan
 

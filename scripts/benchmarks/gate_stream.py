@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compressor.checkpoint.source import locate
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from compressor.evaluation.evaluate import ItemScores, run_tasks
 from compressor.evaluation.model import WatchedModel
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.grouping.choose import coefficients
-from compressor.grouping.partition import group_experts
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, collect
+from compressor.steps.prune.choose import coefficients
+from compressor.steps.prune.partition import group_experts
 from compressor.tolerance import ROUNDING, exceeds, rounded, stable_argmin
 from tests import zoo
 from tests.opened import batches

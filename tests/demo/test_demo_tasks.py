@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.demo.evaluation import load_documents, load_items, skill_accuracy
+from compressor.data.demo import load_documents, load_items, skill_accuracy
 from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
@@ -18,7 +18,7 @@ from scripts.demo_skills import SKILLS
 from tests import small
 from tests.evaluations import evaluate
 
-CHECKPOINT = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
+CHECKPOINT = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
 PER_SKILL = 12
 
 
@@ -110,9 +110,10 @@ def test_few_shot_examples_read_as_a_training_document(tasks: tuple[EvaluationTa
 
 def test_the_package_ships_the_task_files_and_no_second_copy_of_the_data() -> None:
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "tasks/*" in settings["tool"]["setuptools"]["package-data"]["compressor.demo"]
-    names = {entry.name for entry in resources.files("compressor.demo").joinpath("tasks").iterdir() if entry.is_file()}
+    assert "demo/tasks/*" in settings["tool"]["setuptools"]["package-data"]["compressor"]
+    tasks = resources.files("compressor").joinpath("demo", "tasks")
+    names = {entry.name for entry in tasks.iterdir() if entry.is_file()}
     assert names == {
         *(f"moe_demo_{name}.yaml" for name in (*SKILLS, "text")),
-        *("moe_demo.yaml", "_skill_yaml", "__init__.py", "loader.py"),
+        *("moe_demo.yaml", "_skill_yaml"),
     }

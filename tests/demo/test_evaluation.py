@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from compressor.demo.evaluation import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.data.demo import Item, heldout_loss, load_documents, load_items, skill_accuracy
 from scripts.demo_skills import SKILLS
 
-CHECKPOINT = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
+CHECKPOINT = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
 MAX_BYTES = 8_000_000
 
 

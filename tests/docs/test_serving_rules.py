@@ -1,6 +1,6 @@
 """docs/how-to/serving.md shows the rules that the program goes by."""
 
-from compressor.serving.advice import RULES
+from compressor.model.serving import RULES
 from scripts.write_serving_rules import BEGIN, END, PAGE, with_table
 
 

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from compressor.api import compressing as api
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
-from compressor.demo.evaluation import demo_checkpoint
+from compressor.data.demo import demo_checkpoint
 from compressor.errors import CompressionError
 from scripts.benchmarks import peers
 from scripts.peers import absent

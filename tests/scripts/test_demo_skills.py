@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.demo.evaluation import Item, load_documents, load_items
+from compressor.data.demo import Item, load_documents, load_items
 from scripts.demo_skills import SKILLS, documents, is_held_out, item, training_text
 
 DRAWS = 300
@@ -191,7 +191,7 @@ def test_shipped_data_is_written_again_byte_for_byte(tmp_path: Path) -> None:
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     script.write_data(tmp_path, seed=0)
-    shipped = resources.files("compressor.demo").joinpath("data")
+    shipped = resources.files("compressor").joinpath("demo", "data")
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in shipped.iterdir()}
     for file in tmp_path.iterdir():
         assert file.read_bytes() == shipped.joinpath(file.name).read_bytes()

@@ -16,7 +16,7 @@ from compressor.statistics.statistics import collect
 from strategies import data_centric
 from strategies.data_centric import distances
 from tests import zoo
-from tests.compressor.grouping.test_similarity import naive_cka
+from tests.compressor.steps.prune.test_similarity import naive_cka
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import make_plan
 

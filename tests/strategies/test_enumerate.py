@@ -10,13 +10,13 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.grouping.choose import Block
-from compressor.grouping.reconstruction import KeptErrors, Routed, relative_error
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, collect
+from compressor.steps.prune.choose import Block
+from compressor.steps.prune.reconstruction import KeptErrors, Routed, relative_error
 from strategies import enumerate_subsets
 from strategies.enumerate_subsets import NEEDS, Options, _Greedy, _search, plan
 from tests import zoo

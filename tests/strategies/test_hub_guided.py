@@ -14,13 +14,13 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer
 from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
-from compressor.grouping.choose import keep_best
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.step import Correct
+from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planner, PruneSpec
 from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan

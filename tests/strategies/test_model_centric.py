@@ -12,11 +12,11 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.grouping.similarity import fast_squared_distances
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
+from compressor.steps.prune.similarity import fast_squared_distances
 from strategies import model_centric
 from strategies.model_centric import surrogate_distances, vectorized_distances
 from tests import zoo

@@ -1,6 +1,6 @@
 """REAP, gated mass and count-guided: scores by a loop over the tokens of a plain forward, by hand, refusals.
 
-How many stay of each routing group, and that protected ones do, is `keep_best`'s (tests/compressor/grouping).
+How many stay of each routing group, and that protected ones do, is `keep_best`'s (tests/compressor/steps/prune).
 """
 
 from pathlib import Path

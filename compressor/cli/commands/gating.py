@@ -24,9 +24,9 @@ from compressor.cli.options import (
     without_none,
 )
 from compressor.cli.terminal import progress_bars, reporting
-from compressor.distributed.ranks import here, refuse_several
+from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.gates.verdict import EXIT_STATUS, GateResult
+from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
 
@@ -56,8 +56,8 @@ def gate(
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
-    from compressor.gates.report import NAMES, write_gate
-    from compressor.gates.run import DEFAULT_TASKS, DEMO_TASKS
+    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS
+    from compressor.evaluation.gate_report import NAMES, write_gate
 
     requested = {"max_drop": DEMO_MAX_DROP if demo else None, **without_none(options)}
     requested["tasks"] = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
@@ -97,8 +97,8 @@ def compress_under_gate(
     from compressor.api.exporting import WRITER, additions
     from compressor.api.searching import compress_gated
     from compressor.cli.rendering import show_gated
+    from compressor.evaluation.gate_report import NAMES, write_gate
     from compressor.files import check_folder
-    from compressor.gates.report import NAMES, write_gate
 
     assert recipe.gate is not None
     wanted = under_gate.request(recipe.gate.model_dump(), running.device)
@@ -133,14 +133,13 @@ def compress_under_gate(
 
 @contextmanager
 def _models(base: str | None, compressed: str | None, demo: bool, progress: Progress) -> Iterator[tuple[str, str]]:
-    """The two models to compare; for the demo without any, the embedded one and its compression."""
     if base is not None and compressed is not None:
         yield base, compressed
     elif base is not None or not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
     else:
         from compressor.cli.demonstration import SAMPLES, TEXT
-        from compressor.demo.evaluation import demo_checkpoint
+        from compressor.data.demo import demo_checkpoint
 
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
@@ -151,7 +150,7 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
 
 def summarise(result: GateResult) -> None:
     """Append the report to the summary page of a GitHub job, if this is one."""
-    from compressor.gates.report import append_summary
+    from compressor.evaluation.gate_report import append_summary
 
     if page := os.environ.get("GITHUB_STEP_SUMMARY"):
         append_summary(result, Path(page))

@@ -28,7 +28,7 @@ from compressor.cli.options import (
 )
 from compressor.cli.step_flags import flags, recipe_of_flags
 from compressor.cli.terminal import progress_bars
-from compressor.distributed.ranks import held, here, refuse_several
+from compressor.distributed import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.recipe.step import Step, TextOptions
 from compressor.steps.distill.step import Distill
@@ -146,7 +146,7 @@ def compress(
     if constants and recipe.gate is not None:
         raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
     if publishing.push_to_hub is not None:  # refused now rather than after hours of work
-        from compressor.publishing.push import check_access
+        from compressor.hub.push import check_access
 
         check_access(publishing.push_to_hub, publishing.private)
     if recipe.gate is not None:
@@ -205,7 +205,6 @@ distill = _against_base(Distill, "distill", "Train a smaller model toward its ba
 def _carry_out(
     name: str, checkpoint: str, output: Path, running: Running, text: TextFlags, options: dict[str, Any], **model: Any
 ) -> None:
-    """Carry out one step on a checkpoint; `model` holds revisions, and the base."""
     from compressor.cli.rendering import show_outcome
 
     with progress_bars(running.as_json) as progress:

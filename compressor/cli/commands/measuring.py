@@ -8,7 +8,7 @@ import typer
 import compressor
 from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, TextFlags, flag, listed, numbers
 from compressor.cli.terminal import progress_bars, reporting
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 
 MONE = "mone"
@@ -43,7 +43,7 @@ def compare(
     split_by: Annotated[str, flag("How its neurons are partitioned: energy or clusters.", KEEP)] = "energy",
     top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: as now).", KEEP)] = None,
     strategies: Annotated[
-        str | None, flag("Comma-separated names, options as name:option=value (default: all).")
+        str | None, flag("Comma-separated names, options as name:option=value (default: all installed).")
     ] = None,
     correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: none and its own).")] = None,
     evaluate: Annotated[
@@ -56,7 +56,7 @@ def compare(
 ) -> None:
     """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
     from compressor.cli.rendering import show_comparison
-    from compressor.comparison.report import NAMES, write_reports
+    from compressor.report.comparison_report import NAMES, write_reports
 
     variants: dict[str, Any] = {
         "experts": numbers(experts, "--experts", int),

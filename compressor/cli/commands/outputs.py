@@ -23,13 +23,13 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError
+from compressor.evaluation.options import GenerationOptions
 from compressor.files import alone
 from compressor.formatting import readable
-from compressor.generation.options import GenerationOptions
-from compressor.publishing.hub import AGAIN
+from compressor.hub.repository import AGAIN
 
 if TYPE_CHECKING:
-    from compressor.publishing.push import PushSummary
+    from compressor.hub.push import PushSummary
 
 INTERRUPTED = 130
 ONNX = "ONNX"
@@ -61,7 +61,7 @@ def export(
     from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
-    from compressor.recipe.plugins import read_option
+    from compressor.entry_points import read_option
     from compressor.recipe.registry import exporter_options
 
     past = False if no_past else None
@@ -86,7 +86,7 @@ def generate(
     options: Annotated[dict[str, Any], field_options(GenerationOptions)],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
-    from compressor.generation.generate import prepare
+    from compressor.evaluation.generate import prepare
 
     chosen = GenerationOptions(**options, device=running.device, dtype=running.dtype, revision=running.revision)
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
@@ -197,7 +197,7 @@ def push(
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
     from compressor.cli.rendering import show_push
-    from compressor.publishing.push import push as publish
+    from compressor.hub.push import push as publish
 
     with hub_bars(running.as_json):
         summary = publish(
@@ -218,7 +218,7 @@ def push_made(output: Path, publishing: Publishing, require_gate: Path | None, a
     """Push a finished output where --push-to-hub says; an error says that the output is whole and how to push it."""
     if publishing.push_to_hub is None:
         return None
-    from compressor.publishing.push import push as publish
+    from compressor.hub.push import push as publish
 
     repo_id, private = publishing.push_to_hub, publishing.private
     try:

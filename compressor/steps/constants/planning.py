@@ -379,7 +379,6 @@ def refuse_model(model: OpenModel) -> None:
 
 
 def _kept(model: OpenModel, options: Constants) -> int:
-    """Experts to keep over all layers."""
     layers, budget = model.architecture.layers, budget_of(options)
     total, count = sum(layer.experts for layer in layers), len(layers)
     given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]

@@ -11,7 +11,7 @@ from compressor.steps.prune.step import check_protect
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
-    from compressor.surgery.tensors import OutputJob
+    from compressor.steps.tensors import OutputJob
 
 
 class Constants(Step):

@@ -38,16 +38,16 @@ from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import layer_to_dict
+from compressor.steps.configuration import config_with
 from compressor.steps.constants.planning import Substituting, Variant, measured_constants, substitutes_of
 from compressor.steps.correct.cut_layer import Constants, Recording
 from compressor.steps.correct.in_order import RecordingVisitor
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import CONSTANTS, Correct
+from compressor.steps.cutting import Conversion
+from compressor.steps.job import files_with, stored_partial
 from compressor.steps.state import State
-from compressor.surgery.configuration import config_with
-from compressor.surgery.cutting import Conversion
-from compressor.surgery.job import files_with, stored_partial
-from compressor.surgery.tensors import (
+from compressor.steps.tensors import (
     OutputJob,
     OutputTensor,
     Piece,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name

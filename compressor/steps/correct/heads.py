@@ -9,11 +9,10 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.model.mtp import Acceptance, Head, Relay, acceptances, find_heads, known_heads, names_of
 from compressor.model.opened import OpenModel, open_alike
-from compressor.mtp.head import Head, find_heads, known_heads, names_of
-from compressor.mtp.inputs import Acceptance, Relay, acceptances
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.statistics.statistics import LayerStatistics, collect
@@ -134,6 +133,5 @@ def statistics_with_heads(
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
-    """The statistics, of the layer as plans name it."""
     parts = tuple(_named(part, head) for part in stats.by_source)
     return replace(stats, layer=head.named, by_source=parts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
 from compressor.files import write_whole
@@ -25,10 +25,9 @@ from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta, head_of, layers_by_unit
 from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.mtp import Head, Relay, kept_heads
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
-from compressor.mtp.head import Head, kept_heads
-from compressor.mtp.inputs import Relay
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.records import read_as, read_object
@@ -36,7 +35,7 @@ from compressor.statistics.statistics import LayerStatistics, Observers, Routers
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
-from compressor.surgery.cutting import CutFiles, cut_keys, cut_layers
+from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
 OnRouted = Callable[[MoeLayer, Tensor, int], None]  # a smaller layer, its experts' routed tokens [N], of how many
@@ -133,8 +132,6 @@ class RecordingVisitor(LayerVisitor):
 
 @dataclass(slots=True)
 class _InOrder(RecordingVisitor):
-    """One layer at a time of a pass in order."""
-
     work: LayerWork
     files: CutFiles | None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
@@ -188,7 +185,6 @@ class _InOrder(RecordingVisitor):
         return True
 
     def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> None:
-        """Plan, cut, correct and keep the layers of a unit."""
         work, calibration = self.work, self.calibration
         statistics, recordings = [LayerStatistics(layer, seed=work.seed) for layer in layers], list[Recording]()
         if calibration is not None:
@@ -220,7 +216,6 @@ class _InOrder(RecordingVisitor):
                 self.files.save(self.plans[layer.name], layer, tensors)
 
     def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
-        """Fill the smaller layer, and release the base experts."""
         self.shadow.fill(unit, cut)
         for layer in layers:
             self.model.partial.release(layer.name)

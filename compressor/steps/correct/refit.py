@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording

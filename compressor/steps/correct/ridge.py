@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.experts import intermediate, routed
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer
 

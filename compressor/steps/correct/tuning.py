@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.model.experts import routed
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.step import STEPS, TOKENS

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.reader import TORCH_DTYPES
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.formatting import human_bytes
@@ -34,10 +34,10 @@ from compressor.model.experts import parameter_names
 from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
+from compressor.steps.cutting import saved_names
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.step import Distill
-from compressor.surgery.cutting import saved_names
-from compressor.surgery.tensors import refuse_overflow
+from compressor.steps.tensors import refuse_overflow
 
 logger = logging.getLogger(__name__)
 READS = 2  # of the model, by a streamed step
@@ -184,7 +184,6 @@ def _divided(model: OpenModel, keys: Collection[str]) -> tuple[dict[str, str], l
 
 
 def _converted(model: OpenModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Tensors that are stored otherwise, as transformers would write them together."""
     try:
         return list(saved_names(model.partial.model, tensors)) if tensors else []
     except Exception as error:  # a conversion that takes more than these raises what it likes

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor import entry_points
 from compressor.data.batches import Calibration
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
-from compressor.mtp.head import Head
 from compressor.progress import Progress
-from compressor.recipe import plugins
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
@@ -24,11 +24,11 @@ from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, Layer
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
+from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.prune.step import Prune, protector_of
 from compressor.steps.split.opening import check_way
 from compressor.steps.state import State
-from compressor.surgery.cutting import CutFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Planner:
         if name is None:
             return {}
         try:
-            changes = plugins.load(plugins.STATISTICS, "rank_change")(self)
+            changes = entry_points.load(entry_points.STATISTICS, "rank_change")(self)
         except CompressionError as error:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"

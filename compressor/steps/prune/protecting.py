@@ -7,9 +7,9 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.formatting import ranges
-from compressor.grouping.choose import competing
 from compressor.model.architecture import MoeLayer
 from compressor.records import read_json, value_as
+from compressor.steps.prune.choose import competing
 from compressor.steps.prune.step import protector_of
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator
 
+from compressor import entry_points
 from compressor.errors import CompressionError
-from compressor.recipe import plugins
 from compressor.recipe.step import Needs, Step
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ def protector_of(protect: Any) -> Protector | None:
     Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector takes none.
     """
     name, colon, count = protect.partition(":") if isinstance(protect, str) else ("", "", "")
-    if name not in plugins.names(plugins.PROTECTORS):
+    if name not in entry_points.names(entry_points.PROTECTORS):
         return None
-    find: Callable[..., Sequence[tuple[str, int]]] = plugins.load(plugins.PROTECTORS, name)
-    if not colon and plugins.takes(find, 1):
+    find: Callable[..., Sequence[tuple[str, int]]] = entry_points.load(entry_points.PROTECTORS, name)
+    if not colon and entry_points.takes(find, 1):
         return find
-    if not plugins.takes(find, 2):
+    if not entry_points.takes(find, 2):
         raise CompressionError(f"--protect {protect} should be {name}, without a number")
     if not (count.isascii() and count.isdigit() and len(count) < 10 and int(count)):
         raise CompressionError(f"--protect {protect} should be {name}:N with a whole number N above 0")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.reader import TORCH_DTYPES
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of

@@ -5,18 +5,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
+from compressor.recipe.document import changed, divergence, entries, figure, option, result_of
 from compressor.recipe.step import Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compressor.document.blocks import Block
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
 
 
 PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
+ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
+FIGURES = ("ridge", "step", "gain", "standard_error")
+PLACES = ("layer", "place", "mean", "deviation")
 
 
 class Routers(Step):
@@ -51,7 +55,7 @@ class Routers(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own, and held-out text; refuses routers whose logits cannot be moved as they are stored."""
-        from compressor.distributed.ranks import refuse_several
+        from compressor.distributed import refuse_several
         from compressor.steps.routers.calibrating import stored_routers
 
         if self.method != "router":
@@ -73,8 +77,29 @@ class Routers(Step):
 
         return calibrate_routers(self, state)
 
-    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
+    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """A row for each round, and what came of it."""
-        from compressor.steps.routers.describe import blocks
-
         return blocks(entry)
+
+
+def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
+    """The method, KL before and after, a row for each round, and a bias's places; gains are in nats per token."""
+    result, moved = result_of(entry), changed(entry)
+    took = f", took {result['taken']}" if "taken" in result else ""
+    outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
+    rounds = tuple(
+        (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
+        for number, step in enumerate(entries(result.get("steps")), 1)
+    )
+    layers = entries(result.get("layers"))
+    places = tuple(
+        (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(figure(layer.get(name)) for name in PLACES[2:]))
+        for layer in layers
+    )
+    selection = any(layer.get("place") == "selection bias" for layer in layers)
+    return (
+        Text(f"Router calibration ({option(entry, 'method') or 'router'}{took}): {outcome}."),
+        *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
+        *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
+        *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),
+    )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.architecture import MoeLayer

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.distributed.ranks import here
+from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.opened import OpenModel, resolve_count, served_model
+from compressor.model.serving import broken
 from compressor.progress import Progress
 from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, CompressionPlan, check_source, check_split
 from compressor.recipe.step import Step
-from compressor.serving.advice import broken
+from compressor.steps.configuration import fields_set
 from compressor.steps.split.neurons import WAYS, measured, order_of, order_of_parts, parts_of
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.step import Split
 from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
-from compressor.surgery.configuration import fields_set
 
 PARTS = 2  # where the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels

@@ -89,7 +89,6 @@ def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _each(value: Any, change: Callable[[int], int]) -> Any:
-    """A whole number changed, or each one of a list."""
     return [change(each) for each in value] if isinstance(value, list) else change(value)
 
 
@@ -123,7 +122,6 @@ def top_k_fields(
 
 
 def _outside(model: nn.Module) -> Shapes:
-    """Shapes of all tensors but the experts'."""
     inside = tuple(f"{name}." for name, _ in experts_modules(model))
     return {key: tuple(value.shape) for key, value in model.state_dict().items() if not key.startswith(inside)}
 

@@ -22,10 +22,10 @@ from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.steps.configuration import renumbered_quantization
+from compressor.steps.cutting import cut_router
 from compressor.steps.split.tensors import Factors, SplitModel, split_beside
-from compressor.surgery.configuration import renumbered_quantization
-from compressor.surgery.cutting import cut_router
-from compressor.surgery.tensors import OutputTensor, Piece, in_order_of, remap_table, tensor_bytes_view
+from compressor.steps.tensors import OutputTensor, Piece, in_order_of, remap_table, tensor_bytes_view
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -200,7 +200,6 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
 
 
 def _values(node: Any, wanted: str) -> Iterator[Any]:
-    """What stands under a name anywhere in JSON."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == wanted:
             yield value

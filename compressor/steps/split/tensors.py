@@ -18,8 +18,8 @@ from torch import Tensor
 from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.experts import expert_parameters, parameter_names
 from compressor.model.loading import PartialModel, set_tensor
-from compressor.surgery.cutting import cut_keys, reordered
-from compressor.surgery.tensors import refuse_overflow
+from compressor.steps.cutting import cut_keys, reordered
+from compressor.steps.tensors import refuse_overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,6 @@ class SplitModel(PartialModel):
         self.stored.read_ahead(key for key in keys if key not in self._loaded)
 
     def _read(self, keys: list[str]) -> dict[str, Tensor]:
-        """Tensors of the stored model, which gives them away."""
         if not keys:
             return {}
         self.stored.load(keys)

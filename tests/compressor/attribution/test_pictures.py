@@ -28,7 +28,7 @@ from compressor.attribution.pictures import (
 )
 from compressor.attribution.report import Findings, findings, full_content, write_attribution
 from compressor.document.blocks import Figure
-from compressor.drawing.heatmaps import log_scale
+from compressor.document.heatmaps import log_scale
 from tests.attributions import attribution, sender
 from tests.drawn import axes_of, canvases
 
@@ -239,7 +239,7 @@ def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
     code = (
         "import sys; from compressor.attribution.pictures import pictures\n"
         "from tests.attributions import attribution\n"
-        "from compressor.drawing.picture import png\n"
+        "from compressor.document.picture import png\n"
         "assert 'matplotlib' not in sys.modules and 'scipy' not in sys.modules\n"
         "assert all(png(figure.title, figure.drawings) for figure in pictures(attribution(), (), 3))\n"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"

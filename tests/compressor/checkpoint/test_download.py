@@ -20,8 +20,8 @@ from compressor.checkpoint import source as downloading
 from compressor.checkpoint.reader import read_header
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.errors import CompressionError
-from compressor.generation.generate import prepare
-from compressor.surgery.job import carried_files
+from compressor.evaluation.generate import prepare
+from compressor.steps.job import carried_files
 from tests import small
 from tests.command_line import Run
 from tests.hub_server import COMMIT, Hub, serve

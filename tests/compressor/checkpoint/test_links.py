@@ -12,7 +12,7 @@ from compressor.checkpoint.reader import Checkpoint, refuse_link, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.progress import Silent
-from compressor.surgery.job import carried_files
+from compressor.steps.job import carried_files
 from tests import small
 
 OUTSIDE = "is a link to a file outside the folder"

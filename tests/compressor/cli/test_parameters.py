@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from compressor.cli.options import KEEP, RUNNING, STEPS, field_options, flag, given, spread
 from compressor.cli.step_flags import FLAGS
-from compressor.recipe.plugins import STEPS as GROUP
-from compressor.recipe.plugins import names
+from compressor.entry_points import STEPS as GROUP
+from compressor.entry_points import names
 from compressor.recipe.recipe import step_class
 from compressor.steps.distill.step import Distill
 

@@ -13,10 +13,10 @@ from compressor.cli import rendering
 from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Part
 from compressor.model.inspection import Outcome as OfSize
+from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
-from compressor.serving.advice import Served, advise
 from exporters.onnx import ExportSummary
 from exporters.onnx.moe import LayerRoute
 from exporters.onnx.verify import Verification

@@ -25,7 +25,7 @@ from compressor.document.blocks import (
     plain_words,
 )
 from compressor.document.html import page, sections, stylesheet, words_html
-from compressor.drawing.picture import Drawing
+from compressor.document.picture import Drawing
 from compressor.formatting import readable
 from tests.reported import HOSTILE, Tree
 

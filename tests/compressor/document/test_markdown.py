@@ -23,7 +23,7 @@ from compressor.document.blocks import (
     Toned,
 )
 from compressor.document.markdown import markdown
-from compressor.drawing.picture import Drawing
+from compressor.document.picture import Drawing
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 NASTY = st.text(st.sampled_from("ab 1._-*`|<>[]()!#&~$\\+=:{}\"'/?@^%\n"), min_size=1, max_size=24).filter(str.strip)

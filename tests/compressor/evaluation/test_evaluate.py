@@ -13,18 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.checkpoint.source import locate
-from compressor.demo.evaluation import load_documents
+from compressor.data.demo import load_documents
 from compressor.errors import CompressionError
+from compressor.evaluation.decoders import stock_decoder
 from compressor.evaluation.evaluate import ItemScores, item_scores, run_tasks
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
-from compressor.generation.decoders import stock_decoder
 from compressor.progress import Silent
 from tests import small
 from tests.evaluations import Steps, ask, evaluate
 
 pytestmark = pytest.mark.usefixtures("asked")
 
-DEMO = Path(str(resources.files("compressor.demo").joinpath("checkpoint")))
+DEMO = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
 WRITTEN = """
 task: written
 dataset_path: json

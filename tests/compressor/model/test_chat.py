@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compressor.errors import CompressionError
-from compressor.generation.generate import encode_prompt
+from compressor.evaluation.generate import encode_prompt
 from compressor.model.tokenizer import has_chat_template, render_chat
 from tests import small
 from tests.texts import run, write

@@ -15,8 +15,8 @@ from transformers import modeling_utils
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.evaluation.decoders import stock_decoder
 from compressor.evaluation.model import _WholeModel
-from compressor.generation.decoders import stock_decoder
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, pick_device, pick_dtype, resolve_count
 from tests import small, zoo

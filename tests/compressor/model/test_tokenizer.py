@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 import compressor
 from compressor.data.documents import pack
 from compressor.errors import CompressionError
+from compressor.evaluation.generate import encode_prompt, prepare
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.generation.generate import encode_prompt, prepare
 from compressor.model.tokenizer import load_tokenizer
 from tests import small
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from compressor.entry_points import helps, names, packages
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from compressor.recipe import registry
-from compressor.recipe.plugins import helps, names, packages
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.steps.prune.planning import Planner, PruneSpec
 from tests import small

@@ -18,8 +18,8 @@ from matplotlib.patches import PathPatch, Rectangle, StepPatch
 from PIL import Image
 
 from compressor.document.blocks import Figure
-from compressor.drawing.marks import group_look
-from compressor.drawing.picture import Drawing, drawing_settings, inline_svgs, png
+from compressor.document.marks import group_look
+from compressor.document.picture import Drawing, drawing_settings, inline_svgs, png
 from compressor.formatting import listed, short
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, NAMES, cells, figures, limits, matrix_alt, phases, visit_alt

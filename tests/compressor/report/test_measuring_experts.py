@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.grouping.similarity import closeness, linear_cka
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
@@ -20,6 +19,7 @@ from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring_pass import likeness_of, measure_layers, sample_size
 from compressor.statistics.meters import mix_tokens
+from compressor.steps.prune.similarity import closeness, linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install
 

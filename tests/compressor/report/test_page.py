@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from compressor.document.html import POLICY, stylesheet
-from compressor.drawing.palette import ROLES
-from compressor.gates.report import COLUMNS, verdict_line
-from compressor.gates.verdict import RoutedBy
+from compressor.document.palette import ROLES
+from compressor.evaluation.gate_report import COLUMNS, verdict_line
+from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.report.data import Report, load_of
 from compressor.report.figures import figures
 from compressor.report.page import page

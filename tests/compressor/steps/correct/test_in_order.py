@@ -24,10 +24,10 @@ from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.in_order import ShadowModel, correct, keep_the_better, read_difference
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
+from compressor.steps.cutting import CutFiles, cut_layers
+from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
-from compressor.surgery.cutting import CutFiles, cut_layers
-from compressor.surgery.job import make_job
-from compressor.workdir.workdir import write_stage
+from compressor.steps.workdir import write_stage
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (

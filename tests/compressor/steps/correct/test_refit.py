@@ -18,7 +18,7 @@ from compressor.steps.correct import refit as correction
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
-from compressor.surgery.cutting import CutFiles
+from compressor.steps.cutting import CutFiles
 from tests.cut_cases import CutCase, cut_case, in_float, plain_error
 from tests.ordered import drops, run, take_for_text, watch_corrections, whole_plan
 from tests.plans import by_hand

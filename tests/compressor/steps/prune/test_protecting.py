@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.comparison.measure import random_drop
 from compressor.data.batches import Calibration
+from compressor.entry_points import STRATEGIES, names
 from compressor.errors import CompressionError
-from compressor.grouping import choose
-from compressor.grouping.choose import METHODS, competing
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan, touched
-from compressor.recipe.plugins import STRATEGIES, names
 from compressor.recipe.registry import Strategy, load_strategy
+from compressor.report.comparison import random_drop
 from compressor.statistics.statistics import ALL, collect
+from compressor.steps.prune import choose
+from compressor.steps.prune.choose import METHODS, competing
 from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
 from tests.opened import batches, calibration, opened

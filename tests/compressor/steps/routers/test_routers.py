@@ -24,7 +24,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.steps.routers import calibrating
 from compressor.steps.routers.calibrating import stored_routers
 from compressor.steps.routers.weights import Text, Weights, calibrate_weights, evaluate_trials
-from compressor.workdir.workdir import LayerWriter
+from compressor.steps.workdir import LayerWriter
 from tests import small, zoo
 from tests.command_line import Run, names, refused
 from tests.lessons import smaller

@@ -1,1 +1,0 @@
-"""The embedded demo checkpoint: its synthetic skills, its data and how it is scored."""

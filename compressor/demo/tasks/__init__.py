@@ -1,1 +1,0 @@
-"""The demo skills as lm-eval tasks; the YAML files name the functions of `loader`."""

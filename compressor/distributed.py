@@ -1,0 +1,273 @@
+"""The processes of one run: this one's rank, its share of the work, and how all of them join and end.
+
+A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides, prints and writes;
+batches of text are assigned by their sizes. Importing this module loads no torch.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from compressor.errors import CompressionError, reason_of
+from compressor.files import alone, work_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_T = TypeVar("_T")
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what a launcher sets, beside MASTER_ADDR and MASTER_PORT
+
+
+class LostRankError(BaseException):
+    """Another rank has ended. Not an `Exception`: as after a kill, finished work is left for the next run."""
+
+
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """Yield torch.distributed; a broken connection is a `LostRankError`."""
+    import torch.distributed as dist
+
+    try:
+        yield dist
+    except RuntimeError as error:
+        raise LostRankError from error
+
+
+def on_cpu(tensors: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
+    """Copies that share no storage with others, of which all would be sent."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among `size`; `local` is its number on its machine. A single process makes every value itself."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Return True for rank 0, which decides, prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Return True for a single process."""
+        return self.size == 1
+
+    def takes_turn(self, number: int) -> bool:
+        """Return True if this rank does the piece of work of this number, where ranks take turns."""
+        return number % self.size == self.rank
+
+    def share(self, batches: "Sequence[Tensor]") -> frozenset[int]:
+        """Return the numbers of this rank's batches of token ids [B, L]."""
+        dealt = owners([batch.numel() for batch in batches], self.size)
+        return frozenset(number for number, owner in enumerate(dealt) if owner == self.rank)
+
+    def own(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
+        """Return the numbers of this rank's batches of all groups in one row; None, meaning all, for one process.
+
+        Each group is dealt out by itself, so that a batch has the same rank in every pass over its group.
+        """
+        if self.is_alone:
+            return None
+        numbers, begin = set[int](), 0
+        for group in groups:
+            numbers |= {begin + number for number in self.share(group)}
+            begin += len(group)
+        return frozenset(numbers)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come this far."""
+        self.all_gather(None)
+
+    def broadcast(self, make: Callable[[], Any], owner: int = 0) -> Any:
+        """Return what one rank makes; the others do not make it."""
+        if self.is_alone:
+            return make()
+        value = [make() if self.rank == owner else None]
+        with _connected() as dist:
+            dist.broadcast_object_list(value, owner)
+        return value[0]
+
+    def broadcast_tensors(self, make: "Callable[[], Mapping[str, Tensor]]", owner: int = 0) -> "Mapping[str, Tensor]":
+        """Return the tensors that one rank makes, copied to the CPU if there are several ranks."""
+        return make() if self.is_alone else self.broadcast(lambda: on_cpu(make()), owner)
+
+    def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
+        """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""
+        if not self.is_alone:
+            with _connected() as dist:
+                for work in [dist.broadcast(each.detach(), owner, async_op=True) for each in tensors if each.numel()]:
+                    work.wait()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank; tensors in it are on the CPU."""
+        values = [value] * self.size
+        if not self.is_alone:
+            with _connected() as dist:
+                dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce(self, value: "Tensor") -> "Tensor":
+        """Return the sum over all ranks in the tensor's own dtype, float64 for statistics; equal bits at all ranks."""
+        if self.is_alone:
+            return value
+        total = value.detach().clone().contiguous()
+        with _connected() as dist:
+            dist.all_reduce(total)
+        return total
+
+    def assert_same_on_all(self, value: Any, what: str) -> None:
+        """Refuse ranks whose JSON values for `what` differ."""
+        if self.broadcast(lambda: value) != value:
+            raise CompressionError(
+                f"rank {self.rank} has another {what} than rank 0; give all the same files, versions and variables"
+            )
+
+    def first_before_others(self, make: Callable[[], _T]) -> _T:
+        """Return what each rank makes for itself, the others after rank 0 has filled the caches."""
+        made = [make()] if self.is_first else []
+        self.barrier()
+        return made[0] if made else make()
+
+
+def owners(sizes: Sequence[int], count: int) -> list[int]:
+    """Assign batches of so many tokens to `count` ranks: in each round the largest goes to the rank with the least."""
+    dealt, load = list[int](), [0] * count
+    for begin in range(0, len(sizes), count):
+        batches = sizes[begin : begin + count]
+        idle = sorted(range(count), key=lambda rank: load[rank])
+        turn = dict(zip(sorted(range(len(batches)), key=lambda batch: -batches[batch]), idle, strict=False))
+        for batch, size in enumerate(batches):
+            load[turn[batch]] += size
+            dealt.append(turn[batch])
+    return dealt
+
+
+def launched() -> Ranks:
+    """Return the rank that a launcher gave this process; raises `CompressionError` if it makes no sense."""
+    if int(os.environ.get("WORLD_SIZE") or 1) <= 1:
+        return Ranks()
+    try:
+        rank, size, local = (int(os.environ[name]) for name in LAUNCHED)
+    except (KeyError, ValueError) as error:
+        raise CompressionError(f"WORLD_SIZE is set, but not {', '.join(LAUNCHED)} as torchrun sets them") from error
+    if not 0 <= rank < size or local < 0:
+        raise CompressionError(f"there is no rank {rank} of {size}; start all with torchrun")
+    return Ranks(rank, size, local)
+
+
+@contextmanager
+def unseen_launcher() -> Iterator[None]:
+    """Hide the launcher from a library that would share work among processes in its own way."""
+    hidden = {name: value for name, value in os.environ.items() if name in (*LAUNCHED, "LOCAL_WORLD_SIZE")}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+_entered = [Ranks()]
+
+
+def here() -> Ranks:
+    """Return the ranks that share this run: a single process, unless `process_group` says otherwise."""
+    return _entered[-1]
+
+
+def refuse_several(what: str, instead: str = "start it without torchrun") -> None:
+    """Refuse what a single process does, if a launcher has started several."""
+    if not launched().is_alone:
+        raise CompressionError(f"{what} is done by one process; {instead}")
+
+
+JOINING = timedelta(minutes=5)  # for all ranks to join
+PLANNING = timedelta(days=30)  # that ranks may wait for rank 0; torchrun ends those whose peers are gone
+ALIKE = 50  # tenths of a second for rank 0 to fail as another rank did
+
+
+@contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Share the work of the block with the ranks that a launcher has started; do it alone if there are none.
+
+    A failing rank raises its error, rank 0 alone if it fails as well. A rank that loses its connection to another one
+    leaves with exit status 2; if no rank has failed with an error, but one was killed, rank 0 says so.
+    """
+    ranks = launched()
+    if ranks.is_alone:
+        yield ranks
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # broken connections are reported here
+    import torch.distributed as dist
+
+    store = _joined(ranks)
+    _entered.append(ranks)
+    try:
+        yield ranks
+        ranks.barrier()
+    except LostRankError as error:
+        if ranks.is_first and not any(store.check([f"failed/{rank}"]) for rank in range(ranks.size)):
+            raise CompressionError(
+                "another rank was ended; run the same command again, with any number of ranks, to go on"
+            ) from error
+        raise SystemExit(2) from error
+    except BaseException as error:
+        try:
+            store.set(f"failed/{ranks.rank}", "1")
+            for _ in range(0 if ranks.is_first else ALIKE):
+                if store.check(["failed/0"]):  # rank 0 says why
+                    raise SystemExit(2) from error
+                time.sleep(0.1)
+        except RuntimeError:  # the store has ended with rank 0
+            raise SystemExit(2) from error
+        raise
+    finally:
+        _entered.remove(ranks)
+        with suppress(RuntimeError):  # the group's threads must not outlive the interpreter
+            dist.destroy_process_group()
+
+
+def _joined(ranks: Ranks) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store: Any = next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=JOINING)))[0]
+        store.set(f"joined/{ranks.rank}", "1")
+        store.wait([f"joined/{rank}" for rank in range(ranks.size)], JOINING)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(ranks.local % torch.cuda.device_count())
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.size)
+        own_gpu = torch.cuda.is_available() and local <= torch.cuda.device_count()  # nccl wants one for each rank
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            store=dist.distributed_c10d.PrefixStore("group", store),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=PLANNING,
+        )
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CompressionError(
+            f"the {ranks.size} ranks did not come together ({reason_of(error, 160)}); start them with torchrun, and "
+            "see that MASTER_ADDR can be reached"
+        ) from error
+    return store
+
+
+@contextmanager
+def held(out: Path) -> Iterator[Path]:
+    """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its lock."""
+    with alone(out) if here().is_first else nullcontext(work_folder(out)) as folder:
+        here().barrier()  # the lock is held now
+        yield folder
+        here().barrier()

@@ -1,1 +1,0 @@
-"""Several processes that share one run, on torch.distributed."""

@@ -1,1 +1,0 @@
-"""One kit for every picture."""

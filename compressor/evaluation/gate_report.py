@@ -1,0 +1,462 @@
+"""The gate's result in words, as blocks, as a figure, as card metrics and as files.
+
+A result that lies beside the weights it judged, or was handed in for them, is known by what it says of their files.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, Literal
+from xml.etree import ElementTree as Xml
+
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
+from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned, Words
+from compressor.document.markdown import markdown
+from compressor.document.marks import Dots, draw_dots
+from compressor.document.picture import Drawing
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import REPORT
+from compressor.evaluation.gate_statistics import POWER
+from compressor.evaluation.gate_verdict import (
+    EXIT_STATUS,
+    GateResult,
+    TaskGate,
+    Verdict,
+    gate_content,
+    gate_from_content,
+)
+from compressor.files import file_digest, whole_folder
+from compressor.formatting import counted, one_line, readable
+from compressor.records import read_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
+
+logger = logging.getLogger(__name__)
+
+NAMES = (REPORT, "gate.xml", "gate.md")
+SUITE = "moe-compress gate"
+LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
+MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
+DIGITS = 12  # shown of a digest
+SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
+    "pass": ("good", "✓"),
+    "fail": ("bad", "✗"),
+    "inconclusive": ("unsure", "?"),
+}
+WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
+MOST_LETTERS = 28  # of a task's name
+MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
+FARTHEST = 10.0  # drops beyond it are drawn there
+MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
+CAPTION = (
+    "Each line runs from the lower to the upper confidence bound of a task's drop. Left of the dashed line is a pass "
+    "(circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
+)
+
+
+def level(value: float) -> str:
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def change(value: float, kind: Literal["score", "likelihood"]) -> str:
+    """A drop of a score as it is, a rise of a perplexity in percent; always with its sign."""
+    scaled, decimals, unit = (100 * value, 2, "%") if kind == "likelihood" else (value, 4, "")
+    if not abs(scaled) < 1e4:
+        shown, unit = level(scaled), unit if math.isfinite(scaled) else ""
+    else:
+        shown = f"{round(scaled, decimals) + 0.0:.{decimals}f}"  # of two zeros the one without a minus
+    return f"{shown}{unit}" if shown.startswith("-") else f"+{shown}{unit}"
+
+
+COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
+    "task": lambda task: task.task,
+    "metric": lambda task: task.metric,
+    "items": lambda task: f"{task.items:,}",
+    "base": lambda task: level(task.base),
+    "compressed": lambda task: level(task.compressed),
+    "drop": lambda task: change(task.drop, task.kind),
+    "at least": lambda task: change(task.lower, task.kind),
+    "at most": lambda task: change(task.upper, task.kind),
+    "detectable": lambda task: change(task.detectable, task.kind),
+    "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
+}
+TEXTS: Set[str] = frozenset({"task", "metric", "verdict"})
+OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # columns, the least important first
+
+
+def verdict_line(result: GateResult) -> str:
+    """The verdict as a sentence, with the tasks it is due to; and one more where the compressed model was routed."""
+    sure, most = f"with confidence {100 * result.confidence:g}%", margin(result)
+    tasks = ", ".join(task.task for task in result.tasks if task.verdict == result.verdict)
+    sentences: Mapping[Verdict, str] = {
+        "pass": f"Pass: {sure}, no task lost more than {most}.",
+        "fail": f"Fail: {sure}, more than {most} was lost on {tasks or 'a task'}.",
+        "inconclusive": (
+            f"Inconclusive: {sure}, it cannot be said whether more than {most} was lost on {tasks or 'any task'}."
+        ),
+    }
+    if (routing := result.routing) is None:
+        return sentences[result.verdict]
+    options = routing.options
+    near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
+    left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
+    return (
+        f"{sentences[result.verdict]} The compressed model answered on pathways optimised by {routing.method} "
+        f"({options.get('optimizer')}, {near} of the reference set {routing.reference[:DIGITS]}), which cost "
+        f"{routing.cost:.3g} plain forwards of the same items{left}."
+    )
+
+
+def margin(result: GateResult, *tasks: TaskGate) -> str:
+    """The drop allowed, in the terms of what was measured: by these tasks, or all."""
+    kinds = {task.kind for task in tasks or result.tasks}
+    score, rise = f"{result.max_drop:g}", f"{100 * result.max_drop:g}% of perplexity"
+    return rise if kinds == {"likelihood"} else f"{score} ({rise})" if "likelihood" in kinds else score
+
+
+def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int = 1) -> int | None:
+    """Roughly how many items would decide one of so many tasks with probability `POWER`; None if they are too many.
+
+    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
+    of items: n * (now / needed)^2. With perplexities this holds of logarithms.
+    """
+    scores = [task.drop, task.lower, task.upper, max_drop]
+    if task.kind == "likelihood":
+        scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
+    drop, lower, upper, allowed = scores
+    normal, alpha = NormalDist(), 1 - confidence
+    wider = (normal.inv_cdf(1 - alpha / tasks) + normal.inv_cdf(POWER)) / normal.inv_cdf(1 - alpha)
+    now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
+    if not (needed > 0 and 0 < now / needed < MOST_ITEMS):
+        return None
+    estimate = math.ceil(task.items * (now / needed) ** 2)
+    return estimate if estimate <= MOST_ITEMS else None
+
+
+def advice(result: GateResult) -> list[str]:
+    """For each inconclusive task, what would decide it, as a sentence."""
+    sentences = []
+    for task in (task for task in result.tasks if task.verdict == "inconclusive"):
+        count = items_needed(task, result.max_drop, result.confidence, len(result.tasks))
+        what = (
+            "its drop lies too near the margin for any practical number of items to decide"
+            if count is None
+            else f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
+            f"a drop that stays what it is and a probability of {POWER:g}"
+        )
+        sentences.append(f"{task.task}: {what}.")
+    if not sentences:
+        return []
+    if (limit := result.options.get("limit")) is not None:
+        return [*sentences, f"Where a task has more items, raise --limit, which is {limit}, or leave it out."]
+    return [*sentences, "The tasks have no more items; --inconclusive settles what that counts as."]
+
+
+def method(result: GateResult) -> str:
+    several = ", corrected for the number of tasks (Holm)" if len(result.tasks) > 1 else ""
+    return (
+        "Both models answered the same items, and the differences were tested item by item: flips of right and wrong "
+        "answers exactly, other scores and likelihoods by Student's t, by part where a task is a group (Miller, "
+        '"Adding Error Bars to Evals", arXiv:2411.00640). A task passes if the upper confidence bound of its drop is '
+        f"within the drop allowed, fails if the lower bound is beyond it, and is inconclusive otherwise{several}."
+    )
+
+
+def gate_blocks(result: GateResult) -> tuple[Block, ...]:
+    ratios = tuple(
+        "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
+            task.task, *map(level, task.perplexity_ratio)
+        )
+        for task in result.tasks
+        if task.perplexity_ratio is not None
+    )
+    return (
+        Heading(f"Accuracy gate: {result.verdict}", level=1),
+        verdict_block(result),
+        task_table(result),
+        Text(
+            "Drop: base less compressed, of a perplexity its rise; at least and at most: its one-sided bounds, each "
+            f"with confidence {100 * result.confidence:g}%. Detectable: the smallest true drop that so many items show "
+            f"with probability {POWER:g}. Lost and gained: items answered worse and better than by the base."
+        ),
+        *([Items(ratios)] if ratios else []),
+        *advice_blocks(result, level=2),
+        Heading("How it was tested"),
+        *tested_blocks(result),
+    )
+
+
+def gate_brief(result: GateResult) -> tuple[Block, ...]:
+    """What a terminal shows: the tasks, the verdict and what would decide it."""
+    stored = [Text("The base's results were stored by an earlier run.")] if result.reused_base else []
+    names = {"base": "the base", "compressed": "the compressed model"}
+    models = " and ".join(names[name] for name in result.streamed)
+    streamed = [Text(f"With one layer in memory at a time: {models}.")] if models else []
+    return task_table(result), verdict_block(result), *advice_blocks(result), *stored, *streamed
+
+
+def verdict_block(result: GateResult) -> Text:
+    return Text(Strong(Toned(verdict_line(result), *SIGNS[result.verdict])))
+
+
+def task_table(result: GateResult) -> Table:
+    caption = (
+        f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence "
+        f"{100 * result.confidence:g}%"
+    )
+    rows: tuple[tuple[Words, ...], ...] = tuple(
+        (*(show(task) for show in COLUMNS.values()), Toned(task.verdict, *SIGNS[task.verdict])) for task in result.tasks
+    )
+    return Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL)
+
+
+def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
+    """For each inconclusive task, what would decide it, under a heading of this level; nothing without such a task."""
+    told = advice(result)
+    return (Heading("What would decide it", level), Items(tuple(told))) if told else ()
+
+
+def tested_blocks(result: GateResult) -> tuple[Block, ...]:
+    """The method, and what was compared and with what, exactly."""
+    stored = " (results stored by an earlier run)" if result.reused_base else ""
+    facts = {
+        "Base": f"{result.base}{_commit(result.base_identity)}{stored}",
+        "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
+        "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
+        "Options": _pairs(result.options),
+        "Streamed": " and ".join(result.streamed),
+        "Routing": _pairs(result.routing.options) if result.routing is not None else "",
+        "Versions": _pairs(result.versions),
+        "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
+    }
+    return Text(method(result)), Facts(tuple((name, said) for name, said in facts.items() if said))
+
+
+def _commit(identity: Mapping[str, Any]) -> str:
+    return f", commit {identity['commit']}" if "commit" in identity else ", files as in gate.json" if identity else ""
+
+
+def _pairs(entries: Mapping[str, Any]) -> str:
+    shown = {
+        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else "not set" if value is None else value
+        for name, value in entries.items()
+    }
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def gate_figure(result: GateResult) -> Figure | None:
+    """A line for each task from the drop's lower to its upper bound; None without tasks, or with too many."""
+    if not 0 < len(result.tasks) <= MOST_DRAWN:
+        return None
+    size = (WIDTH, ROW * len(result.tasks) + AROUND)
+    columns = ("drop", "at least", "at most")
+    drops = [
+        f"{task.task}: {', '.join(f'{name} {COLUMNS[name](task)}' for name in columns)}, {task.verdict}"
+        for task in result.tasks
+    ]
+    alt = f"{verdict_line(result)} {'; '.join(drops)}."
+    drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
+    return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
+
+
+def placed(value: float) -> float:
+    """Where a drop is drawn; those out of all proportion, and no numbers, at the edge."""
+    return FARTHEST if math.isnan(value) else min(max(value, -FARTHEST), FARTHEST)
+
+
+def _draw(canvas: "FigureBase", result: GateResult) -> None:
+    names = [f"{SIGNS[task.verdict][1]} {one_line(task.task, MOST_LETTERS)}\n{task.verdict}" for task in result.tasks]
+    kinds = []
+    for verdict, marker in MARKERS.items():
+        own = [task if task.verdict == verdict else None for task in result.tasks]
+        drops = [None if task is None else placed(task.drop) for task in own]
+        bounds = [None if task is None else (placed(task.lower), placed(task.upper)) for task in own]
+        kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
+    rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in result.tasks) else ""
+    label = f"drop, worse to the right{rises}\ndashed: the drop allowed, {margin(result)}"
+    draw_dots(canvas.add_subplot(), names, kinds, label, placed(result.max_drop), scaled=False)
+
+
+def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, JUnit XML and Markdown into a new folder, all of them or, when anything fails, nothing.
+
+    With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
+    """
+    with whole_folder(folder, NAMES, overwrite) as made:
+        (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        (made / NAMES[1]).write_bytes(junit(result))
+        (made / NAMES[2]).write_text(markdown(gate_blocks(result)), encoding="utf-8", errors=LONE_HALVES)
+    return [folder / name for name in NAMES]
+
+
+def junit(result: GateResult) -> bytes:
+    """JUnit XML for CI servers: each task is a test case; failed ones are failures, inconclusive ones are skipped."""
+    verdicts, routing = [task.verdict for task in result.tasks], result.routing
+    counts = {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count("fail")),
+        "errors": "0",
+        "skipped": str(verdicts.count("inconclusive")),
+        "time": f"{sum(result.seconds.values()):.3f}",
+    }
+    root = Xml.Element("testsuites", {"name": SUITE, **counts})
+    suite = _add(root, "testsuite", {"name": f"{SUITE}: {result.base}, {result.compressed}", **counts})
+    properties, routed = _add(suite, "properties", {}), dict[str, object]()
+    if routing is not None:
+        routed = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
+        routed |= {"left-plain": routing.left_plain, **_given("option.", routing.options)}
+    facts = {
+        "verdict": result.verdict,
+        "exit-status": EXIT_STATUS[result.verdict],
+        "base": result.base,
+        "compressed": result.compressed,
+        "max-drop": result.max_drop,
+        "confidence": result.confidence,
+        "reused-base": str(result.reused_base).lower(),
+        **_given("option.", result.options),
+        **_given("routing.", routed),
+        **_given("version.", result.versions),
+        **_given("seconds.", result.seconds),
+    }
+    for name, value in facts.items():
+        _add(properties, "property", {"name": name, "value": str(value)})
+    for task in result.tasks:
+        _add_case(suite, result, task)
+    _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
+    Xml.indent(root)
+    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
+    return {f"{prefix}{name}": value for name, value in entries.items() if value is not None}
+
+
+def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
+    timed = {"time": f"{result.seconds[task.task]:.3f}"} if task.task in result.seconds else {}
+    case = _add(suite, "testcase", {"classname": "moe-compress.gate", "name": task.task, **timed})
+    shown = {name: show(task) for name, show in COLUMNS.items()}
+    message = (
+        f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+        f"{margin(result, task)} is allowed"
+    )
+    if task.verdict == "fail":
+        _add(case, "failure", {"message": message, "type": "fail"}, message)
+    elif task.verdict == "inconclusive":
+        status = EXIT_STATUS[task.verdict]
+        _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
+    shown |= {"verdict": task.verdict, "version": task.version}
+    shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
+    _add(case, "system-out", {}, "\n".join(f"{name}: {value}" for name, value in shown.items()))
+
+
+def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
+    made = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+    made.text = None if text is None else readable(text)
+    return made
+
+
+def full_content(result: GateResult) -> dict[str, Any]:
+    """What gate.json says: the result, and its metrics as a model card has them."""
+    return {**gate_content(result), "model_index": model_index(result)}
+
+
+def gate_json(result: GateResult) -> str:
+    return json.dumps(full_content(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_gate(path: Path) -> GateResult:
+    """A result from its gate.json, or the folder that holds it."""
+    file = path / NAMES[0] if path.is_dir() else path
+    remedy = "name a gate.json that moe-compress gate has written"
+    content = read_json(file, remedy, remedy)
+    try:
+        return gate_from_content(content)
+    except CompressionError as error:
+        raise CompressionError(f"{file}: {error}; {remedy}") from error
+
+
+def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
+    """The result handed in, refused if it names other files than these; else that beside them, if it is theirs."""
+    if gate is not None:
+        if (name := differing(folder, gate.compressed_identity)) is not None:
+            raise CompressionError(
+                f"the gate's result is of another model than {folder}: {name} is not the same; run the gate again on "
+                "this folder"
+            )
+        return gate
+    if not (folder / REPORT).is_file():
+        return None
+    result = read_gate(folder / REPORT)
+    identity = result.compressed_identity
+    known = isinstance(identity.get("weights"), list) and isinstance(identity.get("files"), Mapping)
+    return result if known and differing(folder, identity) is None else None
+
+
+def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
+    """The first file that is not what the identity says; None if all are, or it names none.
+
+    Times of change are left aside: a copied or downloaded model is the same model.
+    """
+    weights, files = identity.get("weights"), identity.get("files")
+    for entry in weights if isinstance(weights, list) else []:
+        name, size = (str(entry[0]), entry[1]) if isinstance(entry, list) and len(entry) > 1 else (str(entry), None)
+        if not _inside(folder, name) or (folder / name).stat().st_size != size:
+            return name
+    for name, digest in files.items() if isinstance(files, Mapping) else ():
+        if not _inside(folder, name) or file_digest(folder / name) != digest:
+            return str(name)
+    return None
+
+
+def _inside(folder: Path, name: str) -> bool:
+    return Path(name).name == name and os.path.isfile(folder / name)  # False, too, where it is too long for a name
+
+
+def append_summary(result: GateResult, path: Path) -> None:
+    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
+    try:
+        # Without O_CREAT: CI servers make the file, so one that is not there is a mistaken path.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
+            stream.write(f"\n{markdown(gate_blocks(result))}\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        logger.warning("the gate's summary could not be appended to %s: %s", path, reason)
+
+
+def card_metrics(result: GateResult) -> list[EvalResult]:
+    """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
+    sure = f"with confidence {100 * result.confidence:g}%"
+    sure += f", routed by {result.routing.method}" if result.routing is not None else ""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_name=task.task,
+            dataset_type=task.task,
+            dataset_args={"version": task.version, "items": task.items},
+            metric_type=task.metric,
+            metric_name=(
+                f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at most "
+                f"{change(task.upper, task.kind)} {sure})"
+            ),
+            metric_value=float(f"{task.compressed:.6g}"),
+            verified=False,
+        )
+        for task in result.tasks
+        if math.isfinite(task.compressed)
+    ]
+
+
+def model_index(result: GateResult) -> list[dict[str, Any]]:
+    """The metrics as the metadata of a model card have them, under the model's name without its folders."""
+    return list(eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result)))

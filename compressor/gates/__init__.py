@@ -1,1 +1,0 @@
-"""May it ship: paired tests of a compressed model against its original."""

@@ -1,1 +1,0 @@
-"""The next token, by stock transformers or by ONNX Runtime."""

@@ -1,0 +1,400 @@
+"""The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.document.blocks import Block, Code, Details, Figure, Heading, Items, Link, Listing, Text, Words
+from compressor.document.markdown import markdown
+from compressor.document.picture import png
+from compressor.errors import CompressionError, without_tokens
+from compressor.evaluation.gate_verdict import GateResult
+from compressor.formatting import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
+from compressor.hub.facts import (
+    Facts,
+    base_id,
+    base_metadata,
+    entry_of,
+    is_hub_id,
+    metadata,
+    read_facts,
+    without_folders,
+)
+from compressor.pipeline.outcome import Outcome
+from compressor.recipe.document import changed, entries, step_line
+from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
+from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
+from compressor.recipe.registry import load_strategy
+from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
+from compressor.report import page
+from compressor.report.data import Measured, all_dispositions
+from compressor.report.figures import figures
+from compressor.report.measuring import kept_measures
+from compressor.run_record import read_record
+
+Blocks = tuple[Block, ...]
+NOT_STOCK = (
+    "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own forward: "
+    "the written tensors give the logits that the base gives with these constants."
+)
+LOCAL_BASE = "The base was a local folder; which repository it came from is not recorded."
+MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
+MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
+MOST_RECIPE = 50_000  # letters
+
+REFITTED = {
+    "ridge": "the down projections in closed form (ridge regression)",
+    "tune": "the down projections in closed form, then router rows, gate, up and down projections by gradient steps",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """README.md with its metadata, and the pictures that it shows."""
+
+    text: str
+    pictures: Mapping[str, bytes]  # PNG by path in the repository
+
+
+def card_text(
+    folder: Path,
+    repo_id: str,
+    gate: GateResult | None = None,
+    *,
+    command: str | None = None,
+    base: Path | None = None,
+    measured: Measured | None = None,
+) -> Card:
+    """The card of the checkpoint in `folder` as the repository `repo_id`; raises `CompressionError` if it cannot be.
+
+    `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
+    the folder of a local base, whose card gives the licence, and `measured` what a report found, to be shown too.
+    """
+    if not is_hub_id(repo_id):
+        raise CompressionError(f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name")
+    facts = read_facts(folder, gate, measured)
+    data, plan, name = facts.outcome, facts.outcome.plan, repo_id.rpartition("/")[2]
+    names = ("experts", "gate", "distillation", *(MEASURED if measured else ()))
+    drawn = {figure.name: figure for figure in figures(data, names)}
+    images = {figure: f"images/{figure}.png" for figure in drawn}
+    header = metadata(facts, repo_id, base_metadata(plan.source, base))
+
+    def pictures(*names: str) -> list[Figure]:
+        return [drawn[name] for name in names if name in drawn]
+
+    blocks = (
+        Heading(one_line(name), 1),
+        *introduction(facts),
+        *comparison(facts),
+        *pictures("gate", "distillation"),
+        *making(facts, command, again(plan, name)),
+        Heading("Experts"),
+        *pictures("experts"),
+        *experts_details(data.stage),
+        *pictures(*MEASURED),
+        *loading(facts, repo_id),
+        *limits(facts, header.get("license") is not None),
+    )
+    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{markdown(blocks, images)}")
+    return Card(text, {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()})
+
+
+def known_here(folder: Path) -> dict[str, Any]:
+    """What only this machine knows of an output, as arguments of `card_text`: command, local base, measures."""
+    record, measured = read_record(folder), kept_measures(folder)
+    base = Path(record.source) if record is not None and record.revision is None else None
+    return {
+        "command": shlex.join(record.command) if record is not None and record.command else None,
+        "base": base if base is not None and base.is_dir() else None,
+        "measured": measured,
+    }
+
+
+Again = tuple[str, tuple[str, ...]]  # a recipe's YAML, and the command lines that carry it out
+
+
+def again(plan: Plan, out: str) -> Again | None:
+    """What asks for this plan again and writes it to `out`; None where the plan does not record all that it takes.
+
+    A plan of one source of several (`--per-source`) needs two commands. Local models and text files are named without
+    their folders.
+    """
+    texts = [text for text in (plan.calibration, *(step.text for step in plan.steps)) if text is not None]
+    if not all(isinstance(text.get("asked"), Mapping) for text in texts):
+        return None
+    try:
+        for number, step in enumerate(plan.steps):
+            options = {name: without_folders(value) for name, value in step.options.items()}
+            if step.name == PRUNE and "options" in options:  # a strategy's own, which stay as they are
+                options["options"] = dict(step.options["options"])
+            plan = plan.with_entry(number, options=options)
+        made = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
+    except CompressionError:  # a step that is not installed, or options that were edited
+        return None
+    only = (plan.calibration or {}).get("only")
+    if only is None:
+        commands: list[tuple[str, ...]] = [("compress", RECIPE, "-o", out)]
+    else:
+        (file,) = source_files(Path("plan.json"), [label(str(only))])
+        commands = [("plan", RECIPE, "-o", "plan.json", "--per-source"), ("apply", str(file), "-o", out)]
+    lines = tuple(shlex.join(["moe-compress", *map(one_line, command)]) for command in commands)
+    return recipe_yaml(made).decode().rstrip(), lines
+
+
+def cited(name: str) -> str:
+    """A strategy and, in brackets, what `moe-compress strategies` says of it with its paper, if it is installed."""
+    try:
+        summary = load_strategy(name).summary.rstrip(".")
+    except CompressionError:
+        summary = ""
+    return one_line(name) + (f" ({one_line(summary)})" if summary else "")
+
+
+def introduction(facts: Facts) -> Blocks:
+    """What it is, in one paragraph, with the strategies that won layers where several were tried."""
+    outcome, stage, split = facts.outcome, facts.outcome.stage, facts.outcome.stage.split
+    kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if stage.layers else ".")
+    layers = counted(len(stage.layers), "MoE layer")
+    after_split = f", after a split of {describe_split(split)}" if split else ""
+    if stage.constants is not None:
+        replaced = sum(len(layer.constants) for layer in stage.layers)
+        before = sum(layer.experts for layer in stage.layers)
+        what = (
+            f" in which constants stand for {replaced:,} of the {before:,} experts of its {layers}; "
+            f"{span(len(layer.groups) for layer in stage.layers)} stay in each (MoNE, arXiv:2507.00390). The "
+            "routers are whole."
+        )
+        kind = (
+            " Stock transformers cannot load it; vLLM can, from the version on that serves the config field "
+            "approximate_experts."
+        )
+    elif not stage.layers:
+        same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+        what = f", of which all experts stay{after_split}.{same}"
+    else:
+        winners = Counter(won for layer in stage.layers if isinstance(won := layer.figures.get("won"), str))
+        won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
+        decided = f"; decided by {joined(won)}" if won else ""
+        routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
+        what = (
+            f" with {stage.experts} instead of {span(layer.experts for layer in stage.layers)} experts in each of its "
+            f"{layers}{after_split}: {all_dispositions(stage.layers)}.{routed} "
+            f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
+        )
+    corrected = f" {_corrected(outcome)}" if stage.layers else ""
+    later = "".join(f" {step_line(step)}." for step in outcome.steps)
+    made = f"{what}{corrected}{later} It was made with moe-compressor.{kind}"
+    source = outcome.plan.source
+    base: Words = f'the local checkpoint "{label(source.model)}"'
+    if (name := base_id(source)) is not None:
+        base = Link(name, f"https://huggingface.co/{name}"), f" (revision {one_line(str(source.revision))})"
+    return (Text(("This is ", base, made)),)
+
+
+def _corrected(outcome: Outcome) -> str:
+    methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
+    if not methods:
+        later = any(map(changed, outcome.steps))
+        return "No layer was reconstructed by itself." if later else "No weight was refitted afterwards."
+    figures = [correction_of(layer) for layer in outcome.stage.layers]
+    better = sum(entry.get("kept") not in (None, "none") for entry in figures)
+    what = f": {REFITTED[methods[-1]]}" if methods[-1] in REFITTED else ""
+    return (
+        f"The remaining experts were refitted to each layer's base output (reconstruction, {', then '.join(methods)}"
+        f"{what}), which was kept in {better} of {counted(len(figures), 'layer')}."
+    )
+
+
+def comparison(facts: Facts) -> Blocks:
+    """Base and compressed model, side by side."""
+    (table,) = page.sizes(facts.outcome)
+    note = "Parameters are stored elements, in whatever format."
+    if facts.active is not None:
+        before, after = facts.active
+        known = ("-", "-", "-") if before is None else (human_count(before), share(after, before), f"{before:,}")
+        row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
+        table = replace(table, rows=(*table.rows, row))
+        note += " Active parameters are all but the experts that a token is not routed to."
+    judged = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
+    return Heading("Before and after"), table, Text(note), *judged
+
+
+def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
+    """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
+    repeated: Blocks = (Text("The plan does not record what it was made with, so there is no recipe to repeat it."),)
+    recipe, commands = again or ("", ())
+    if len(recipe) > MOST_RECIPE:
+        repeated = (Text(("The recipe is too long for a page: ", Code(RECIPE), " is beside the weights.")),)
+    elif recipe:
+        repeated = (
+            Text(
+                "This recipe makes the same plan, all steps in one run. It is made from the plan, so it has no "
+                "edits by hand; local files and folders are in it by their names alone."
+            ),
+            Listing(recipe, "yaml"),
+            Listing("\n".join(commands), "bash"),
+        )
+    ran: Blocks = ()
+    if command is not None:
+        said = "The last command that was run, in which paths are shortened to names:"
+        ran = Text(said), Listing(without_paths(command), "bash")
+    whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
+    return Heading("How it was made"), *repeated, *ran, page.made_with(facts.outcome), Text(whole)
+
+
+def experts_details(plan: CompressionPlan) -> Blocks:
+    """What became of each expert, layer by layer, as a table that folds away."""
+    if not plan.layers:
+        return (Text("All experts stay."),)
+    table, legend = page.experts(plan)
+    if sum(len(str(cell)) for row in table.rows for cell in row) > MOST_TABLE:
+        record = Code("compression.json"), " has it under ", Code("plan"), "."
+        return legend, Text(("The list is too long for a page: ", *record))
+    return (Details("Layer by layer", (legend, table)),)
+
+
+def loading(facts: Facts, repo_id: str) -> Blocks:
+    """How to load it, by what is there."""
+    blocks: list[Block] = [Heading("How to load it")]
+    serve = Listing(f"vllm serve {repo_id}", "bash")
+    if facts.outcome.stage.constants is not None:
+        vllm = (
+            "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the config "
+            "field approximate_experts, where it supports this architecture unquantised (not tested with this "
+            "checkpoint):"
+        )
+        blocks += [Text(vllm), serve]
+    elif facts.dtypes:
+        names = facts.config.get("architectures")
+        name = str(names[0]) if isinstance(names, list) and names else ""
+        is_own = name.isidentifier() and name.isascii() and not name.endswith("ForCausalLM")
+        model_class = name if is_own else "AutoModelForCausalLM"
+        has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        code = [
+            f"from transformers import {model_class}{', AutoTokenizer' if has_tokenizer else ''}",
+            "",
+            f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
+            *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
+        ]
+        checked = (
+            "In transformers (names and shapes of all tensors were checked against the stock model of version "
+            f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
+        )
+        blocks += [
+            Text((checked, Code("device_map"), " needs the package accelerate):")),
+            Listing("\n".join(code), "python"),
+            Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
+            serve,
+        ]
+    if facts.graph is not None:
+        folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
+        shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
+        session = f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
+        blocks += [
+            Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
+            Listing(shell, "bash"),
+            Listing(session, "python"),
+        ]
+    return tuple(blocks)
+
+
+def limits(facts: Facts, has_licence: bool) -> Blocks:
+    """The last section; `has_licence` if the card inherits one."""
+    outcome = facts.outcome
+    told = [
+        _accuracy(outcome.gate),
+        _text(outcome.plan),
+        _refitted(outcome),
+        _format(facts),
+        NOT_STOCK if outcome.stage.constants is not None else "",
+        _graph(facts),
+        LOCAL_BASE if base_id(outcome.plan.source) is None else "",
+        "" if has_licence else "No licence was found in a card of the base; the base's own terms hold.",
+    ]
+    return Heading("Limits"), Items(tuple(filter(None, told)))
+
+
+def _accuracy(gate: GateResult | None) -> str:
+    if gate is None:
+        return (
+            "Accuracy was not measured: there is no gate result for these weights. Compare it with the base on "
+            "your own tasks before you use it."
+        )
+    limit = gate.options.get("limit")
+    first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
+    tasks = joined([task.task for task in gate.tasks]) or "no task"
+    told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    if gate.routing is None:
+        return told
+    return (
+        f"{told} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as stock "
+        "loaders run these weights, their accuracy was not measured."
+    )
+
+
+def _text(plan: Plan) -> str:
+    if plan.calibration is None:
+        own = any(step.text is not None for step in plan.steps)
+        return f"No text was read{' to choose experts' if own else ''}: weights alone decided."
+    stored, only, tokens = (plan.calibration.get(name) for name in ("sources", "only", "tokens"))
+    sources = [entry["source"] for entry in entries(stored) if "source" in entry]
+    many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
+    names = joined([label(str(name)) for name in ([only] if only is not None else sources or ["unnamed text"])])
+    return f"The calibration text was {names}{many}. What experts do on other kinds of text did not count."
+
+
+def _refitted(outcome: Outcome) -> str:
+    """What was tuned and what that leaves; a step that changed nothing does not count."""
+    taken = {step["name"] for step in outcome.steps if changed(step)}
+    corrected = bool(outcome.plan.of(CORRECT))
+    found = ["Reconstruction brings back each layer's own output on the calibration text."] if corrected else []
+    if "distill" in taken:
+        found = [
+            "Distillation trained the model end to end toward the base on text that its maker chose; what the base "
+            "gets wrong, and what that text does not show, did not come closer to right."
+        ]
+    elif "routers" in taken:
+        found.append("Router calibration moved the routers alone toward the base's next token, on text of its maker's.")
+    elif corrected:
+        found.append("Nothing was fine-tuned end to end.")
+    elif not taken:
+        found.append("Nothing was refitted or fine-tuned after experts were taken out.")
+    if corrected:
+        found.append("The errors before and after are those of single layers and say nothing about accuracy.")
+    return " ".join(found)
+
+
+def _format(facts: Facts) -> str:
+    if not facts.dtypes:
+        return "There are no safetensors here, only the ONNX graph."
+    names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    if quantization := entry_of(facts.config, "quantization_config"):
+        kind = one_line(str(quantization.get("quant_method")))
+        return f"The weights are quantised as the base's are ({kind}), stored as {names}."
+    return f"The weights are not quantised; they are stored as {names}."
+
+
+def _graph(facts: Facts) -> str:
+    """How the ONNX graph was verified, as its record has it; nothing without a graph."""
+    if (graph := facts.graph) is None:
+        return ""
+    options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
+    quantize = options.get("quantize")
+    experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
+    told = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
+    difference, compared, cost = (
+        checks.get("largest_difference"),
+        checks.get("tokens_compared"),
+        rounding.get("largest_difference"),
+    )
+    if isinstance(difference, float | int):
+        other = one_line(str(checks.get("reference", "the stock model")))
+        told += f" was compared with {other}: logits differ by at most {difference:.2g}"
+        if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
+            told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
+    if isinstance(cost, float | int):
+        told += f"; rounding alone moved logits by up to {cost:.2g}"
+    return told + "."

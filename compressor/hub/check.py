@@ -1,0 +1,293 @@
+"""Whether a folder may be pushed: its checkpoint or graph is verified anew, and a gate that is required has passed.
+
+Which files of it belong on the Hub, none of them a link out of it; and what an earlier model left there.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, header_bytes, refuse_link, refuse_links
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError, reason_of
+from compressor.evaluation.evaluate import identity
+from compressor.evaluation.gate_report import read_gate
+from compressor.evaluation.gate_verdict import GateResult
+from compressor.files import TEMPLATES, file_digest
+from compressor.hub.facts import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
+from compressor.model.constant_experts import SubstitutedCheckpoint, declared
+from compressor.model.mtp import written_heads
+from compressor.model.opened import open_substituted
+from compressor.model.verification import verify_checkpoint
+from compressor.recipe.recipe import RECIPE
+from compressor.recipe.registry import load_exporter
+from compressor.recipe.steps_plan import Plan
+from compressor.records import read_object
+from compressor.run_record import COMPRESSION
+
+BESIDE = (".bpe", ".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt")  # configs, tokenizer, templates
+LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
+PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json")  # what says how they were made and judged
+SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
+WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+AGAIN = "export the checkpoint again with moe-compress export"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedFolder:
+    """A folder whose weights are what its configs say, and the files of it that belong on the Hub."""
+
+    folder: Path
+    is_graph: bool  # an ONNX export rather than a safetensors checkpoint
+    files: Mapping[str, Path]  # by path in the repository
+    left_out: tuple[str, ...]
+    weights: frozenset[str]
+    prefixes: Mapping[str, int]  # of a file of tensors, by path in the repository: how many first bytes are none
+
+
+def verify_folder(folder: Path) -> VerifiedFolder:
+    """Check that a folder is a complete checkpoint or a verified ONNX export; raises `CompressionError` if not."""
+    if not folder.is_dir():
+        raise CompressionError(f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export")
+    has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
+    is_graph = (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights)
+    if not (is_graph or has_weights or (folder / "config.json").exists()):
+        raise CompressionError(
+            f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or {INDEX_NAME}) nor an "
+            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of one"
+        )
+    refuse_links(folder)
+    prefixes = _verify_graph(folder) if is_graph else _verify_weights(folder)
+    weights = frozenset(prefixes)
+    files, inside = belonging(folder, weights), folder / ONNX_FOLDER
+    if inside.is_dir() and not is_graph:
+        refuse_link(inside, folder)
+        refuse_links(inside)
+        found = _verify_graph(inside)
+        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, found).items()}
+        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in found.items()}
+    return VerifiedFolder(folder, is_graph, files, left_out(folder, files), weights, prefixes)
+
+
+def _verify_weights(folder: Path) -> dict[str, int]:
+    """Check a checkpoint, one of ours by the experts that compression.json names.
+
+    Returns its files of weights with the bytes of their headers.
+    """
+    experts, heads = None, False
+    if (folder / COMPRESSION).is_file():
+        stage = _plan_of(folder).stage
+        experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed
+        heads = stage.mtp == "keep" or not stage.layers
+    if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
+        model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+        assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+        model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
+        checked: Checkpoint = model.checkpoint
+    else:
+        checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
+    return {name: header_bytes(folder / name) for name in sorted({info.file for info in checked.tensors.values()})}
+
+
+def _plan_of(folder: Path) -> Plan:
+    """The plan in an output's record; raises `CompressionError` for what is none."""
+    return Plan.from_dict(entry_of(read_object(folder / COMPRESSION), "plan"), f"{folder / COMPRESSION}: plan")
+
+
+def _verify_graph(folder: Path) -> dict[str, int]:
+    """Check an ONNX export against its record, and that its weights are all there.
+
+    Returns its files with the bytes in them that are not weights: all of the graph itself, which has names and notes.
+    """
+    path = folder / GRAPH
+    for name in (GRAPH, ONNX_RECORD):
+        if not (folder / name).is_file():
+            raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}")
+    record = read_object(folder / ONNX_RECORD)
+    found = entry_of(record, "verification")
+    difference, allowed = found.get("largest_difference"), found.get("tolerance")
+    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
+        what = f"{folder / ONNX_RECORD} does not say that the graph agrees with the stock model"
+        raise CompressionError(f"{what}; {AGAIN}")
+    load_exporter("onnx").require_packages()
+    import onnx
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        files = _external_files(folder, model.graph)
+        onnx.checker.check_model(str(path))
+    except CompressionError:
+        raise
+    except Exception as error:  # a class for each kind of fault
+        raise CompressionError(f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {AGAIN}") from error
+    for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
+        if [value.name for value in values] != record.get(kind):
+            raise CompressionError(f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}")
+    return {GRAPH: path.stat().st_size, **dict.fromkeys(files, 0)}
+
+
+def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
+    """The files beside a graph that its tensors lie in, each of which must end where its last tensor does."""
+    ends: dict[str, int] = {}
+    for tensor in _tensors(graph):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if entries:
+            name = entries.get("location", "")
+            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+            ends[name] = max(ends.get(name, 0), end)
+    for name, end in ends.items():
+        if not name or Path(name).name != name or name.startswith("."):
+            where = f"{folder / GRAPH} keeps weights in {name!r}"
+            raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != end:
+            there = "is missing" if size is None else f"has {size} bytes"
+            raise CompressionError(f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}")
+    return tuple(ends)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            if attribute.HasField("g"):
+                yield from _tensors(attribute.g)
+
+
+def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
+    """The result of a gate, which has to be a pass of exactly the model in this folder, run as stock loaders run it."""
+    if found.is_graph:
+        raise CompressionError(
+            "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
+            "its graph goes with it from onnx/"
+        )
+    result = read_gate(path)
+    if result.routing is not None:
+        raise CompressionError(
+            f"the gate in {path} judged {result.compressed} on pathways optimised by {result.routing.method}, without "
+            "which the pushed checkpoint runs; run moe-compress gate on the folder without --routing"
+        )
+    if result.verdict != "pass":
+        raise CompressionError(
+            f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was pushed; push what passes"
+        )
+    here = ModelSource(str(found.folder), None, found.folder)
+    stored, now = result.compressed_identity, json.loads(json.dumps(identity(here)))
+    if "commit" in stored:
+        raise CompressionError(
+            f"the gate in {path} judged {stored.get('repository')} on the Hub and not {found.folder}; run "
+            "moe-compress gate on the folder"
+        )
+    if changed := _changed(found.folder, stored, now):
+        raise CompressionError(
+            f"{changed} of {found.folder} is not the one that the gate in {path} judged; run moe-compress gate on the "
+            "folder as it is"
+        )
+    return result
+
+
+def _changed(folder: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first file that is not what was judged, the empty text if all are; a copy's times of change do not count."""
+    digests = _entries(stored.get("digests"))
+    for part in ("weights", "files"):
+        before, after = (_entries(each.get(part)) for each in (stored, now))
+        for name in sorted(before.keys() | after.keys()):
+            if part == "weights" and name in before and name in after and name in digests:
+                same = file_digest(folder / name) == digests[name]
+            else:
+                same = before.get(name) == after.get(name)
+            if not same:
+                return name
+    return "" if {"weights", "files"} <= stored.keys() else "some file"
+
+
+def _entries(part: Any) -> dict[str, Any]:
+    if isinstance(part, dict):
+        return part
+    rows = part if isinstance(part, list) else []
+    return {str(row[0]): row[1:] for row in rows if isinstance(row, list) and row}
+
+
+def default_message(found: VerifiedFolder) -> str:
+    """What a commit is called: how the model was made, as far as compression.json tells."""
+    suffix = " as ONNX" if found.is_graph else ""
+    try:
+        plan = _plan_of(found.folder)
+        stage, base = plan.stage, plan.source.model
+        if not stage.layers:
+            return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"
+        counts = {layer.experts for layer in stage.layers}
+        return f"Compressed from {base} by {stage.strategy}, {stage.experts} of {max(counts)} experts{suffix}"
+    except (OSError, CompressionError):
+        return f"Checkpoint {found.folder.resolve().name}{suffix}"
+
+
+def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
+    """Path in the repository -> file: these weights, and what beside them a loader or a reader needs.
+
+    Raises `CompressionError` naming a file that is a link out of the folder.
+    """
+    wanted = {*weights, CARD, RECIPE}
+    names = [path.name for path in folder.iterdir() if _beside(path.name) or path.name in wanted]
+    names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
+    names += _pictures(folder)
+    return {name: folder / name for name in sorted({*names}) if _usable(folder, name)}
+
+
+def left_out(folder: Path, taken: Iterable[str]) -> tuple[str, ...]:
+    """What lies openly in the folder and is not taken, sub-folders with a slash."""
+    known = {name.split("/")[0] for name in taken}
+    names = sorted(path for path in folder.iterdir() if path.name not in known and not path.name.startswith("."))
+    return tuple(f"{path.name}/" if path.is_dir() else path.name for path in names)
+
+
+def _beside(name: str) -> bool:
+    """Whether a file's name says that it is a config, part of the tokenizer, a template or a licence."""
+    if name.startswith(".") or (name.endswith(".index.json") and name != INDEX_NAME):
+        return False
+    return name.endswith(BESIDE) or (name.split(".")[0] in LICENCES and not name.endswith(".lock"))
+
+
+def _pictures(folder: Path) -> Iterator[str]:
+    """Pictures in the folder that its own card shows."""
+    card = folder / CARD
+    if not (card.is_file() and _usable(folder, CARD)):
+        return
+    for match in SHOWN.finditer(card.read_text(encoding="utf-8", errors="replace")):
+        name = (match[1] or match[2]).removeprefix("./")
+        parts = name.split("/")
+        plain = not any(part.startswith(".") or not part for part in parts) and "\\" not in name
+        if plain and name.lower().endswith(PICTURES) and (folder / name).exists():
+            yield name
+
+
+def _usable(folder: Path, name: str) -> bool:
+    """Whether it is a file; raises `CompressionError` for a link that leads out of the folder or nowhere."""
+    path = folder / name
+    if name.split("/")[-1].startswith("."):
+        return False
+    refuse_link(path, folder)
+    if path.is_symlink() and not path.exists():
+        raise CompressionError(f"{path} is a link that leads nowhere; restore the file or remove the link")
+    return path.is_file()
+
+
+def superseded(names: Iterable[str], pushed: Iterable[str], weights_change: bool) -> tuple[str, ...]:
+    """Files on the Hub that an earlier model left and that would be taken for parts of the one that is pushed.
+
+    A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the earlier weights
+    (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
+    """
+    known, there = frozenset(pushed), frozenset(names)
+    ours = "onnx/onnx_export.json" in there
+    return tuple(
+        name
+        for name in sorted(there - known)
+        if WEIGHT_NAMES.fullmatch(name)
+        or (weights_change and (name in OF_THE_WEIGHTS or (ours and name.startswith("onnx/"))))
+    )

@@ -1,0 +1,210 @@
+"""Publishing on the Hugging Face Hub: a verified folder and its card, in one commit, and nothing that is there already.
+
+The folder itself is only read; the card is written into the commit.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import REPORT
+from compressor.evaluation.gate_verdict import GateResult
+from compressor.hub import repository as hub
+from compressor.hub.card import card_text, known_here
+from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
+from compressor.hub.facts import CARD, is_hub_id
+from compressor.hub.secrets import kind_of_secret, refuse_secrets
+from compressor.run_record import COMPRESSION
+
+logger = logging.getLogger(__name__)
+
+HUGGING_FACE = "https://huggingface.co"
+TAG = "moe-compressor"  # of the cards that we write
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """One file that a push sends, or would send."""
+
+    path: str  # in the repository
+    nbytes: int
+    state: hub.State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSummary:
+    """What a push did, or would do."""
+
+    repo_id: str
+    url: str
+    commit: str | None = None  # that was made; None where nothing has changed, and of a dry run
+    branch: str  # or the one that the pull request is against
+    create_pr: bool
+    pull_request: str | None = None  # its address
+    tag: str | None
+    uploaded: tuple[PushedFile, ...] = ()
+    uploaded_bytes: int = 0
+    unchanged: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()  # parts of an earlier model that would be taken for parts of this one
+    left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
+    message: str
+    dry_run: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether the Hub does not have it all."""
+        return bool(self.uploaded or self.removed)
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str | None = None,
+    tag: str | None = None,
+    dry_run: bool = False,
+    require_gate: str | Path | None = None,
+) -> PushSummary:
+    """Verify a checkpoint or ONNX folder and bring a model repository on the Hub to it, with a card, in one commit.
+
+    Raises `CompressionError` before anything is sent if the folder is not whole, holds a secret, did not pass the gate
+    that is required, or the repository is not fit for it. A push that was interrupted goes on when called again.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    check_arguments(repo_id, revision, create_pr, message, tag)
+    found = verify_folder(Path(folder))
+    gate = None if require_gate is None else require_pass(found, Path(require_gate))
+    files = {**found.files, **_staged(found, repo_id, gate, require_gate)}
+    refuse_secrets(files, found.prefixes)
+    title, branch = message or default_message(found), revision or hub.DEFAULT_BRANCH
+    repository = hub.Repository(repo_id)
+    api = repository.api
+    added = {name: CommitOperationAdd(name, content) for name, content in files.items()}  # which remember their hashes
+    remote: hub.Remote | None = None  # where a dry run cannot ask the Hub
+    try:
+        remote = repository.look_up()
+    except CompressionError as error:
+        if not dry_run:
+            raise
+        logger.warning("the Hub could not be asked what it has: %s", error)
+    summary = PushSummary(
+        repo_id=repo_id,
+        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        branch=branch,
+        create_pr=create_pr,
+        tag=tag,
+        left_out=found.left_out,
+        message=title,
+        dry_run=dry_run,
+    )
+    head, summary = _compare(summary, repository, found, added, remote)
+    if remote is not None:
+        repository.refuse_public(remote, private)
+        if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
+            raise CompressionError(
+                f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so nothing was pushed; "
+                "name another tag, or delete that one on the Hub"
+            )
+    if not dry_run and remote is not None:
+        fresh = repository.open(remote, private)
+        if not remote.exists:  # a new repository begins with files of the Hub's own
+            head, summary = _compare(summary, repository, found, added, fresh)
+        if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
+            repository.ask(lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True))
+        if summary.changed:
+            changes = [*(added[file.path] for file in summary.uploaded), *map(CommitOperationDelete, summary.removed)]
+            done = repository.commit(changes, title, branch, head, create_pr)
+            repository.check_arrived(done.oid, added)
+            summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
+        if tag is not None and tag not in fresh.tags:
+            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head))
+    return summary
+
+
+def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
+    """Refuse what cannot be meant, before anything is read."""
+    if not is_hub_id(repo_id) or repo_id.count("/") != 1:
+        raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model")
+    if create_pr and tag is not None:
+        raise CompressionError("--tag marks a commit of a branch and --create-pr makes none; tag it once it is merged")
+    for option, name in (("--revision", revision), ("--tag", tag), ("--message", message)):
+        if name is not None and (not name.strip() or kind_of_secret(name.encode(errors="replace"))):
+            raise CompressionError(f"{option} is empty or holds an access token; give it some other text")
+        if option != "--message" and name is not None and name.startswith("refs/"):
+            raise CompressionError(f"{option} {name!r} is a reference; give the name of a branch or tag alone")
+
+
+def check_access(repo_id: str, private: bool) -> None:
+    """Refuse a login that the Hub does not accept, and a public repository where a private one is meant.
+
+    A Hub of one's own may want no login; huggingface.co always does.
+    """
+    from huggingface_hub import get_token
+
+    check_arguments(repo_id, None, False, None, None)
+    repository = hub.Repository(repo_id)
+    if get_token() is not None:  # what is neither 401 nor 403 says nothing about the login
+        repository.ask(repository.api.whoami, passed={None, *range(600)} - {401, 403})
+    elif repository.api.endpoint == HUGGING_FACE:
+        raise CompressionError(f"{repo_id} cannot be pushed to, for nobody is logged in; run `hf auth login` first")
+    repository.refuse_public(repository.look_up(), private)
+
+
+def _staged(
+    found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
+) -> dict[str, hub.Content]:
+    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required.
+
+    Warns of a card of the user's own that the Hub's search will not connect with its base.
+    """
+    from huggingface_hub.repocard import metadata_load
+
+    staged: dict[str, hub.Content] = {}
+    if report is not None:
+        path = Path(report)
+        staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
+    if COMPRESSION not in found.files:  # nothing is known of how it was made
+        return staged
+    if CARD not in found.files:
+        card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
+        return staged | {CARD: card.text.encode(), **card.pictures}
+    try:
+        tags = (metadata_load(found.files[CARD]) or {}).get("tags")
+    except Exception:  # no YAML: the Hub will say what is wrong
+        tags = None
+    if not (isinstance(tags, list) and TAG in tags):
+        logger.warning(
+            "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
+            "of your own one is written)",
+            found.files[CARD],
+            TAG,
+        )
+    return staged
+
+
+def _compare(
+    summary: PushSummary,
+    repository: hub.Repository,
+    found: VerifiedFolder,
+    added: Mapping[str, Any],
+    remote: hub.Remote | None,
+) -> tuple[str | None, PushSummary]:
+    """The commit of the branch, or of the one that it will begin at, and what differs; all where nothing is known."""
+    branches = {} if remote is None else remote.branches
+    head = branches.get(summary.branch, branches.get(hub.DEFAULT_BRANCH))
+    there, files = repository.files(head), []
+    for name, addition in sorted(added.items()):
+        state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
+        files.append(PushedFile(name, addition.upload_info.size, state))
+    same = tuple(file.path for file in files if file.state == "unchanged")
+    stale = () if found.is_graph else superseded(there, added, not found.weights <= {*same})
+    sent = tuple(file for file in files if file.state != "unchanged")
+    nbytes = sum(file.nbytes for file in sent)
+    return head, replace(summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale)

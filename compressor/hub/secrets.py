@@ -1,0 +1,121 @@
+"""What must not get onto the Hub: access tokens, keys of other services and private keys, in whatever file they lie.
+
+A pattern asks for a service's own prefix, its alphabet and its length, so that no vocabulary of a tokenizer has one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from compressor.errors import TOKEN, CompressionError, tokens_in_use
+from compressor.hub.repository import Content
+
+CHUNK_BYTES = 2**22  # of a file in memory at once
+OVERLAP_BYTES = 2**16  # of the chunk before: longer than any secret, however it is written
+ROUNDS = 3  # JSON as text in JSON as text
+HUB = "an access token of the Hub"
+KINDS = {  # what it is -> what it begins with, and what it looks like from there
+    "an API key of Anthropic": (("sk-ant-",), r"sk-ant-[a-z]{2,9}\d\d-[\w-]{20,}"),
+    "an API key of OpenAI or the like": (("sk-",), r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{40,}|[A-Za-z0-9]{32,})"),
+    "an access key of AWS": (("AKIA", "ASIA"), r"A[KS]IA[A-Z2-7]{16}(?![A-Za-z0-9])"),
+    "a token of GitHub": (
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,}",
+    ),
+    "a token of GitLab": (("glpat-",), r"glpat-[\w-]{20,}"),
+    "a key of Google": (
+        ("AIza", "GOCSPX-", "ya29."),
+        r"(?:AIza[\w-]{35}|GOCSPX-[\w-]{28})(?![\w-])|ya29\.[\w-]{30,}",
+    ),
+    "a token of Slack": (
+        ("xox", "xapp-", "hooks.slack.com/"),
+        r"xox[abceoprs](?:\.xox[a-z])?-[A-Za-z0-9-]{20,}|xapp-\d-[A-Za-z0-9-]{30,}"
+        r"|hooks\.slack\.com/(?:services|workflows)/T\w{8,}/\w{8,}/\w{16,}",
+    ),
+    "a key of Stripe": (("sk_live_", "rk_live_"), r"[rs]k_live_[A-Za-z0-9]{20,}"),
+    "a token of a package registry": (("npm_", "pypi-"), r"npm_[A-Za-z0-9]{36}(?!\w)|pypi-AgE[\w-]{50,}"),
+    "an API key of a provider of models": (
+        ("gsk_", "xai-", "r8_", "nvapi-", "wandb_v1_"),
+        r"gsk_[A-Za-z0-9]{50,}|xai-[A-Za-z0-9]{60,}|r8_[A-Za-z0-9]{37}(?!\w)|nvapi-[\w-]{60,}|wandb_v1_\w{60,}",
+    ),
+    "a signed token (JWT)": (("eyJ",), r"eyJ[\w-]{15,}\.eyJ[\w-]{15,}\.[\w-]{20,}"),
+    "a private key": (
+        ("-----BEGIN ", "PuTTY-User-Key-File-", "AGE-SECRET-KEY-"),
+        r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----(?:\s{0,9}[\w-]{1,40}: [^\n]{0,200}\n){0,9}"
+        r"\s{0,9}[A-Za-z0-9+/]{16}|PuTTY-User-Key-File-\d:|AGE-SECRET-KEY-1[0-9A-Z]{58}",
+    ),
+}
+SHAPES = [
+    (HUB, (b"hf_",), re.compile(rb"(?<![A-Za-z0-9])" + TOKEN.pattern.encode())),
+    *(
+        (kind, tuple(mark.encode() for mark in marks), re.compile(rf"(?<![A-Za-z0-9])(?:{shape})".encode()))
+        for kind, (marks, shape) in KINDS.items()
+    ),
+    (  # which has no beginning of its own, but a name before it
+        "a secret key of AWS",
+        (b"secret", b"Secret", b"SECRET"),
+        re.compile(rb"(?i:secret_?(?:access_?)?key)[\"']?\s{0,9}[=:]\s{0,9}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
+    ),
+]
+FOREIGN = re.compile(rb"\\u(?!00[0-7])[0-9A-Fa-f]{4}")  # letters beyond ASCII, which no secret has
+ESCAPE = re.compile(
+    rb"\\(?:u00([0-7][0-9A-Fa-f])|x([0-9A-Fa-f]{2})|([^ux]))|%([0-7][0-9A-Fa-f])"
+    rb"|&#(?:[xX]0{0,5}([0-9A-Fa-f]{1,2})|0{0,4}([0-9]{1,3}));",
+    re.DOTALL,
+)
+BLANKS = {b"n": b"\n", b"r": b"\n", b"t": b"\t", b"b": b" ", b"f": b" "}
+
+
+def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) -> None:
+    """Refuse a file that holds what looks like a secret, or the Hub's token in use; it names the file and the kind.
+
+    Every file is read, as it is and with its escapes resolved, but of those in `prefixes` only so many first bytes.
+    """
+    for name, content in files.items():
+        if kind := kind_of_secret(name.encode(errors="replace")):
+            raise CompressionError(
+                f"a file whose name begins with {name[:3]!r} is named like {kind}, so nothing was pushed; rename it"
+            )
+        for window in _windows(content, prefixes.get(name)):
+            if kind := kind_of_secret(window):
+                raise CompressionError(
+                    f"{name} holds what looks like {kind}, so nothing was pushed; take it out, and revoke it if "
+                    "anybody else may have seen it"
+                )
+
+
+def kind_of_secret(data: bytes) -> str | None:
+    """What sort of secret the bytes hold, plainly or behind escapes of JSON, YAML, XML or addresses; None if none."""
+    data = data.replace(b"\0", b"")  # as in UTF-16
+    in_use = [token.encode() for token in tokens_in_use()]
+    for _ in range(ROUNDS + 1):
+        if any(token in data for token in in_use):
+            return HUB
+        for kind, marks, shape in SHAPES:
+            if any(shape.match(data, found.start()) for mark in marks for found in re.finditer(re.escape(mark), data)):
+                return kind
+        plain = ESCAPE.sub(_plain, FOREIGN.sub(b" ", data))
+        if plain == data:
+            break
+        data = plain
+    return None
+
+
+def _plain(found: re.Match[bytes]) -> bytes:
+    """What an escape stands for; a letter beyond ASCII becomes a blank."""
+    number = found[1] or found[2] or found[4] or found[5]
+    if found[3] is not None:
+        return BLANKS.get(found[3], found[3])
+    code = int(number, 16) if number else int(found[6])
+    return bytes([code]) if 0 < code < 128 else b" "
+
+
+def _windows(content: Content, most: int | None) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    left, last = content.stat().st_size if most is None else most, b""
+    with content.open("rb") as stream:
+        while left > 0 and (piece := stream.read(min(left, CHUNK_BYTES))):
+            left -= len(piece)
+            yield last + piece
+            last = piece[-OVERLAP_BYTES:]

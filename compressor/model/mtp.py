@@ -1,0 +1,477 @@
+"""A multi-token-prediction head as a stock model of one decoder layer, so that all that works on models works on it.
+
+That model is the architecture's own with a single layer, the head's: its embedding outputs the projected pair, its
+final norm is the head's, and its language-model head is the head's own or the trunk's.
+
+Two layouts of stored names are known. DeepSeek-V3's, shared by GLM-4-MoE and others: a decoder layer numbered past the
+last, with `enorm`, `hnorm`, `eh_proj` and `shared_head` (or `final_layernorm`) beside its own tensors. Qwen3-Next's,
+shared by Qwen3.5 and Mellum: `mtp.layers.N`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc` and `norm` beside
+the layers. Both project the normed embedding of the next token, followed by the normed last hidden state.
+
+With h_i the trunk's last hidden state after its final norm and e the embedding, the head's decoder layer gets
+x_i = W [norm_e(e(t_{i+1})); norm_h(h_i)], and predicts t_{i+2} (DeepSeek-V3, arXiv:2412.19437, equation 21, whose h_i
+servers and Qwen take after the final norm). A further head gets the normed output of the one before it and e(t_{i+2}).
+The x_i of all text are the rows of one table, on disk past a budget; the text that runs through the head is the numbers
+of these rows, which its embedding looks up there.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.streaming import LayerVisitor, Pass, allocate
+from compressor.model.verification import verify_plain
+
+logger = logging.getLogger(__name__)
+
+HEADS = "heads"  # of an opened model, once they have been found
+SCALED = "quantization_config"
+FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers that come before MoE ones
+PARTS = {  # what stands beside a head's decoder layer, by its name there
+    "enorm.weight": "embedding_norm",
+    "pre_fc_norm_embedding.weight": "embedding_norm",
+    "hnorm.weight": "hidden_norm",
+    "pre_fc_norm_hidden.weight": "hidden_norm",
+    "eh_proj.weight": "projection",
+    "fc.weight": "projection",
+    "shared_head.norm.weight": "norm",
+    "final_layernorm.weight": "norm",
+    "norm.weight": "norm",
+    "shared_head.head.weight": "output",
+    "embed_tokens.weight": "embedding",
+}
+NEEDED = ("embedding_norm", "hidden_norm", "projection", "norm")
+ROOT = "mtp."
+OWN_LAYER = re.compile(r"layers\.(\d+)\.")
+LOGITS = 2**25  # logits computed at once: 128 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """Stored tensors of one head: those of its decoder layer by what follows `prefix`, and those beside it by part."""
+
+    prefix: str  # "model.layers.61." or "mtp.layers.0."
+    number: int  # as a decoder layer, counted on from the model's last
+    block: tuple[str, ...]
+    parts: dict[str, str]  # of `PARTS`' values, the stored names
+
+    @property
+    def unit(self) -> str:
+        """The head's name as a decoder layer."""
+        return self.prefix.removesuffix(".")
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """All its tensors' names."""
+        return (*(self.prefix + name for name in self.block), *self.parts.values())
+
+
+def _own_layers(names: list[str], layers: int) -> list[HeadNames]:
+    """Heads under `mtp.`, which share what stands beside their layers."""
+    blocks: dict[int, list[str]] = {}
+    parts: dict[str, str] = {}
+    for name in names:
+        if inside := OWN_LAYER.match(name):
+            blocks.setdefault(int(inside.group(1)), []).append(name[inside.end() :])
+        elif name in PARTS:
+            parts[PARTS[name]] = ROOT + name
+        else:
+            raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
+    if names and sorted(blocks) != list(range(max(len(blocks), 1))):
+        raise CompressionError(f"the layers under {ROOT!r} are numbered {sorted(blocks)}")
+    return [
+        HeadNames(f"{ROOT}layers.{number}.", layers + number, tuple(own), parts)
+        for number, own in sorted(blocks.items())
+    ]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head: its stored tensors, and the model of one decoder layer that it is."""
+
+    names: HeadNames
+    model: OpenModel
+    norm: str  # the final norm's module
+    embedding: str  # the stored embedding of the next token
+    checkpoint: Checkpoint  # that holds it all, by the stored names
+
+    @property
+    def layer(self) -> MoeLayer:
+        """The MoE layer within `model`."""
+        return self.model.architecture.layers[0]
+
+    @property
+    def named(self) -> MoeLayer:
+        """The MoE layer as plans name it: by the stored name of its experts, and numbered past the trunk's."""
+        name = self.names.prefix + self.layer.name.removeprefix(f"{self.layer.unit}.")
+        return replace(self.layer, name=name, unit=self.names.unit, index=self.names.number)
+
+    def stored_name(self, name: str) -> str:
+        """The name in the output of a tensor of `model`'s decoder layer."""
+        return self.names.prefix + name.removeprefix(stored_prefix(self.model, self.layer.unit))
+
+
+def find_heads(model: OpenModel) -> tuple[Head, ...]:
+    """The heads of a model, in the order in which they predict; none where the checkpoint has none.
+
+    Raises `CompressionError` saying why the tensors of a head are not understood.
+    """
+    if HEADS not in model.found:
+        model.found[HEADS] = tuple(_head(model, names) for names in names_of(model))
+    heads: tuple[Head, ...] = model.found[HEADS]
+    return heads
+
+
+def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
+    """The heads among the tensors that the stock model does not load; none where no name speaks of one.
+
+    Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
+    """
+    names, units = sorted(model.layout.left_out), model.architecture.units
+    if not names:
+        return ()
+    container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
+    heads = list[HeadNames]()
+    for number in count(len(units)):
+        prefix = f"{container}{number}."
+        own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if not own:
+            break
+        parts = {PARTS[name]: prefix + name for name in own if name in PARTS}
+        heads.append(HeadNames(prefix, number, tuple(name for name in own if name not in PARTS), parts))
+    heads = heads or _own_layers([name.removeprefix(ROOT) for name in names if name.startswith(ROOT)], len(units))
+    for head in heads:
+        if missing := [part for part in NEEDED if part not in head.parts]:
+            raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
+        if not head.block:
+            raise CompressionError(f"{head.prefix}* has no decoder layer of its own")
+    return tuple(heads)
+
+
+def known_heads(model: OpenModel) -> tuple[Head, ...]:
+    """The heads of a model, or none, saying why, where their tensors are not understood."""
+    try:
+        return find_heads(model)
+    except CompressionError as error:
+        logger.warning("a multi-token-prediction head is left out: %s", reason_of(error))
+        return ()
+
+
+def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
+    """The heads whose experts modules a plan names, which must be all or none of them."""
+    trunk = {layer.name for layer in model.architecture.layers}
+    if not (outside := set(modules) - trunk) or not model.layout.left_out:
+        return ()
+    heads = find_heads(model)
+    known = {head.named.name for head in heads}
+    if known & outside and (absent := sorted(known - outside)):
+        raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
+    return heads if known & outside else ()
+
+
+def written_heads(folder: Path) -> tuple[str, ...]:
+    """The tensors of all heads of a checkpoint on disk; raises `CompressionError` where they are not understood."""
+    return tuple(name for head in find_heads(open_model(locate(str(folder)))) for name in head.names.stored)
+
+
+def stored_prefix(model: OpenModel, unit: str) -> str:
+    """How the names of a decoder layer's stored tensors begin, up to and with its number."""
+    number = f".{layer_number(unit)}."
+    names = [name for name, role in model.layout.roles.items() if role.unit == unit]
+    starts = {name[: name.index(number) + len(number)] for name in names if number in name}
+    if len(starts) != 1 or not all(number in name for name in names):
+        raise CompressionError(f"the stored tensors of {unit} have no prefix in common")
+    return starts.pop()
+
+
+def _head(model: OpenModel, names: HeadNames) -> Head:
+    """The head of these names, built like a layer of the trunk that its tensors fit."""
+    why = "no decoder layer of the model with experts has such tensors"
+    for number, (unit, quantized) in enumerate(_templates(model, names)):
+        try:
+            return _built(model, names, unit, quantized)
+        except CompressionError as error:
+            why = why if number else str(error)
+    raise CompressionError(f"{names.prefix}* is not understood: {why}")
+
+
+def _templates(model: OpenModel, names: HeadNames) -> Iterator[tuple[str, bool]]:
+    """Decoder layers that the head's may be like, and whether it is quantised: those of its tensors, then any kind."""
+    tensors, own = model.checkpoint.tensors, dict[str, tuple[Any, ...]]()
+    for name in names.block:
+        own[name] = tensors[names.prefix + name].shape
+    kinds: dict[tuple[Any, ...], str] = {}
+    for unit in dict.fromkeys(layer.unit for layer in reversed(model.architecture.layers)):
+        prefix = stored_prefix(model, unit)
+        there = {
+            name.removeprefix(prefix): tensors[name].shape
+            for name, role in model.layout.roles.items()
+            if role.unit == unit
+        }
+        if there == own:
+            yield unit, model.layout.quantized
+            return
+        kinds.setdefault(tuple(sorted(there.items())), unit)
+    plain = all(tensors[names.prefix + name].is_plain for name in names.block)
+    yield from ((unit, False) for unit in (kinds.values() if plain else ()))
+
+
+def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
+    """The head of these names as a model whose only decoder layer is built like `like`."""
+    config, raw = _one_layer(model, like), dict(model.checkpoint.raw_config)
+    if not quantized:
+        raw.pop(SCALED, None)
+        for node in (config, config.get_text_config()):
+            if hasattr(node, SCALED):
+                delattr(node, SCALED)
+    stock = build_meta(config)
+    kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
+    layers = (stock.get_submodule(units[0]), model.partial.model.get_submodule(like))
+    own, others = ({key: value.shape for key, value in layer.state_dict().items()} for layer in layers)
+    if len(units) != 1 or own != others:
+        raise CompressionError(f"{kind} cannot be built with {like} alone")
+    if type(embedding) is not nn.Embedding:
+        raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
+    above = units[0].rpartition(".")[0].rpartition(".")[0]
+    norms = [  # beside the list of decoder layers, with one vector alone
+        f"{above}.{name}".removeprefix(".")
+        for name, child in stock.get_submodule(above).named_children()
+        if [(key, value.dim()) for key, value in child.named_parameters()] == [("weight", 1)]
+    ]
+    if len(norms) != 1:
+        raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
+    norm = norms[0]
+
+    # the tensors outside the decoder layers are the trunk's, by their stored names, except where the head has its own
+    parts, stored = names.parts, {target: name for name, target in model.partial.plain_keys.targets.items()}
+    modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
+    embedded, head = modules[embedding], modules.get(head_of(stock))
+    if head is None or f"{norm}.weight" not in stored or embedded not in stored:
+        raise CompressionError(f"{kind} has no language-model head, final norm or embedding to share")
+    view = {name: name for name, role in model.layout.roles.items() if role.unit == ""}
+    view[stored[f"{norm}.weight"]] = parts["norm"]
+    view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
+    first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
+    view |= {first + name: names.prefix + name for name in names.block}
+
+    tensors = {name: replace(model.checkpoint.tensors[own], name=name) for name, own in view.items()}
+    checkpoint = Checkpoint(model.checkpoint.folder, tensors)
+    checkpoint.raw_config = raw
+    if not quantized:
+        verify_plain(checkpoint, stock)
+    opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
+    _refuse_odd(opened, names, model)
+    return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
+
+
+def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
+    """Refuse a head whose layer or projection is not what can be run and cut."""
+    layers, experts = opened.architecture.layers, model.architecture.experts
+    if len(layers) != 1 or layers[0].tables or opened.layout.left_out or layers[0].experts != experts:
+        raise CompressionError("its decoder layer does not hold one block of experts like the others'")
+    width = int(model.partial.model.get_input_embeddings().weight.shape[1])
+    wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}
+    for part, shape in wanted.items():
+        info = model.checkpoint.tensors[names.parts[part]]
+        if info.shape != shape or not info.is_plain:
+            raise CompressionError(f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}")
+
+
+def _one_layer(model: OpenModel, like: str) -> Any:
+    """The config of a model whose only decoder layer is built like `like`, with an untied language-model head."""
+    config = copy.deepcopy(model.config)
+    text, count, place = config.get_text_config(), len(model.architecture.units), layer_number(like)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
+            setattr(text, name, [value[place]])
+    for name in FIRST_DENSE:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, 0)
+    if hasattr(text, "decoder_sparse_step"):
+        text.decoder_sparse_step, text.mlp_only_layers = 1, []
+    text.num_hidden_layers = 1
+    config.tie_word_embeddings = text.tie_word_embeddings = False
+    return config
+
+
+class _Rows(nn.Module):
+    """An embedding of row numbers: the rows of a table [T, H]."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = {"rows": table}  # in a dict, so that it is no tensor of the model
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.table["rows"][numbers]
+
+
+@dataclass(slots=True)
+class HeadText:
+    """The text of a head: row numbers [B, L] in the place of token ids, and the table [T, H] of what they stand for."""
+
+    head: Head
+    tokens: tuple[Tensor, ...]  # [B, L + 1] of each batch: position i is paired with the token at i + 1
+    batches: tuple[Tensor, ...] = ()
+    table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    _project: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if (shortest := min(batch.shape[1] for batch in self.tokens)) < 3:
+            raise CompressionError(
+                f"a multi-token-prediction head cannot be planned on sequences of {shortest} tokens; give a larger "
+                "--sequence-length, or --mtp drop"
+            )
+        shapes = [(len(batch), batch.shape[1] - 1) for batch in self.tokens]
+        total = sum(rows * length for rows, length in shapes)
+        numbers = torch.arange(total).split([rows * length for rows, length in shapes])
+        self.batches = tuple(own.view(shape) for own, shape in zip(numbers, shapes, strict=True))
+        partial = self.head.model.partial
+        width = int(partial.model.get_input_embeddings().weight.shape[1])
+        self.table = allocate((total, width), partial.dtype, partial.device)
+
+    @torch.no_grad()
+    def take(self, batch: int, hidden: Tensor) -> None:
+        """Pair a batch's last hidden states [B, L + 1, H] with the next tokens."""
+        self._project = self._project or _projection(self.head)
+        pairs = self._project(self.tokens[batch][:, 1:], hidden[:, :-1])
+        self.table[self.batches[batch].to(self.table.device)] = pairs
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Have the head's model look up row numbers in the table while the block runs."""
+        model, self._project = self.head.model.partial.model, None
+        own = model.get_input_embeddings()
+        name = next(name for name, module in model.named_modules() if module is own)
+        model.set_submodule(name, _Rows(self.table))
+        try:
+            yield
+        finally:
+            model.set_submodule(name, own)
+
+
+def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
+    """What stands before a head's decoder layer: tokens [B, L] and hidden states [B, L, H] -> [B, L, H].
+
+    Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
+    """
+    partial, parts, checkpoint = head.model.partial, head.names.parts, head.checkpoint
+
+    def loaded(part: str) -> Tensor:
+        return checkpoint.read_checked(parts[part]).to(partial.device, partial.dtype)
+
+    def norm(part: str) -> nn.Module:
+        made: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
+        made.weight = nn.Parameter(loaded(part), requires_grad=False)
+        return made
+
+    table, weight = checkpoint.read_checked(head.embedding), loaded("projection")
+    embedding_norm, hidden_norm = norm("embedding_norm"), norm("hidden_norm")
+
+    def project(tokens: Tensor, hidden: Tensor) -> Tensor:
+        looked_up = embedding(tokens.to(table.device), table).to(hidden.device, hidden.dtype)
+        return linear(torch.cat([embedding_norm(looked_up), hidden_norm(hidden)], dim=-1), weight)
+
+    return project
+
+
+@dataclass(slots=True)
+class LastStates(LayerVisitor):
+    """At the end of a model: its last hidden states for the next head, and its argmax tokens of judged batches.
+
+    All batches of the pass must be finished. The language-model head runs for the judged ones alone.
+    """
+
+    model: OpenModel
+    judged: frozenset[int]
+    text: HeadText | None = None
+    choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
+    _own: Any = None
+    _vocabulary: int = 0
+
+    @contextmanager
+    def attached(self) -> Iterator["LastStates"]:
+        """Watch the language-model head while the block runs."""
+        head = head_of(self.model.partial.model)
+        assert head is not None  # or there were no head to share it with
+        self._own, self._vocabulary = head.forward, int(head.weight.shape[0])  # type: ignore[index]
+        head.forward = self._instead
+        try:
+            yield self
+        finally:
+            head.__dict__.pop("forward", None)
+
+    @torch.no_grad()
+    def _instead(self, hidden: Tensor) -> Tensor:
+        """The language-model head's forward: what is wanted is kept, and no logits are handed on."""
+        if self.text is not None:
+            self.text.take(self.at.batch, hidden)
+        if self.at.batch in self.judged:
+            rows = hidden.flatten(0, 1)
+            at_once = max(1, LOGITS // self._vocabulary)
+            chosen = torch.cat([self._own(chunk).argmax(-1) for chunk in rows.split(at_once)])
+            self.choices[self.at.batch] = chosen.view(hidden.shape[:2]).cpu()
+        return hidden[..., :0]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """At how many of so many positions a head's argmax token is the trunk's."""
+
+    agreed: int
+    positions: int
+
+    @classmethod
+    def of(cls, trunk: Mapping[int, Tensor], head: Mapping[int, Tensor], ahead: int) -> "Acceptance":
+        """Of the choices [B, L] of the trunk and [B, L - ahead] of a head, which looks `ahead` tokens past it."""
+        agreed = sum(int((trunk[batch][:, ahead:] == chosen).sum()) for batch, chosen in head.items())
+        return cls(agreed, sum(chosen.numel() for chosen in head.values()))
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self.agreed / self.positions if self.positions else 0.0
+
+
+class Relay:
+    """The way of all batches through a model and then its heads, each of which gets the outputs of the one before it.
+
+    The batches pass `model` while `ends[0]` is attached, and then the texts' heads in turn: `texts[n]` put in, and
+    `ends[n + 1]` attached. `judged` batches are those of which acceptance is measured.
+    """
+
+    def __init__(
+        self, model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], judged: frozenset[int]
+    ) -> None:
+        self.texts = [HeadText(head, tuple(b[:, ahead:] for b in batches)) for ahead, head in enumerate(heads)]
+        models = [model, *(head.model for head in heads)]
+        following = [*self.texts, None]
+        self.ends = [LastStates(own, judged, text) for own, text in zip(models, following, strict=True)]
+
+    def acceptance(self, number: int) -> Acceptance:
+        """Of the head of this number, once it has run."""
+        return Acceptance.of(self.ends[0].choices, self.ends[number + 1].choices, number + 1)
+
+
+def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Acceptance]:
+    """Each head's acceptance on token ids [B, L], from a pass over the model and its heads that looks at no more."""
+    relay = Relay(model, heads, batches, frozenset(range(len(batches))))
+    models = [(model, tuple(batches)), *((text.head.model, text.batches) for text in relay.texts)]
+    for number, ((own, tokens), end) in enumerate(zip(models, relay.ends, strict=True)):
+        with relay.texts[number - 1].put_in() if number else nullcontext(), end.attached():
+            Pass(own, tokens, to_end=True).run(end)
+    return [relay.acceptance(number) for number in range(len(heads))]

@@ -1,0 +1,316 @@
+"""Comparing: one calibration pass, many plans, and for each what the compressed model loses, all streamed.
+
+Rows of models in which constants stand for experts (`compare --format mone`), even and uneven, come beside the drops.
+"""
+
+import logging
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.checkpoint.reader import Size
+from compressor.data.batches import Calibration, EvaluationSet
+from compressor.entry_points import read_option
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
+from compressor.memory import PeakMemory
+from compressor.model.constant_experts import is_replaced
+from compressor.model.opened import OpenModel
+from compressor.progress import Progress
+from compressor.recipe.plan import LayerPlan
+from compressor.recipe.recipe import make_step
+from compressor.recipe.registry import Strategy, load_strategy
+from compressor.report.comparison_report import Comparison, Row
+from compressor.run_record import versions
+from compressor.statistics.statistics import WEIGHTS, LayerStatistics
+from compressor.steps.constants.planning import (
+    EVEN,
+    UNEVEN,
+    Substituting,
+    divide,
+    even_numbers,
+    measure,
+    replacing,
+    spare,
+)
+from compressor.steps.constants.planning import Variant as Substitutes
+from compressor.steps.constants.writing import InOrder
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
+from compressor.steps.correct.step import Correct
+from compressor.steps.job import idle_parameters, output_size
+from compressor.steps.prune.choose import keep_best
+from compressor.steps.prune.planning import Planned, Planner, PruneSpec
+from compressor.steps.prune.protecting import Protected, listed
+
+RANDOM, CONSTANTS = "random", "constants"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A strategy with options, as it is named in the table."""
+
+    name: str
+    strategy: Strategy
+    options: Mapping[str, Any]
+    corrections: tuple[Correct, ...]
+    seed: int | None = None
+
+
+def random_drop(seed: int) -> Strategy:
+    """Drop experts at random, protected ones excepted; every layer draws anew."""
+
+    def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+        draw = random.Random(f"{seed} {stats.layer.name}")
+        scores = torch.tensor([draw.random() for _ in range(stats.layer.experts)])
+        return keep_best(stats, scores, keep, protected, decided_by="chance")
+
+    return Strategy(RANDOM, plan, frozenset())
+
+
+def correction(method: str) -> Correct:
+    """The step of that method; raises `CompressionError` for an unknown one."""
+    made = make_step("correct", {"method": method})
+    assert isinstance(made, Correct)
+    return made
+
+
+def parse_contender(text: str, corrections: Sequence[str] | None) -> Contender:
+    """A strategy's name, or name:option=value:option=value; corrected by its own default as well, if it has one."""
+    name, *settings = text.split(":")
+    options = dict(
+        read_option(setting, f"strategy {text!r}: {setting!r} should be option=value") for setting in settings
+    )
+    strategy = load_strategy(name, options)
+    methods = dict.fromkeys(corrections or ("none", strategy.correction))
+    shown = " ".join([name, *(f"({setting})" for setting in settings)])
+    return Contender(shown, strategy, options, tuple(correction(method) for method in methods))
+
+
+def _layer_error(corrections: Iterable[Mapping[str, Any]]) -> float | None:
+    """Mean over layers, by what their corrections recorded; None where no layer has an error."""
+    known = [error for figures in corrections if (error := figures.get("heldout_error")) is not None]
+    return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The model as it is to be cut: with whole or split experts, and its own or another top-k; to these counts."""
+
+    model: OpenModel
+    counts: Sequence[int]
+    protected: Protected | None = None
+    planner: Planner | None = None
+
+
+@dataclass(slots=True)
+class _Table:
+    """Rows in the making. The calibration's held-out sets come after the evaluation sets that rows show."""
+
+    model: OpenModel
+    calibration: Calibration
+    evaluator: Evaluator
+    sets: Sequence[EvaluationSet]
+    progress: Progress
+    seed: int
+    sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)  # by experts kept: stored, and idle parameters
+
+    def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
+        """A row of a model's figures."""
+        means = figures.of(range(len(self.sets))).means
+        if experts not in self.sizes:  # for which the smaller model is built
+            self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
+        cut, idle = self.sizes[experts]
+        size = stored or cut
+        return Row(
+            experts=experts,
+            parameters=size.parameters,
+            bytes=size.bytes,
+            loss=means["loss"],
+            perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
+            kl=max(0.0, means["kl"]),
+            flips=means["flips"],
+            loss_by_source={each.name: figures.of({number}).means["loss"] for number, each in enumerate(self.sets)},
+            split=self.model.architecture.layers[0].parts,
+            top_k=self.model.top_k,
+            active=None if self.model.layout.quantized else size.parameters - idle,
+            **more,
+        )
+
+    def planned(self, planned: Planned, contender: Contender) -> list[Row]:
+        """Carry a plan out with each correction layer by layer without writing it, and evaluate the result.
+
+        As in `compress`, a correction is undone that takes the whole model further away on what is held out.
+        """
+        heldout = range(len(self.sets), len(self.evaluator.names))
+        corrections = list(contender.corrections)
+        if planned.source is not None:
+            place = self.calibration.source_names.index(planned.source)
+            heldout = heldout[place : place + 1]
+            if not contender.strategy.needs - WEIGHTS:  # the plan for all sources, again
+                corrections = [correction for correction in corrections if correction.wanted]
+        if not corrections:
+            return []
+        rows = list[Row]()
+        plain, uncorrected = self._carried_out(planned, contender, Correct(method="none"))
+        for correction in corrections:
+            if not correction.wanted:
+                rows.append(plain)
+                continue
+            row, corrected = self._carried_out(planned, contender, correction)
+            if accepts(corrected.of(heldout), uncorrected.of(heldout)):
+                undone = replace(plain, correction=row.correction, undone=True)
+                row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
+            rows.append(row)
+        return rows
+
+    def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
+        plan, data, begin = planned.plan, planned.calibration or self.calibration, time.perf_counter()
+        plans = {layer.module: layer for layer in plan.layers}
+        work = LayerWork(
+            plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
+        )
+        if not correction.wanted:  # nothing is fitted, and errors are those of what is held out
+            held = data.heldout_batches
+            data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
+        method = f" + {correction.method}" if correction.wanted else ""
+        phase = f"{contender.name}{method}, {plan.experts}"
+        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as riding:
+            layers = compress_in_order(self.model, work, data, self.progress, riding=riding, phase=phase)
+        row = self.row(
+            riding.figures[0],
+            plan.experts,
+            name=contender.name,
+            strategy=plan.strategy,
+            correction=correction.method,
+            error=_layer_error(layer.figures["correction"] for layer in layers),
+            seconds=planned.seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+            peak_memory=peak.anonymous,
+            source=planned.source,
+            seed=contender.seed,
+        )
+        return row, riding.figures[0]
+
+    def constants(self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]) -> Iterator[Row]:
+        """For each count of experts as many in every layer, then as many in all where the model loses least.
+
+        Constants stand for the others; each model is run with each correction, without writing it.
+        """
+        model, heldout, layers = self.model, self.calibration.heldout_batches, self.model.architecture.layers
+        begin = time.perf_counter()
+        measured = measure(model, self.calibration, self.progress, self.seed)
+        shared = time.perf_counter() - begin
+        most = [spare(layer, protected) for layer in layers]
+        budgets = [EVEN, UNEVEN]
+        if (held := sum(map(len, heldout))) < FEWEST:
+            logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
+            budgets = [EVEN]
+        for count in counts:
+            removed = sum(layer.experts - count for layer in layers)
+            if sum(most) < removed:
+                raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
+            for budget in budgets:
+                begin = time.perf_counter()
+                numbers = even_numbers(removed, most)
+                if budget == UNEVEN:
+                    numbers, _ = divide(model, measured, removed, protected, heldout, self.progress)
+                variant = replacing(layers, measured, numbers, protected)
+                seconds = shared + time.perf_counter() - begin
+                for correction in corrections:
+                    begin, name = time.perf_counter(), f"{CONSTANTS}, {budget}"
+                    with PeakMemory() as peak:
+                        figures, error = self._substituted(variant, correction, f"{name}, {count}")
+                    yield self.row(
+                        figures,
+                        count,
+                        stored_substituted(model, variant),
+                        name=name,
+                        strategy=CONSTANTS,
+                        correction=correction.method,
+                        error=error,
+                        seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+                        peak_memory=peak.anonymous,
+                    )
+
+    def _substituted(self, variant: Substitutes, correction: Correct, phase: str) -> tuple[Figures, float | None]:
+        """Figures and layer error of the model with these constants, refitted by the correction."""
+        if not correction.wanted:
+            visitor = Substituting(self.model, [variant])
+            return self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0], None
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            self.evaluator.measuring(self.model.partial.model) as riding,
+        ):
+            work = (correction, Path(folder), self.progress, self.seed)
+            layers = InOrder(self.model, self.calibration, variant, *work).run(riding)
+        return riding.figures[0], _layer_error(layers.values())
+
+
+def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
+    """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
+    kept = Size.of(
+        model.checkpoint.tensors[name] for name, role in model.layout.roles.items() if not is_replaced(role, variant)
+    )
+    more = sum(constants.values.numel() for constants in variant.values())
+    return Size(kept.parameters + more, kept.bytes + more * model.partial.dtype.itemsize)
+
+
+def compare_models(
+    original: OpenModel,
+    variants: Sequence[Variant],
+    contenders: Sequence[Contender],
+    calibration: Calibration,
+    sets: Sequence[EvaluationSet],
+    progress: Progress,
+    seed: int = 0,
+    per_source: bool = False,
+    constants: Sequence[Correct] = (),
+) -> Comparison:
+    """Plan with every contender at every count, from one pass of each variant, carry plans out, and evaluate all alike.
+
+    Protected experts, by layer name, stay as they are in every plan, the random ones included. With `constants`, rows
+    of whole experts for which constants stand follow, one for each of these corrections.
+    """
+    held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
+    if any(each.wanted for one in contenders for each in one.corrections):
+        numbers = sorted(calibration.heldout)
+        for place, name in enumerate(calibration.source_names):
+            own = (calibration.batches[number] for number in numbers if calibration.source_of(number) == place)
+            held.append(EvaluationSet(name, tuple(own)))
+    evaluator = Evaluator(original, [*sets, *held])
+    table = _Table(original, calibration, evaluator, sets, progress, seed)
+    with PeakMemory() as peak:
+        figures = evaluator.keep(progress, "original")
+    unchanged: dict[str, Any] = {"strategy": "original", "correction": "none", "error": 0.0, "seconds": 0.0}
+    rows = [table.row(figures, original.architecture.experts, name="original", peak_memory=peak.anonymous, **unchanged)]
+    shared = 0.0
+    for variant in variants:
+        pairs = [(contender, count) for count in variant.counts for contender in contenders]
+        specs = [PruneSpec(contender.strategy, count, contender.options) for contender, count in pairs]
+        begin = time.perf_counter()
+        planner = variant.planner or Planner(variant.model, calibration, progress, seed)
+        plans = replace(planner, model=variant.model).plans(specs, variant.protected, per_source)
+        shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
+        table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
+        for planned in plans:
+            rows += table.planned(planned, pairs[planned.spec][0])
+        if constants and variant.model is original:
+            rows += table.constants(variant.counts, variant.protected or {}, constants)
+    return Comparison(
+        model=original.source.label,
+        rows=tuple(rows),
+        calibration=calibration.identity,
+        evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},
+        calibration_seconds=shared,
+        seed=seed,
+        versions=versions(),
+        protected=listed(variants[0].protected) if len(variants) == 1 else {},
+    )

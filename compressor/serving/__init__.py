@@ -1,1 +1,0 @@
-"""What servers ask of a Mixture-of-Experts model."""

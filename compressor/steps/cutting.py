@@ -1,0 +1,260 @@
+"""Cutting a loaded decoder layer by its plan, keeping it on disk, and naming it as `save_pretrained` would.
+
+Output goes through the model where stored tensors cannot be mixed as they are: quantised experts that are merged (the
+output is then plain), experts whose neurons are aligned first, and storage that only transformers' reversible
+conversions understand.
+
+Before experts are mixed, their neurons may be brought into one order: weight matching of Ainsworth et al. 2023,
+arXiv:2209.04836, as MC-SMoE (Li et al. 2024, arXiv:2310.01334) uses it. An expert whose intermediate neurons stand in
+another order computes the same, a mean over unlike orders does not.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.quantized import wanted_dtype
+from compressor.checkpoint.reader import is_finite, refuse_nan
+from compressor.errors import CompressionError
+from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
+from compressor.model.layout import Layout
+from compressor.model.loading import PartialModel
+from compressor.progress import quiet_transformers
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
+from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
+from compressor.steps.tensors import (
+    Named,
+    OutputTensor,
+    mix,
+    mixed_rows,
+    refuse_overflow,
+    remap_table,
+    tensor_bytes_view,
+    tensor_output,
+    told_apart,
+    weighted_members,
+)
+
+LayerChange = Callable[[str, Mapping[str, Tensor]], Mapping[str, Tensor]]  # of a layer's tensors, by key
+
+
+@torch.no_grad()
+def matching(experts: Any, head: int, member: int) -> Tensor:
+    """The order p [I] of the member's neurons in which they fit the head's best: the same one every time.
+
+    Maximises sum_i <gate_h[i], gate_m[p(i)]> + <up_h[i], up_m[p(i)]> + <down_h[:, i], down_m[:, p(i)]> with float32
+    products; biases do not count. Raises `CompressionError` where one of these overflows.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    ours, theirs = projections(experts, head), projections(experts, member)
+    gain = ours.up.float() @ theirs.up.float().T
+    gain.addmm_(ours.down.float().T, theirs.down.float())
+    if ours.gate is not None and theirs.gate is not None:
+        gain.addmm_(ours.gate.float(), theirs.gate.float().T)
+    if not is_finite(gain):
+        raise CompressionError(
+            f"experts {head} and {member} hold weights too large to compare their neurons; plan without alignment"
+        )
+    cost = gain.neg_().cpu()  # maximise would cost one more copy [I, I]
+    return torch.from_numpy(linear_sum_assignment(cost.numpy())[1]).to(gain.device)
+
+
+def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
+    """One parameter of an expert with its neurons in the order [I], or with some of them alone [n]."""
+    if name == "down_proj_bias":
+        return value
+    if name == "down_proj":
+        return value.index_select(0 if experts.is_transposed else 1, order)
+    dim = value.dim() - 1 if experts.is_transposed else 0
+    if not experts.has_gate:
+        rows = order
+    elif experts.is_concatenated:
+        rows = torch.cat([order, order + value.shape[dim] // 2])
+    else:
+        rows = torch.stack([2 * order, 2 * order + 1], dim=1).flatten()
+    return value.index_select(dim, rows)
+
+
+def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
+    """The experts module with the neurons of the members of every group with a head in the head's order."""
+    orders = {
+        member: matching(experts, group.head, member)
+        for group in groups
+        if group.head is not None
+        for member in group.members
+        if member != group.head
+    }
+
+    def in_order(name: str, expert: int, value: Tensor) -> Tensor:
+        return reordered(experts, name, value, orders[expert]) if expert in orders else value
+
+    return ExpertsView(experts, in_order)
+
+
+@torch.no_grad()
+def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
+    """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
+    shares = list(members)
+    return {
+        name: mix((getattr(experts, name)[expert], share) for expert, share in shares)
+        for name in parameter_names(experts)
+    }
+
+
+def merged_parameters(experts: Any, group: Group) -> Parameters:
+    """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the head if any."""
+    own = aligned_experts(experts, [group]) if group.aligned else experts
+    return mixed_parameters(own, weighted_members(group))
+
+
+def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
+    """A router's tensor cut by the plan, its equal rows told apart where a token may be routed to some of them only.
+
+    It may where some of an expert's parts go, or where the top-k is no multiple of them.
+    """
+    made, experts = mixed_rows(name, value, dim, plan, True), len(plan.groups)
+    return told_apart(made, dim, experts) if experts < layer.experts or layer.top_k % layer.parts else made
+
+
+def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
+    """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
+    cut = {name: torch.empty_like(getattr(experts, name)[: len(plan.groups)]) for name in parameter_names(experts)}
+    for slot, group in enumerate(plan.groups):
+        only = group.members[0] if group.untouched else None
+        made = merged_parameters(experts, group) if only is None else expert_parameters(experts, only)
+        for name, value in made.items():
+            cut[name][slot] = value
+            if only is None:
+                refuse_overflow(f"{layer.name}.{name}", cut[name][slot])
+    return {f"{layer.name}.{name}": value for name, value in cut.items()}
+
+
+@torch.no_grad()
+def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, Tensor]:
+    """New tensors, by state-dict key, of what the plans change in these loaded layers of `model`."""
+    state, cut = model.state_dict(), dict[str, Tensor]()
+    for layer in layers:
+        plan = plans[layer.name]
+        if any(group.aligned for group in plan.groups):
+            cut.update(_aligned_layer(model.get_submodule(layer.name), layer, plan))
+        for key, dim in ((tensor.key, tensor.dim) for tensor in layer.tensors if tensor.key not in cut):
+            if key.startswith(f"{layer.name}."):
+                cut[key] = mixed_rows(key, state[key], dim, plan, False)
+            else:
+                cut[key] = cut_router(key, state[key], dim, layer, plan)
+        for table in layer.tables:
+            cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
+    return cut
+
+
+def cut_keys(layer: MoeLayer) -> list[str]:
+    """State-dict keys of the tensors of a layer that count experts, which cutting changes."""
+    return [*(tensor.key for tensor in layer.tensors), *layer.tables]
+
+
+@dataclass(frozen=True, slots=True)
+class CutFiles:
+    """Cut and corrected tensors of finished layers, a file each, so that an interrupted run need not repeat them.
+
+    A file that cannot be read, as after a loss of power, counts as none: its layer is made anew.
+    """
+
+    folder: Path
+
+    def of_head(self, number: int) -> "CutFiles":
+        """Those of the multi-token-prediction head of this number."""
+        return CutFiles(self.folder / f"head-{number}")
+
+    def _path(self, layer: MoeLayer) -> Path:
+        return self.folder / f"{layer.name}.safetensors"
+
+    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, Tensor]) -> None:
+        """Write a layer's tensors with its plan; a file is there whole or not at all."""
+        keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
+
+    def plan(self, layer: MoeLayer) -> LayerPlan | None:
+        """The plan of a finished layer; None if it is not there."""
+        try:
+            return layer_from_dict(told_of(self._path(layer)))
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, CompressionError):
+            return None
+
+    def tensors(self, layer: MoeLayer) -> dict[str, Tensor]:
+        """The tensors of a finished layer; none if it is not there."""
+        return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
+
+
+def through_model(layout: Layout, plan: CompressionPlan) -> bool:
+    """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
+    return not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
+
+
+def saved_names(small: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with quiet_transformers():
+        reverted: dict[str, Tensor] = revert_weight_conversion(small, state)
+    return reverted.items()
+
+
+def cut_or_kept(model: Any, plan: CompressionPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:
+    """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
+    kept = files.tensors(layer) if files else {}
+    if plan.correction is not None and not kept:
+        raise CompressionError(
+            f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
+        )
+    for key, value in kept.items():  # in float32, and refitted
+        refuse_overflow(key, value.to(model.state_dict()[key].dtype))
+    return kept or cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Output made by loading unit after unit of `partial`: a decoder layer, or "" for the rest.
+
+    Its tensors have the names and shapes in which stock `save_pretrained` would write the model `small`.
+    """
+
+    partial: PartialModel
+    architecture: Architecture
+    small: Any
+
+    def _keys_of(self, unit: str) -> list[str]:
+        others = () if unit else tuple(f"{other}." for other in self.architecture.units)
+        tied = self.partial.tied
+        return [key for key in self.partial.keys_under(unit) if not key.startswith(others) and key not in tied]
+
+    def outputs(self) -> list[OutputTensor]:
+        """Every tensor of the output."""
+        state = {key: value.to(wanted_dtype(self.small, key)) for key, value in self.small.state_dict().items()}
+        outputs = list[OutputTensor]()
+        for unit in ("", *self.architecture.units):
+            saved = saved_names(self.small, {key: state[key] for key in self._keys_of(unit) if key in state})
+            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
+        return outputs
+
+    def produce(self, cut: Callable[[MoeLayer], Mapping[str, Tensor]], change: LayerChange | None, unit: str) -> Named:
+        """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
+        keys = self._keys_of(unit)
+        self.partial.load(keys)
+        state = self.partial.model.state_dict()
+        tensors = {key: state[key] for key in keys}
+        for layer in (layer for layer in self.architecture.layers if layer.unit == unit):
+            tensors |= {key: value.to(state[key].dtype) for key, value in cut(layer).items()}
+        if change is not None and unit:
+            changed = {key: value.to(state[key].dtype) for key, value in change(unit, tensors).items()}
+            tensors |= {key: refuse_overflow(key, value) for key, value in changed.items()}
+        for name, tensor in saved_names(self.small, tensors):
+            refuse_nan(name, "the converted model", tensor)
+            yield name, iter([tensor_bytes_view(tensor)])
+        for key in keys:
+            self.partial.release(key.rpartition(".")[0])

@@ -1,0 +1,220 @@
+"""From an opened model and a plan to the job of writing it.
+
+The layers of multi-token-prediction heads are cut like the others; what stands beside them is copied.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial as bind
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.checkpoint.reader import Size, refuse_links
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.files import TEMPLATES
+from compressor.model.architecture import build_meta, load_config
+from compressor.model.inspection import stored_with
+from compressor.model.loading import PartialModel
+from compressor.model.mtp import Head, find_heads, kept_heads
+from compressor.model.opened import OpenModel, open_model, pick_dtype
+from compressor.model.verification import check_carried, verify_checkpoint
+from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
+from compressor.steps.configuration import expert_renames, output_config
+from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
+from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
+
+logger = logging.getLogger(__name__)
+
+NOT_CARRIED = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"),
+    *(".py", ".md", ".index.json"),
+)
+# what says of another model how it was made and judged, or is made anew
+NOT_CARRIED_NAMES = {"config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json"}
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence.
+
+    None is hidden; raises `CompressionError` naming a file that is a link out of the folder.
+    """
+    refuse_links(folder)
+    found = {
+        path.name: path
+        for path in _visible(folder)
+        if path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
+    }
+    return found | {f"{TEMPLATES}/{path.name}": path for path in _visible(folder / TEMPLATES)}
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
+
+
+def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
+    """What is written beside the weights: what the source carries, and this config."""
+    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**carried_files(model.source.folder), "config.json": content}
+
+
+def stored_partial(model: OpenModel) -> PartialModel:
+    """The model in the checkpoint's own dtype on the CPU, whatever dtype and device it is opened with."""
+    return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
+
+
+def output_size(model: OpenModel, experts: int) -> Size:
+    """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
+    if model.stored_parts:
+        return Size.of(model.stored_parts.cut(model, _evenly(model, experts)))
+    if not model.is_split:
+        return stored_with(model.checkpoint.tensors, model.layout, experts)
+    small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
+    return Size.of(Conversion(model.partial, model.architecture, small).outputs())
+
+
+def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
+    """A plan that keeps `experts` of every layer, equally many of each routing group."""
+    plan = whole_plan(model)
+    kept = [place * model.architecture.experts // experts for place in range(experts)]
+    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
+    return replace(plan, experts=experts, layers=layers)
+
+
+def idle_parameters(model: OpenModel, experts: int) -> int:
+    """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
+    small = build_meta(model.architecture.with_experts(experts))
+    modules = ((layer, small.get_submodule(layer.name)) for layer in model.architecture.layers)
+    return sum(
+        sum(value.numel() for value in module.parameters()) // experts * (experts - layer.top_k)
+        for layer, module in modules
+    )
+
+
+def _kept_heads(model: OpenModel, plan: CompressionPlan) -> tuple[Head, ...]:
+    return kept_heads(model, [layer.module for layer in plan.layers])
+
+
+def check_plan(plan: CompressionPlan, model: OpenModel) -> tuple[Head, ...]:
+    """Refuse a plan that was made for another model, or for one with another head; returns the heads that it keeps."""
+    heads = _kept_heads(model, plan)
+    check_against(plan, (*model.architecture.layers, *(head.named for head in heads)), model.fingerprint)
+    return heads
+
+
+def left_out_of(model: OpenModel, plan: CompressionPlan) -> tuple[str, ...]:
+    """The base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
+    kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
+    return tuple(name for name in model.layout.left_out if name not in kept)
+
+
+Conversions = dict[str, Callable[[], Named]]  # by unit: the names and bytes of what is made at once
+
+
+def _cut(
+    model: OpenModel,
+    partial: PartialModel | None,
+    plan: CompressionPlan,
+    files: CutFiles | None,
+    change: LayerChange | None = None,
+) -> tuple[list[OutputTensor], Conversions]:
+    """All tensors, picked and mixed from the stored ones, or made by loading layer after layer of a `partial` model."""
+    architecture = model.architecture
+    if partial is None:
+        return plan_outputs(model.checkpoint, model.layout, plan, architecture.units), {}
+    small = build_meta(architecture.with_experts(plan.experts), partial.dtype)
+    conversion = Conversion(partial, architecture, small)
+    produce = bind(conversion.produce, bind(cut_or_kept, partial.model, plan, files), change)
+    return conversion.outputs(), {unit: bind(produce, unit) for unit in ("", *architecture.units)}
+
+
+def _cut_head(
+    head: Head, plan: CompressionPlan, files: CutFiles | None, dtype: torch.dtype
+) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
+    """A head's decoder layer under its stored names, and what experts' names become (None: dropped).
+
+    What goes through the head's model does so in `dtype`.
+    """
+    layer = next(each for each in plan.layers if each.module == head.named.name)
+    alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
+    small, unit, name_of = head.model, head.names.unit, head.stored_name
+    partial = None
+    if through_model(small.layout, plan):
+        partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
+    outputs, conversions = _cut(small, partial, alone, files)
+
+    def converted() -> Named:
+        return ((name_of(name), content) for name, content in conversions[head.layer.unit]())
+
+    own = [replace(each, name=name_of(each.name), unit=unit) for each in outputs if each.unit == head.layer.unit]
+    renamed = expert_renames(small.architecture, small.layout, alone).items()
+    renames = {name_of(old): None if new is None else name_of(new) for old, new in renamed}
+    return own, {unit: converted} if conversions else {}, renames
+
+
+def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
+    """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
+    config, fields = load_config(folder), {model.architecture.count_field: experts, **model.architecture.written}
+    for path, wanted in fields.items():
+        if (value := attrgetter(path)(config)) != wanted:
+            raise CompressionError(
+                f"the written config says {path} {value} instead of {wanted}; please report this model"
+            )
+    verify_checkpoint(folder, experts, names)
+    check_carried(folder, model.source.folder)
+    if not names:
+        return
+    written = find_heads(open_model(locate(str(folder))))
+    if missing := sorted(set(names) - {name for head in written for name in head.names.stored}):
+        raise CompressionError(f"the written tensor {missing[0]!r} belongs to no multi-token-prediction head")
+    for head in written:
+        if head.layer.experts != experts:
+            raise CompressionError(f"{head.named.name} was written with {head.layer.experts} experts, not {experts}")
+
+
+def make_job(
+    model: OpenModel, plan: CompressionPlan, cut: CutFiles | None = None, change: LayerChange | None = None
+) -> OutputJob:
+    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values."""
+    architecture, layout, stored = model.architecture, model.layout, model.checkpoint
+    partial: PartialModel | None = None
+    if model.stored_parts and plan.is_drop and change is None:
+        outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
+    else:
+        if model.is_split or change is not None or through_model(layout, plan):
+            partial = stored_partial(model)
+            if model.stored_parts:
+                logger.warning("parts are merged, so quantised experts are written in a plain dtype")
+        outputs, conversions = _cut(model, partial, plan, cut, change)
+    heads, of_heads, renames = _kept_heads(model, plan), dict[str, OutputTensor](), dict[str, str | None]()
+    for number, head in enumerate(heads):
+        files = None if cut is None else cut.of_head(number)
+        own, converted, renamed = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
+        of_heads |= {output.name: output for output in own}
+        for name in head.names.parts.values():  # what heads share is copied with the first
+            of_heads.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
+        conversions, renames = conversions | converted, renames | renamed
+    every = (*outputs, *of_heads.values())
+
+    def produce(unit: str) -> Named:
+        if unit in conversions:
+            yield from conversions[unit]()
+        yield from stored_unit(every, unit)
+
+    dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
+    config, zeroed = output_config(
+        stored.raw_config, architecture, layout, plan, dequantized, renames if heads else None
+    )
+    return OutputJob(
+        outputs=every,
+        units=("", *architecture.units, *(head.names.unit for head in heads)),
+        produce=produce,
+        files=files_with(model, config),
+        verify=bind(_verify, model, plan.experts, [*of_heads]),
+        zeroed=tuple(zeroed),
+    )

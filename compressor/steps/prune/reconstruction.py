@@ -1,0 +1,233 @@
+"""A planned layer's output on the sampled tokens, and its error against the base layer's.
+
+The error is ||y - y'||^2 / ||y||^2 with gate weights on both sides, y' routed by the smaller layer's own router: its
+rows picked for kept experts, or mixed for merged ones. For plans that only drop experts the error is a quadratic form
+in gate weights, since y' = sum_k w_k o_k with unchanged outputs o.
+S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from compressor.model.architecture import ExpertTensor
+from compressor.model.experts import apply_expert, routed
+from compressor.model.streaming import as_call
+from compressor.recipe.plan import LayerPlan
+from compressor.statistics.statistics import LayerStatistics
+from compressor.steps.cutting import merged_parameters
+from compressor.steps.tensors import equal_before, remap_table, told_apart
+
+CHUNK = 32  # tokens whose outputs are laid side by side at once
+ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
+
+_Select = Callable[[ExpertTensor, torch.Tensor], torch.Tensor]  # a tensor's rows for the smaller layer
+
+
+class SmallerRouter:
+    """Routes the sampled tokens as the smaller layer would; the layer's weights are read once, never changed.
+
+    Both ways of asking give (gate weights [S, K] float32, slots [S, K] int64) of the tokens at `rows`, or of all; a
+    choice of no expert, such as zaya's skip expert, has the weight 0.
+    """
+
+    def __init__(self, stats: LayerStatistics) -> None:
+        layer, weights = stats.layer, stats.weights
+        self.layer, self.tokens, self._build = layer, len(stats.inputs), weights.smaller_router
+        self.device = stats.inputs.device
+        self._built: dict[int, Any] = {}
+        sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
+        own = {f"{layer.router}.{key}": (key, value.detach()) for key, value in weights.router.state_dict().items()}
+        self._sized = {name: (sized[key], value.float()) for key, (name, value) in own.items() if key in sized}
+        self._equal = any(
+            bool(equal_before(value, tensor.dim, layer.experts).any()) for tensor, value in self._sized.values()
+        )
+        self._tables = {name: value for key, (name, value) in own.items() if key in layer.tables}
+        buffers = dict(weights.router.named_buffers())
+        self._whole = {name: value for name, value in buffers.items() if f"{layer.router}.{name}" not in own}
+        moved = self._sized.keys() | self._tables.keys()
+        self._whole |= {name: _float(value) for name, value in own.values() if name not in moved}
+        # tensors that the block holds and hands to its router, such as a bias: known by their place in memory
+        held = {f"{layer.block}.{key}": value for key, value in weights.block.state_dict(keep_vars=True).items()}
+        outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in own}
+        positional, by_keyword = stats.router_arguments
+        self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {
+            name: (
+                _float(value),
+                stats.router_arguments.dims[name],
+                outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None,
+            )
+            for name, value in (*enumerate(positional), *by_keyword.items())
+        }
+
+    def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
+        slots = dict(zip(experts, range(len(experts)), strict=True))
+        picked: dict[int, torch.Tensor] = {}
+
+        def pick(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
+            if tensor.extra not in picked:
+                beyond = range(self.layer.experts, self.layer.experts + tensor.extra)
+                picked[tensor.extra] = torch.tensor([*experts, *beyond], device=value.device)
+            return value.index_select(tensor.dim, picked[tensor.extra])
+
+        return self._run(len(experts), pick, slots, rows)
+
+    def planned(
+        self, plan: LayerPlan, shares: Sequence[torch.Tensor] | None = None, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
+        if shares is None:
+            shares = [torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups]
+
+        def mix(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
+            nothing = torch.zeros((), device=value.device)
+            mixed = [
+                sum((a * value.select(tensor.dim, e) for a, e in zip(share, group.members, strict=True)), nothing)
+                for share, group in zip(shares, plan.groups, strict=True)
+            ]
+            mixed += [value.select(tensor.dim, self.layer.experts + place) for place in range(tensor.extra)]
+            return torch.stack(mixed, tensor.dim)
+
+        return self._run(len(plan.groups), mix, plan.slots(), rows)
+
+    def _run(
+        self, count: int, select: _Select, slots: Mapping[int, int], rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.tokens if rows is None else len(rows)
+        if tokens == 0:  # of a layer that no token reached, not even the arguments are known
+            nothing = torch.zeros(0, self.layer.top_k, device=self.device)
+            return nothing, nothing.long()
+        if count not in self._built:
+            self._built[count] = self._build(count)
+
+        def argument(value: Any, dim: int | None, tensor: ExpertTensor | None) -> Any:
+            if tensor is not None:
+                return select(tensor, value)
+            return value if dim is None or rows is None else value.index_select(dim, rows)
+
+        arguments = {name: argument(*entry) for name, entry in self._arguments.items()}
+        tensors = {name: select(tensor, value) for name, (tensor, value) in self._sized.items()}
+        if self._equal:  # as rows that stay are told apart when the layer is cut
+            tensors = {name: told_apart(value, self._sized[name][0].dim, count) for name, value in tensors.items()}
+        tensors |= self._whole
+        given = (value for value in arguments.values() if isinstance(value, torch.Tensor))
+        ids = [value.flatten() for value in given if value.dtype == torch.long]
+        remap = tuple(slots.get(expert, -1) for expert in range(self.layer.experts))
+        for name, table in self._tables.items():  # slots in the rows that integers among the arguments may name, else 0
+            named = torch.cat(ids).unique() if ids else torch.arange(len(table), device=table.device)
+            named = named[named < len(table)]
+            remapped = remap_table(table[named].cpu(), remap).to(table.device)
+            tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
+        call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())
+        output = functional_call(self._built[count], tensors, *call, tie_weights=False)
+        return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
+
+
+def _float(value: Any) -> Any:
+    return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@torch.no_grad()
+def original(stats: LayerStatistics) -> torch.Tensor:
+    """Output of the layer's experts module on the sampled tokens, float32: -> [S, H]."""
+    outputs = stats.expert_outputs
+    rows = torch.arange(outputs.shape[1], device=outputs.device)
+    result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
+    for choice, weight in zip(stats.top_k_index.T, stats.top_k_weights.T, strict=True):
+        result += weight[:, None] * outputs[choice, rows]
+    return result
+
+
+@torch.no_grad()
+def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
+    """Output of the smaller layer's experts module on the sampled tokens, float32: -> [S, H].
+
+    Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
+    one at a time.
+    """
+    outputs = stats.expert_outputs
+    weights, slots = SmallerRouter(stats).planned(plan)
+    result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
+    for slot, rows, places in routed(weights, slots):
+        if (group := plan.groups[slot]).untouched:
+            output = outputs[group.members[0], rows]
+        else:
+            merged = merged_parameters(stats.weights.experts, group)
+            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
+        result.index_add_(0, rows, weights[rows, places, None] * output)
+    return result
+
+
+def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
+    """||y - y'||^2 / ||y||^2 over the sampled tokens; the numerator alone where y is zero, 0 without tokens."""
+    before = original(stats).double()
+    gap = float((before - reconstruct(stats, plan)).square().sum())
+    return gap / (float(before.square().sum()) or 1.0)
+
+
+def rescaled_error(stats: LayerStatistics, plan: LayerPlan) -> float:
+    """Weighted share of ||y||^2 that is missed once each token's y' has its best scale: sum_t w_t ||y||^2 sin^2(y, y').
+
+    Fewer duplicates of a split expert leave more of the softmax to each, which scales a token's output up by a factor
+    of its own; norms and corrections take that away, so it says nothing of what is lost. The scale is in closed form,
+    max(0, <y, y'> / ||y'||^2). As in a correction, w = 1 / (||y||^2 + its median over tokens), so that a few tokens of
+    huge output do not decide alone. 0 without tokens, or where there is nothing to bring back.
+    """
+    before, after = original(stats).double(), reconstruct(stats, plan).double()
+    energies, sizes = before.square().sum(1), after.square().sum(1)
+    if not float(energies.sum()):
+        return 0.0
+    weights = 1.0 / (energies + (energies.median() if energies.median() > 0 else energies.mean()))
+    shared = (before * after).sum(1).clamp(min=0).square() / sizes.masked_fill(sizes == 0, 1.0)
+    return float(weights @ (energies - shared).clamp(min=0) / (weights @ energies))
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors [n] in float64."""
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    errors: torch.Tensor
+
+
+class KeptErrors:
+    """Each sampled token's ||y - y'||^2 when only some experts are kept, without touching an output again.
+
+    With G = <o_e, o_f> of a token's expert outputs, its gate weights w and the smaller router's w', all [E], this is
+    w'Gw' - 2 w'Gw + wGw. G is float32, the sums float64, so that what is equal cancels.
+    """
+
+    @torch.no_grad()
+    def __init__(self, stats: LayerStatistics) -> None:
+        outputs, self._router = stats.expert_outputs, SmallerRouter(stats)
+        experts, tokens = outputs.shape[:2]
+        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=outputs.device)
+        weights.scatter_add_(1, stats.top_k_index, stats.top_k_weights.double())
+        self._products = torch.empty(tokens, experts, experts, device=outputs.device)
+        self._mixed = torch.empty_like(weights)  # Gw
+        for begin in range(0, tokens, CHUNK):
+            rows = slice(begin, begin + CHUNK)
+            part = outputs[:, rows].transpose(0, 1).contiguous()
+            torch.bmm(part, part.mT, out=self._products[rows])
+            self._mixed[rows] = (self._products[rows].double() @ weights[rows, :, None])[..., 0]
+        self._original = (self._mixed * weights).sum(1)  # wGw
+        self._rows = torch.arange(tokens, device=outputs.device)
+        self.noise = ROUNDED_PRODUCTS * float(self._original.sum())  # errors summed over all tokens tie within it
+
+    @torch.no_grad()
+    def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> Routed:
+        """Routing and errors of the tokens at `rows` [n], or of all, when these experts, ascending, are kept."""
+        weights, slots = self._router.kept(experts, rows)
+        rows = self._rows if rows is None else rows
+        chosen = torch.tensor(experts, device=rows.device)[slots]
+        count, shares = self._mixed.shape[1], weights.double()
+        places = rows[:, None] * count + chosen
+        pairs = self._products.take(places[:, :, None] * count + chosen[:, None]).double()
+        squared = (shares[:, None] @ pairs @ shares[..., None])[:, 0, 0]
+        errors = squared - 2 * (shares * self._mixed.take(places)).sum(1) + self._original[rows]
+        return Routed(weights, chosen, errors.clamp_(min=0))

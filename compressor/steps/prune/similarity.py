@@ -1,0 +1,192 @@
+"""How alike experts are: CKA of their outputs, Euclidean distance of their features.
+
+E experts, T tokens, D output width, F features; all results are float64 on the device of the input. CKA is
+HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with HSIC(K, L) = tr(K H L H) and H = I - 1/T (Kornblith et al., ICML
+2019, arXiv:1905.00414). An expert whose output never varies is like itself (1) and like no other (0).
+"""
+
+from collections.abc import Callable
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.tolerance import FLOAT32
+
+BUDGET = 2**23  # float64 elements of one temporary: 64 MiB
+CHUNK = 2**20  # float32 elements of one chunk of fast distances: 4 MiB, which a cache holds
+CLOSENESS = "1 - distance / largest distance"  # what `closeness` is, for a label
+CLOSE = 1e-2  # fast squared distances below this share of the squared norms are subtracted instead
+SAME = 1e-12  # tokens whose squared distance is below this share of the largest count as equal
+
+Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that part of its centred Gram matrix
+
+
+def linear_cka(outputs: Tensor) -> Tensor:
+    """CKA with K = X X^T: [E, T, D] -> [E, E] in [0, 1]."""
+    experts, tokens, _ = _checked_shape(outputs)
+    spread = [_centre_and_scale(output) for output in outputs]
+
+    def tile(expert: int, rows: slice, columns: slice) -> Tensor:
+        left, right = (_centred(outputs[expert, part], spread[expert]) for part in (rows, columns))
+        return left @ right.T
+
+    return _normalised(_gram_products(tile, experts, tokens))
+
+
+def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
+    """CKA with K = exp(-d^2 / (2 (sigma m)^2)), m the median distance of two tokens: [E, T, D] -> [E, E].
+
+    If more than half of the pairs coincide, m is 0 and K is its limit: 1 where d = 0, else 0.
+    """
+    experts, tokens, _ = _checked_shape(outputs)
+    if not 0 < sigma < float("inf"):
+        raise CompressionError(f"sigma is a share of the median distance: it must be above 0, not {sigma}")
+    spread = [_centre_and_scale(output) for output in outputs]
+
+    def squared_distances(expert: int, rows: slice, columns: slice) -> Tensor:
+        left, right = (_centred(outputs[expert, part], spread[expert]) for part in (rows, columns))
+        norms = left.square().sum(dim=1)[:, None] + right.square().sum(dim=1)
+        return norms.addmm_(left, right.T, alpha=-2).clamp_(min=0)
+
+    def kernel(squared: Tensor, expert: int) -> Tensor:
+        same = squared <= floors[expert]
+        return (squared / -bandwidths[expert].clamp(min=1e-300)).exp_().masked_fill_(same, 1)
+
+    floors: list[Tensor] = []
+    bandwidths: list[Tensor] = []
+    means: list[Tensor] = []
+    every = slice(0, tokens)
+    for expert in range(experts):
+        squared = squared_distances(expert, every, every).fill_diagonal_(0)
+        floors.append(SAME * squared.max())
+        bandwidths.append(2 * sigma**2 * _median_of_pairs(squared.masked_fill_(squared <= floors[-1], 0)))
+        means.append(kernel(squared, expert).mean(dim=1))
+
+    def tile(expert: int, rows: slice, columns: slice) -> Tensor:
+        part, mean = kernel(squared_distances(expert, rows, columns), expert), means[expert]
+        return part - mean[rows, None] - mean[columns] + mean.mean()
+
+    return _normalised(_gram_products(tile, experts, tokens))
+
+
+def pairwise_distances(features: Tensor) -> Tensor:
+    """Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64."""
+    if features.ndim != 2 or not features.shape[0]:
+        raise CompressionError(f"features must be [experts, values], not {list(features.shape)}")
+    if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
+        raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
+    wide = features.double()
+    return torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def fast_squared_distances(features: Tensor) -> Tensor:
+    """Squared Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64.
+
+    For rows of very many values: products in float32, about the speed of the matrix product, and sums in float64.
+    """
+    experts = features.shape[0]
+    squared = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
+    for columns in _slices(features.shape[1], max(1, CHUNK // experts)):
+        part = features[:, columns].float()
+        distances, close = _from_products(part)
+        if bool(close.any()):  # what all rows share cancels badly: take it away first
+            distances, close = _from_products(part - part.mean(dim=0))
+        first, second = close.triu_(1).nonzero(as_tuple=True)
+        for pairs in _slices(len(first), experts):
+            one, two = first[pairs], second[pairs]
+            distances[one, two] = distances[two, one] = (
+                (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
+            )
+        squared += distances
+    if not squared.isfinite().all():
+        if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
+            raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
+        raise CompressionError("features are too large for float32 distances")
+    return squared
+
+
+def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances by |a|^2 + |b|^2 - 2ab, and which pairs are too close for that: [E, F] -> two [E, E]."""
+    gram = (rows @ rows.T).double()
+    norms = gram.diagonal()[:, None] + gram.diagonal()
+    distances = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
+    return distances, (distances < CLOSE * norms).fill_diagonal_(False)
+
+
+def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Euclidean distance of the experts' outputs averaged over tokens, and its `noise`: [E, T, D] -> two [E, E]."""
+    _checked_shape(outputs)
+    means = torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs])
+    return pairwise_distances(means), noise(means.norm(dim=1))
+
+
+def noise(norms: Tensor) -> Tensor:
+    """How far apart by rounding alone float32 features of these norms may be: [E] -> [E, E]."""
+    return FLOAT32 * (norms[:, None] + norms)
+
+
+def closeness(distances: Tensor) -> Tensor:
+    """1 - d / largest d: [E, E] -> [E, E] in [0, 1]; all 1 where all are equal."""
+    largest = float(distances.max())
+    return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
+
+
+def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:
+    """E, T and D of finite, non-empty outputs [E, T, D]; refuses others."""
+    if outputs.ndim != 3 or not outputs.numel():
+        raise CompressionError(f"outputs must be [experts, tokens, width], none zero, not {list(outputs.shape)}")
+    if wrong := (~outputs.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist():
+        raise CompressionError(f"outputs of expert {wrong[0]} hold a value that is not finite")
+    experts, tokens, width = outputs.shape
+    return experts, tokens, width
+
+
+def _centre_and_scale(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First token [D], mean offset from it [D], and Frobenius norm of the centred output (1 if it is 0)."""
+    # Offsets from the first token are exactly 0 when the output never varies; a plain mean would round.
+    first = output[0].double()
+    offset = (output.double() - first).mean(dim=0)
+    centred = output.double() - first - offset
+    peak = centred.abs().max()
+    norm = peak * (centred / peak.where(peak > 0, 1)).norm()
+    return first, offset, norm.where(norm > 0, 1)
+
+
+def _centred(output: Tensor, spread: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Rows of an output less its token mean, over its norm (CKA ignores scale): [T, D] -> [T, D]."""
+    first, offset, norm = spread
+    return (output.double() - first - offset) / norm
+
+
+def _median_of_pairs(squared: Tensor) -> Tensor:
+    """Lower median over unordered pairs of tokens, 0 for a single one: [T, T], zero diagonal -> scalar."""
+    tokens = squared.shape[0]
+    middle = (tokens * (tokens - 1) // 2 + 1) // 2
+    return squared.flatten().kthvalue(tokens + 2 * middle).values  # the diagonal comes first, then pairs twice
+
+
+def _gram_products(tile: Tile, experts: int, tokens: int) -> Tensor:
+    """All <K_i, K_j> from tiles of every expert's Gram matrix, each computed once: -> [E, E]."""
+    parts = _slices(tokens, max(1, isqrt(BUDGET // experts)))
+    products: Tensor | None = None
+    for index, rows in enumerate(parts):
+        for columns in parts[index:]:
+            tiles = torch.stack([tile(expert, rows, columns).flatten() for expert in range(experts)])
+            product = tiles @ tiles.T * (1 if rows == columns else 2)  # the mirrored tile has the same products
+            products = product if products is None else products + product
+    assert products is not None
+    return products
+
+
+def _slices(total: int, width: int) -> list[slice]:
+    return [slice(start, min(start + width, total)) for start in range(0, total, width)]
+
+
+def _normalised(products: Tensor) -> Tensor:
+    """P / sqrt(diag P diag P^T), 0 beside a constant expert, 1 on the diagonal: [E, E] -> [E, E]."""
+    norms = products.diagonal().sqrt()
+    scale = norms[:, None] * norms
+    similarity = torch.where(scale > 0, products / scale.where(scale > 0, 1), 0)
+    return ((similarity + similarity.T) / 2).clamp_(0, 1).fill_diagonal_(1)

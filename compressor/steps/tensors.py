@@ -1,0 +1,274 @@
+"""From a plan to the output's tensors: which bytes are copied, which rows are picked, which are mixed.
+
+Nothing here is read before it is written: the `content` of an `OutputTensor` yields its bytes.
+Merging acts on the stored tensors directly, since stock conversions (stacking, transposing) are linear; a quantised
+checkpoint that must be mixed goes through the dequantised model instead (`compressor.steps.cutting`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
+from compressor.errors import CompressionError
+from compressor.model.layout import Layout, Role
+from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
+
+STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes to copy from a file as they are."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+Piece = FileRange | bytes | memoryview
+Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    unit: str
+    content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
+        """A stored tensor as it is."""
+        info = checkpoint.tensors[name]
+        return cls(name, info.dtype, info.shape, unit, partial(_copied, checkpoint, info))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputJob:
+    """One checkpoint to write. `produce` yields, for a unit, each of its tensors' names and bytes."""
+
+    outputs: tuple[OutputTensor, ...]
+    units: tuple[str, ...]  # in order; "" is the rest of the model
+    produce: Callable[[str], Named]
+    files: Mapping[str, bytes | Path]  # config, tokenizer and so on: contents, or a file to copy
+    verify: Callable[[Path], None]  # by the first process; raises CompressionError when the written folder is not good
+    zeroed: tuple[str, ...] = ()  # config fields set to zero, as the tensors that they announce are left out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
+    """(member, coefficient) of what a group's merged expert, or its router row, is the sum of; none of them is 0."""
+    coefficients = group.router_coefficients if router else (c * group.scale for c in group.coefficients)
+    return [(expert, c) for expert, c in zip(group.members, coefficients, strict=True) if c != 0]
+
+
+def mix(members: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """sum(coefficient * member) of (member, coefficient), at least one, in float32 at the least; [...] each.
+
+    Beside the sum, one member exists at a time if they are made as they are asked for.
+    """
+    total: torch.Tensor | None = None
+    for member, coefficient in members:
+        wide = member.to(torch.promote_types(member.dtype, torch.float32), copy=total is None)
+        total = wide.mul_(coefficient) if total is None else total.add_(wide, alpha=coefficient)
+    assert total is not None
+    return total
+
+
+def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
+    if not members:
+        raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
+    if len(members) == 1 and members[0][1] == 1.0:
+        return members[0][0]
+    return refuse_overflow(name, mix(members).to(members[0][0].dtype))
+
+
+def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+    """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
+    groups = [[(value.select(dim, e), c) for e, c in weighted_members(group, router)] for group in plan.groups]
+    rest = [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
+    return torch.stack([*(mixed(name, members) for members in groups), *rest], dim)
+
+
+def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
+    """Tensors of no decoder layer, then those of each in turn; within one in the order given."""
+    order = {unit: position for position, unit in enumerate(("", *units))}
+    return sorted(outputs, key=lambda output: order[output.unit])
+
+
+def plan_outputs(
+    checkpoint: Checkpoint, layout: Layout, plan: CompressionPlan, units: tuple[str, ...]
+) -> list[OutputTensor]:
+    """Every tensor of the output in the order of the layers, stored as the base stores it."""
+    plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
+    families: dict[str, dict[int, str]] = {}
+    for name, role in layout.roles.items():
+        if role.kind == "expert":
+            families.setdefault(role.family, {})[role.expert] = name
+    outputs = []
+    for name, role in layout.roles.items():
+        layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
+        if role.kind == "plain" or layer_plan is None:
+            outputs.append(OutputTensor.copy(checkpoint, name, role.unit))
+            continue
+        shape, groups = info.shape, layer_plan.groups
+        if role.kind == "table":
+            content = partial(_remapped, checkpoint, info, layer_plan)
+        elif role.kind == "fused":
+            shape = (*shape[: role.dim], len(groups) + role.extra, *shape[role.dim + 1 :])
+            content = partial(_fused, checkpoint, info, role, layer_plan)
+        elif role.expert < len(groups):
+            groups = groups[role.expert : role.expert + 1]
+            members = weighted_members(groups[0], role.is_router)
+            content = partial(_single, checkpoint, info, [(families[role.family][e], c) for e, c in members])
+        else:
+            continue
+        copied = role.kind == "table" or all(_is_picked(weighted_members(each, role.is_router)) for each in groups)
+        if not copied and not info.is_plain:
+            raise CompressionError(
+                f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
+            )
+        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content))
+    return in_order_of(units, outputs)
+
+
+def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
+    return len(members) == 1 and members[0][1] == 1.0
+
+
+def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
+    """Names and bytes of those tensors of a unit that have contents of their own."""
+    return ((each.name, each.content()) for each in outputs if each.unit == unit and each.content is not None)
+
+
+def _copied(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Piece]:
+    checkpoint.read_checked(info.name)
+    yield FileRange(checkpoint.path(info.name), info.begin, info.nbytes)
+
+
+def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iterator[Piece]:
+    yield tensor_bytes_view(remap_table(checkpoint.read(info.name), plan.remap()))
+
+
+def _single(checkpoint: Checkpoint, info: TensorInfo, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
+    if _is_picked(members):
+        yield from _copied(checkpoint, checkpoint.tensors[members[0][0]])
+    else:
+        yield tensor_bytes_view(mixed(info.name, [(checkpoint.read_checked(name), c) for name, c in members]))
+
+
+def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
+    """The bytes of a tensor of all experts: row by row, or at once where rows lie scattered or are compared."""
+    dim, value = role.dim, checkpoint.read(info.name)
+    apart = role.is_router and len(plan.groups) < plan.experts
+    if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
+        refuse_nan(info.name, info.file, value)
+        made = mixed_rows(info.name, value, dim, plan, role.is_router)
+        yield tensor_bytes_view(told_apart(made, dim, len(plan.groups)) if apart else made)
+        return
+    nbytes = tensor_bytes(info.dtype, info.shape[dim + 1 :])
+    rows = [weighted_members(group, role.is_router) for group in plan.groups]
+    for members in (*rows, *([(plan.experts + place, 1.0)] for place in range(role.extra))):
+        slices = [(value.select(dim, expert), share) for expert, share in members]
+        for part, _ in slices:
+            refuse_nan(info.name, info.file, part)
+        if _is_picked(members):
+            yield FileRange(checkpoint.path(info.name), info.begin + members[0][0] * nbytes, nbytes)
+        else:
+            yield tensor_bytes_view(mixed(info.name, slices))
+
+
+def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
+    """A tensor that was computed, in the dtype it is written in; raises `CompressionError` if it holds Inf or NaN."""
+    if not is_finite(made):
+        dtype = str(made.dtype).removeprefix("torch.")
+        raise CompressionError(
+            f"tensor {name!r} overflows {dtype} when its experts are merged; plan with another merge or a smaller scale"
+        )
+    return made
+
+
+def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
+    """Replace expert ids [V, K] by slots; a dropped id becomes the lowest slot that its row does not name yet."""
+    slots = torch.tensor(remap, dtype=torch.long)
+    ids = table.long()
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= len(remap)):
+        raise CompressionError(
+            f"an expert table names expert {int(ids.max())} of {len(remap)}; the checkpoint is damaged"
+        )
+    mapped = slots[ids]
+    count = int(slots.max()) + 1
+    for row, column in (mapped < 0).nonzero().tolist():
+        taken = set(mapped[row].tolist())
+        mapped[row, column] = next(slot for slot in range(count) if slot not in taken)
+    return mapped.to(table.dtype)
+
+
+def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+    """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
+
+    Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
+    them, whatever the order of equal logits. Once some are dropped, the edge of the top-k can fall between two equal
+    logits, and which of the two experts runs would depend on how a program orders ties. `experts` rows are compared,
+    none of a bias. The first of equal rows then has the largest logit wherever that is positive.
+    """
+    before = equal_before(value, dim, experts)
+    if not bool(before.any()):
+        return value
+    factors = torch.ones(value.shape[dim], device=value.device)
+    factors[:experts] -= STEP * before
+    shape = [1] * value.dim()
+    shape[dim] = -1
+    return (value.float() * factors.view(shape)).to(value.dtype)
+
+
+def equal_before(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+    """For each of the first `experts` rows along a dimension the number of rows before it that are equal.
+
+    No row of a bias has any, nor one of a tensor on meta.
+    """
+    if value.is_meta or value.numel() == value.shape[dim]:
+        return torch.zeros(experts)
+    rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
+    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)  # most rows differ in their first number
+    for one, other in alike.tril(-1).nonzero().tolist():
+        alike[one, other] = torch.equal(rows[one], rows[other])
+    return alike.tril(-1).sum(1)
+
+
+def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+
+
+def tensor_output(name: str, tensor: torch.Tensor, unit: str) -> OutputTensor:
+    """The description of a tensor whose values are already known."""
+    return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), unit)

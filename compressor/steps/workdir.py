@@ -1,0 +1,429 @@
+"""A run's work folder: the output lies there until it is whole, and a run that was killed is resumed from it.
+
+.OUT.moe-compressor/
+    lock            held by the run
+    journal.json    the run's key, and what each finished step decided and what came of it
+    kept/           tensors that steps keep for a run that goes on after a kill
+    stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
+    output/         the finished checkpoint, verified, gated and then renamed to OUT
+
+A layer's file is laid out before its first byte, written beside, flushed and renamed. Its header says which steps made
+it; one that cannot be read, as after a loss of power, counts as none.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compressor import distributed as ranks
+from compressor.checkpoint.reader import DTYPE_BITS, INDEX_NAME, SINGLE_NAME, Checkpoint, TensorInfo, read_header
+from compressor.distributed import here
+from compressor.errors import CompressionError
+from compressor.files import (
+    LOCK,
+    REPLACED,
+    alone,
+    check_parent,
+    clear,
+    refuse_linked_folder,
+    refuse_replacing,
+    replace_folder,
+    work_folder,
+    wrap_full_disk,
+    write_whole,
+)
+from compressor.records import read_object
+from compressor.steps.tensors import (
+    MAX_SHARD_BYTES,
+    FileRange,
+    OutputJob,
+    OutputTensor,
+    Piece,
+    refuse_overflow,
+    tensor_bytes_view,
+)
+
+JOURNAL = "journal.json"
+SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
+SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
+Advance = Callable[[str], None]
+COPY_BYTES = 64 * 2**20
+WRITERS = 2  # tensors in work at once: checking one for NaN and copying another keep two cores busy
+STEPS = "steps"  # in a header's metadata: names of the steps that made the file
+Made = Iterable[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes
+
+
+class Workdir:
+    """The work folder of `out`, held by this run and its other processes."""
+
+    def __init__(self, out: Path, folder: Path) -> None:
+        self.out, self.folder = Path(os.path.abspath(out)), folder
+        self.key, self.steps = "", dict[int, dict[str, Any]]()
+        self.written = list[str]()  # names of the stages of which all layer files are there
+
+    def resume(self, key: str) -> None:
+        """Resume the work of a run of this key; that of any other run is cleared away."""
+        self.key = key
+
+        def journal() -> tuple[dict[int, Any], list[str]]:
+            with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
+                content = read_object(self.folder / JOURNAL)
+                if content.get("key") == key:
+                    return {int(number): entry for number, entry in content["steps"]}, content["written"]
+            clear(self.folder)
+            return {}, []
+
+        self.steps, self.written = here().broadcast(journal)
+        self._save()
+
+    def record(self, number: int, entry: Mapping[str, Any]) -> None:
+        """Record what step `number` decided, and in the end its result."""
+        self.steps[number] = dict(entry)
+        self._save()
+
+    def mark_written(self, folder: Path) -> None:
+        self.written.append(folder.name)
+        self._save()
+
+    def _save(self) -> None:
+        if here().is_first:
+            content = {"key": self.key, "steps": [*self.steps.items()], "written": self.written}
+            write_whole(self.folder / JOURNAL, json.dumps(content))
+
+    def drop(self, stage: Path) -> None:
+        """Remove a stage that a later one was made of."""
+        if here().is_first:
+            shutil.rmtree(stage, ignore_errors=True)
+
+    def kept(self, number: int, name: str) -> Path:
+        """Where step `number` keeps what a run that goes on need not make again."""
+        return self.folder / "kept" / f"{number}-{name}"
+
+    def stage(self, number: int) -> Path:
+        """The checkpoint that the layerwise steps from `number` on make."""
+        return self.folder / f"stage-{number}"
+
+    def drop_kept(self, number: int) -> None:
+        """Remove what step `number` has kept, which nobody needs any more."""
+        for path in (self.folder / "kept").glob(f"{number}-*") if here().is_first else ():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+
+@contextmanager
+def held(out: Path) -> Iterator[Workdir]:
+    """The work folder of `out` on storage that all processes see, held by the first of them.
+
+    A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
+    another run holds it.
+    """
+    with wrap_full_disk(Path(os.path.abspath(out)).parent), ranks.held(out) as folder:
+        try:
+            yield Workdir(out, folder)
+        except Exception:
+            if here().is_first:
+                clear(folder)
+            raise
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Refuse an output folder that exists, or one that `overwrite` must not replace because it is no checkpoint.
+
+    What a run killed while publishing left is finished: a replaced output is put back, or a work folder dropped.
+    """
+    out = Path(os.path.abspath(out))
+    check_parent(out)
+    refuse_linked_folder(folder := work_folder(out))
+    if (folder / REPLACED).exists() or ((folder / JOURNAL).exists() and not (folder / "output").exists()):
+        with suppress(CompressionError), alone(out):  # unless another run holds it; this puts a replaced output back
+            if out.exists() and (folder / REPLACED).exists():
+                clear(folder)  # killed after the last rename
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not overwrite:
+        raise CompressionError(f"{out} exists already; name another folder or pass --overwrite")
+    refuse_replacing(out)
+
+
+def check_space(out: Path, nbytes: int) -> None:
+    """Refuse a disk that cannot hold the output beside what is already there."""
+    reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
+    out = Path(os.path.abspath(out))
+    free = shutil.disk_usage(out.parent).free + reusable
+    if free < nbytes + SPARE_BYTES:
+        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB free"
+        raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
+
+
+def file_of(unit: str) -> str:
+    """The file of a decoder layer, or of all that lies outside the layers."""
+    return f"{unit or 'rest'}.safetensors"
+
+
+def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
+    """Write the files of a job that are not there yet; processes take turns. `steps` label those that make them."""
+    if here().is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+    here().barrier()
+    by_unit: dict[str, list[OutputTensor]] = {unit: [] for unit in job.units}
+    for output in job.outputs:
+        by_unit[output.unit].append(output)
+    with LayerWriter() as writer:
+        for number, (unit, outputs) in enumerate(by_unit.items()):
+            path = folder / file_of(unit)
+            steps_done = made_by(path)
+            if here().takes_turn(number) and (steps_done is None or steps_done[: len(steps)] != tuple(steps)):
+                writer.write(path, outputs, job.produce(unit), steps)
+            advance(unit or "embeddings and head")
+    here().barrier()
+    if here().is_first:
+        places = {output.name: file_of(output.unit) for output in job.outputs}
+        write_file(folder / INDEX_NAME, index_json(places, job.outputs))
+        for name, source in job.files.items():
+            write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
+    here().barrier()
+
+
+def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
+    """Write the layer files of a stage anew with other values for some tensors, by stored name, of the same dtype."""
+    checkpoint = Checkpoint(folder)
+    files = {checkpoint.tensors[name].file for name in tensors}
+    with LayerWriter() as writer:
+        for file in sorted(files):
+            steps = made_by(folder / file) or ()
+            if step in steps:
+                continue
+            infos = [info for info in checkpoint.tensors.values() if info.file == file]
+            writer.write(folder / file, infos, _changed(folder, infos, tensors), (*steps, step))
+
+
+def _changed(
+    folder: Path, infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    for info in infos:
+        value = tensors.get(info.name)
+        stored: Piece = FileRange(folder / info.file, info.begin, info.nbytes)
+        yield info.name, iter([stored if value is None else tensor_bytes_view(refuse_overflow(info.name, value))])
+
+
+def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None = None) -> None:
+    """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
+    names = dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())
+    layers = [[*read_header(stage / name).values()] for name in names]
+    most = max_shard_bytes or math.inf  # of a part of a layer; one tensor may be larger
+    parts = [[layer[n] for n in part] for layer in layers for part in shards([info.nbytes for info in layer], most)]
+    groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
+    whole = Counter(part[0].file for part in parts)
+    places = dict[str, str]()
+    with LayerWriter() as writer:
+        for number, group in enumerate(groups, start=1):
+            shard = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            infos = [info for part in group for info in parts[part]]
+            places |= {info.name: shard for info in infos}
+            if len(group) == 1 and whole[infos[0].file] == 1:
+                try:
+                    os.link(stage / infos[0].file, output / shard)
+                except OSError:  # a file system without second names
+                    shutil.copyfile(stage / infos[0].file, output / shard)
+            else:
+                sources = dict.fromkeys(info.file for info in infos)
+                steps = dict.fromkeys(step for file in sources for step in made_by(stage / file) or ())
+                writer.write(output / shard, infos, _changed(stage, infos, {}), [*steps])
+    if len(groups) > 1:
+        write_file(output / INDEX_NAME, index_json(places, [info for part in parts for info in part]))
+    for path in stage.rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
+            write_file(output / path.relative_to(stage), path.read_bytes())
+    for name, content in files.items():
+        write_file(output / name, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def publish(work: Workdir, overwrite: bool) -> None:
+    """Rename the finished output into its place; what it replaces is deleted only afterwards, the work folder too."""
+    check_target(work.out, overwrite)  # making takes a while, and the place may have been taken meanwhile
+    replaced = work.folder / REPLACED
+    shutil.rmtree(replaced, ignore_errors=True)
+    replace_folder(work.output, work.out, replaced)
+    directory = os.open(work.out.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    clear(work.folder, {LOCK})
+
+
+def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str] = ()) -> tuple[bytes, dict[str, int]]:
+    """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
+    metadata = {"format": "pt", **({STEPS: json.dumps(list(steps))} if steps else {})}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position, places = 0, dict[str, int]()
+    for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
+        end = position + output.nbytes
+        entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [position, end]}
+        places[output.name] = position
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + place for name, place in places.items()}
+
+
+def made_by(path: Path) -> tuple[str, ...] | None:
+    """The steps that made a file; None if it is not there, or cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return tuple(json.loads((file.metadata() or {}).get(STEPS, "[]")))
+    except (OSError, SafetensorError, ValueError):
+        return None
+
+
+class LayerWriter:
+    """Writes files one after another; the disk flushes one while the next is computed."""
+
+    def __init__(self) -> None:
+        self._flusher, self._pending = ThreadPoolExecutor(1), deque[Future[None]]()
+
+    def __enter__(self) -> "LayerWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending and kind is None:
+                self._pending.popleft().result()
+        finally:
+            self._flusher.shutdown(cancel_futures=True)
+
+    def write(
+        self,
+        path: Path,
+        outputs: Sequence[TensorInfo | OutputTensor],
+        made: Made,
+        steps: Sequence[str] = (),
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the `outputs` from what is `made`; `done` is called when the file has its name.
+
+        Raises `CompressionError` where not exactly these tensors are made.
+        """
+        header, places = header_of(outputs, steps)
+        sizes = {output.name: output.nbytes for output in outputs}
+        fresh = path.with_name(f"{path.name}.new")
+        file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            nbytes = len(header) + sum(sizes.values())
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(file, nbytes)
+            os.pwrite(file, header, 0)
+            with ThreadPoolExecutor(WRITERS) as pool:
+                running = deque[Future[None]]()
+                for name, content in made:
+                    assert name in places, f"tensor {name!r} was made and has no place in the output"
+                    running.append(pool.submit(_write_tensor, content, file, places.pop(name), sizes[name], name))
+                    if len(running) > WRITERS:
+                        running.popleft().result()
+                for task in running:
+                    task.result()
+            assert not places, f"tensor {min(places)!r} of the output was not made"
+        except BaseException:
+            os.close(file)
+            fresh.unlink(missing_ok=True)
+            raise
+        self._pending.append(self._flusher.submit(_settle, file, fresh, path, done))
+        while len(self._pending) > 1:  # one file at most waits for the disk
+            self._pending.popleft().result()
+
+
+def _settle(file: int, fresh: Path, path: Path, done: Callable[[], None]) -> None:
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+    fresh.replace(path)
+    done()
+
+
+def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
+    written = 0
+    for piece in content:
+        written += put(piece, file, offset + written)
+    assert written == nbytes, f"tensor {name!r} came out with {written} bytes instead of {nbytes}"
+
+
+def put(piece: Piece, target: int, offset: int) -> int:
+    """Write bytes, or a range of another file, at an offset of an open file; returns how many bytes they are."""
+    if isinstance(piece, FileRange):
+        with piece.path.open("rb", buffering=0) as source:
+            done = 0
+            while done < piece.length:
+                size = min(piece.length - done, COPY_BYTES)
+                done += _copy_some(source.fileno(), piece.offset + done, target, offset + done, size, piece.path)
+        return piece.length
+    view, done = memoryview(piece), 0
+    while done < len(view):
+        done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
+    return len(view)
+
+
+def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:
+    copy_in_kernel = getattr(os, "copy_file_range", None)
+    if copy_in_kernel is not None:
+        try:
+            if copied := int(copy_in_kernel(source, target, size, begin, offset)):
+                return copied
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    chunk = os.pread(source, min(size, 8 * 2**20), begin)
+    if not chunk:
+        raise CompressionError(f"{path} ended while it was copied; it was changed or cut off meanwhile")
+    return os.pwrite(target, chunk, offset)
+
+
+def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
+    """Numbers of what goes into one file: in order, up to `most` bytes; what is larger than `small` stays alone."""
+    groups, filled = list[list[int]](), 0
+    for number, nbytes in enumerate(sizes):
+        alone = nbytes > small or not groups or sizes[groups[-1][-1]] > small
+        if alone or filled + nbytes > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += nbytes
+    return groups
+
+
+def index_json(places: Mapping[str, str], outputs: Collection[TensorInfo | OutputTensor]) -> bytes:
+    """The index file that tells loaders which shard holds a tensor."""
+    metadata = {
+        "total_parameters": sum(output.parameters for output in outputs),
+        "total_size": sum(output.nbytes for output in outputs),
+    }
+    return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()

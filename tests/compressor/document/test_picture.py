@@ -1,0 +1,99 @@
+"""Drawings as SVG and as PNG: the same for the same, self-contained, and with their words."""
+
+import io
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from compressor.document.heatmaps import draw_heat
+from compressor.document.marks import draw_bars
+from compressor.document.palette import DPI, draw_key
+from compressor.document.picture import Drawing, inline_svgs, png
+from compressor.formatting import readable
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def bars(canvas: Any) -> None:
+    draw_bars(canvas.subplots(), [0.1, 0.4, 0.5], ["kept", "merged", "dropped"], 0.3)
+
+
+def heat(canvas: Any) -> None:
+    draw_heat(canvas.subplots(), [[0.1, 0.4], [0.5, 0.9]], 0.0, 1.0)
+
+
+def key(canvas: Any) -> None:
+    draw_key(canvas, [("kept", {"facecolor": "#dddddd"}), ("dropped", {"marker": "x"}), ("both", [{}, {}])])
+
+
+DRAWINGS = (
+    Drawing("Key", "Three looks.", (2.0, 0.6), key, is_legend=True, margins=(0, 0, 0, 0)),
+    Drawing("Bars", "Three bars.", (2.5, 1.5), bars),
+    Drawing("Heat <b>", "Four & more.", (2.0, 2.0), heat, margins=(0.4, 0.3, 0.1, 0.1)),
+)
+
+
+def test_svgs_have_their_words_and_size() -> None:
+    for drawing, text in zip(DRAWINGS, inline_svgs("some", DRAWINGS), strict=True):
+        svg = ElementTree.fromstring(text)
+        assert svg.tag == f"{SVG}svg" and svg.get("role") == "img"
+        assert svg.get("class") == ("legend" if drawing.is_legend else "plot")
+        ids = {each.get("id"): each.text for each in svg.iter() if each.get("id")}
+        assert [ids[name] for name in svg.attrib["aria-labelledby"].split()] == [drawing.title, drawing.alt]
+        size = [float(svg.attrib[name]) / 96 for name in ("width", "height")]
+        assert size == pytest.approx(drawing.size, abs=0.01)
+
+
+def test_ids_are_unique_and_every_reference_is_met() -> None:
+    text = "".join([*inline_svgs("one", DRAWINGS), *inline_svgs("two", DRAWINGS)])
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids)) and all(name.startswith(("one-", "two-")) for name in ids)
+    referred = {*re.findall(r"url\(#([^)]+)\)", text), *re.findall(r'href="#([^"]+)"', text)}
+    assert referred and referred <= set(ids)
+
+
+def test_nothing_is_left_of_the_tool_that_drew() -> None:
+    for text in inline_svgs("one", DRAWINGS):
+        tags = {each.tag.removeprefix(SVG) for each in ElementTree.fromstring(text).iter()}
+        assert tags <= {"svg", "title", "desc", "g", "path", "text", "image", "defs", "clipPath", "rect", "use"}
+        assert "matplotlib" not in text.lower() and "<!--" not in text and "DejaVu" not in text and "xlink" not in text
+
+
+def test_same_drawings_same_bytes() -> None:
+    assert inline_svgs("one", DRAWINGS) == inline_svgs("one", DRAWINGS)
+    content = png("Title", DRAWINGS)
+    assert content == png("Title", DRAWINGS) and set(Image.open(io.BytesIO(content)).info) <= {"dpi"}
+
+
+def test_png_shows_title_key_and_drawings() -> None:
+    whole, alone = (Image.open(io.BytesIO(png("Title", drawings))) for drawings in (DRAWINGS, DRAWINGS[1:2]))
+    assert np.array(alone.size) / DPI == pytest.approx([2.5, 0.34 + 1.5], abs=0.02)
+    assert np.array(whole.size) / DPI == pytest.approx([4.5, 0.34 + 0.6 + 2.0], abs=0.02)
+    pixels = np.asarray(whole.convert("L"))
+    for top, bottom in ((0.0, 0.34), (0.34, 0.94), (0.94, 2.94)):  # something is drawn in every line
+        assert pixels[int(top * DPI) : int(bottom * DPI)].min() < 100
+
+
+def test_margins_place_the_axes() -> None:
+    """What is drawn to the very edge of axes lies where the margins say."""
+    image = Image.open(io.BytesIO(png("Title", [Drawing("", "", (2.0, 2.0), heat, margins=(0.5, 0.5, 0.25, 0.25))])))
+    pixels = np.asarray(image.convert("RGB")).astype(int)
+    coloured = np.ptp(pixels, axis=2) > 40
+    rows, columns = (np.flatnonzero(coloured.any(axis=axis)) / DPI for axis in (1, 0))
+    assert (columns.min(), columns.max()) == pytest.approx((0.5, 1.75), abs=0.03)
+    assert (rows.min(), rows.max()) == pytest.approx((0.34 + 0.25, 0.34 + 1.5), abs=0.03)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_words_are_shown_as_they_are(title: str, alt: str) -> None:
+    (text,) = inline_svgs("one", [Drawing(title, alt, (1.0, 0.5), lambda canvas: None)])
+    said = {each.tag.removeprefix(SVG): each.text or "" for each in ElementTree.fromstring(text)}
+    wanted = [" ".join(readable(words).splitlines()) for words in (title, alt)]
+    assert [" ".join(said[name].splitlines()) for name in ("title", "desc")] == wanted

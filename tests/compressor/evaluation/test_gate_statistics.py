@@ -1,0 +1,316 @@
+"""The gate's verdicts: by hand, against other formulas, mirrored, shuffled, and by simulation of its false verdicts."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm, ttest_rel
+
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import ItemScores
+from compressor.evaluation.gate import GateRequest
+from compressor.evaluation.gate_statistics import compare_items, judge, overall
+from compressor.evaluation.gate_verdict import TaskGate
+from compressor.evaluation.tasks import EvaluationOptions
+from scripts import simulate_gate
+
+
+def scores(values: Any, **given: Any) -> ItemScores:
+    """One model's results of a task named t."""
+    fields: dict[str, Any] = {"task": "t", "metric": "acc", "version": "1.0", "kind": "score"} | given
+    return ItemScores(ids=tuple(f"item {i:05}" for i in range(len(values))), values=tuple(map(float, values)), **fields)
+
+
+def likelihoods(values: Any, weights: Any, **given: Any) -> ItemScores:
+    """The same of a likelihood task."""
+    return scores(values, kind="likelihood", weights=tuple(map(float, weights)), **given)
+
+
+def gate(base: ItemScores, compressed: ItemScores, max_drop: float = 0.01, confidence: float = 0.95) -> TaskGate:
+    """The only task's result."""
+    (task,) = judge([compare_items(base, compressed)], max_drop, confidence)
+    return task
+
+
+def flipped(lost: int, gained: int, items: int, right: int | None = None) -> tuple[ItemScores, ItemScores]:
+    """Base and compressed with so many flips, and `right` (half of the others) right before and after."""
+    same = items - lost - gained
+    right = same // 2 if right is None else right
+    base = [1] * lost + [0] * gained + [1] * right + [0] * (same - right)
+    after = [0] * lost + [1] * gained + base[lost + gained :]
+    return scores(base), scores(after)
+
+
+kinds = st.sampled_from(["right or wrong", "clusters", "continuous", "likelihood", "few differ"])
+
+
+def sample(kind: str, seed: int, items: int = 40) -> tuple[ItemScores, ItemScores]:
+    """Two models' results with some difference between them."""
+    random = np.random.default_rng(seed)
+    right, coin = random.random(items) < 0.6, random.random(items)
+    names = {"clusters": tuple(f"part {i % 5}" for i in range(items))} if kind == "clusters" else {}
+    if kind in ("right or wrong", "clusters"):
+        return scores(right, **names), scores(right ^ (coin < 0.2), **names)
+    if kind == "likelihood":
+        words = random.integers(5, 50, size=items)
+        return likelihoods(-2 * words * coin, words), likelihoods(-2.1 * words * coin - random.random(items), words)
+    changed = random.random(items) < (0.1 if kind == "few differ" else 1)
+    return scores(coin), scores(np.where(changed, random.random(items), coin))
+
+
+def test_by_hand() -> None:
+    base, compressed = flipped(9, 4, 100, right=60)
+    found = gate(base, compressed, max_drop=0.02)
+    difference = np.array(base.values) - np.array(compressed.values)
+    assert (found.items, found.clusters, found.lost, found.gained) == (100, 0, 9, 4)
+    assert (found.base, found.compressed, found.drop) == pytest.approx((0.69, 0.64, 0.05))
+    assert found.standard_error == pytest.approx(difference.std(ddof=1) / 10)
+    spread = [np.var(x.values, ddof=1) / 100 for x in (base, compressed)]
+    assert found.unpaired_error == pytest.approx(math.sqrt(sum(spread)))
+    assert found.mcnemar == pytest.approx(2 * sum(math.comb(13, k) for k in range(5)) / 2**13)
+    assert found.lower < 0.02 < 0.05 < found.upper and found.verdict == "inconclusive"
+    assert found.perplexity_ratio is None
+
+
+def test_items_without_a_flip() -> None:
+    """No flip is no certainty: the bounds stay apart, and so many items are needed as the margin asks for."""
+    assert gate(*flipped(0, 0, 10)).verdict == "inconclusive"
+    assert gate(*flipped(0, 0, 298)).verdict == "inconclusive"
+    assert gate(*flipped(0, 0, 400)).verdict == "pass"
+    found = gate(*flipped(0, 0, 10))
+    assert found.upper == -found.lower == pytest.approx(1 - 0.05**0.1) and found.mcnemar == 1
+    assert found.detectable > found.upper
+
+
+@pytest.mark.parametrize(("losses", "verdict"), [(0, "pass"), (20, "inconclusive"), (60, "fail")])
+def test_verdicts(losses: int, verdict: str) -> None:
+    assert gate(*flipped(losses, 0, 1000), max_drop=0.02).verdict == verdict
+
+
+def test_a_margin_of_nothing_asks_for_an_improvement() -> None:
+    assert gate(*flipped(0, 0, 5000), max_drop=0.0).verdict == "inconclusive"
+    assert gate(*flipped(5, 60, 5000), max_drop=0.0).verdict == "pass"
+    assert gate(*flipped(60, 5, 5000), max_drop=0.0).verdict == "fail"
+
+
+def test_other_scores_that_do_not_differ() -> None:
+    values = np.linspace(0, 0.5, 200)
+    found = gate(scores(values), scores(values))
+    assert found.upper == -found.lower == pytest.approx(-math.log(0.05) * 0.5 / 200)
+    assert found.mcnemar is None and found.verdict == "pass"
+    assert gate(scores([0.3] * 9), scores([0.3] * 9)).upper == pytest.approx(-math.log(0.05) / 9)  # no range: 1
+
+
+def test_one_score_that_differs_a_little_is_no_certainty() -> None:
+    values = np.linspace(0, 1, 50)
+    after = np.where(np.arange(50) == 3, values - 0.001, values)
+    assert gate(scores(values), scores(after)).upper > 0.05
+
+
+def test_rare_large_losses_weigh_more_than_the_t_test_makes_of_them() -> None:
+    values = np.random.default_rng(2).random(100)
+    after = np.where(np.arange(100) < 35, values**5, values)
+    usual = ttest_rel(values, after).confidence_interval(0.9)
+    found = gate(scores(values), scores(after))
+    assert found.lower == pytest.approx(usual.low) and found.upper > usual.high + 0.001
+
+
+def test_perplexities_by_hand() -> None:
+    words, base, after = [10, 30, 60], [-20.0, -66.0, -114.0], [-21.0, -68.0, -119.0]
+    found = gate(likelihoods(base, words), likelihoods(after, words), max_drop=0.5)
+    assert (found.base, found.compressed) == pytest.approx((math.exp(2), math.exp(2.08)))
+    assert found.drop == pytest.approx(math.exp(0.08) - 1)
+    without = [(2 + 5) / 90, (1 + 5) / 70, (1 + 2) / 40]  # log ratios with one document left out
+    error = math.sqrt(2 / 3 * sum((x - 0.08) ** 2 for x in without))
+    assert found.standard_error == pytest.approx(math.exp(0.08) * error)
+    assert found.perplexity_ratio == pytest.approx((1 + found.drop, 1 + found.lower, 1 + found.upper))
+    assert 0 < 1 + found.lower < math.exp(0.08) < 1 + found.upper
+    assert (found.lost, found.gained, found.mcnemar) == (3, 0, None)
+
+
+def test_the_margin_of_perplexity_is_its_relative_rise() -> None:
+    random, words = np.random.default_rng(1), np.full(100, 500.0)
+    base = -words * (2 + 0.3 * random.standard_normal(100))
+    rises = math.log(1.1) + 0.02 * random.standard_normal(100)
+    task = [gate(likelihoods(base, words), likelihoods(base - words * rises, words), x) for x in (0.09, 0.1, 0.11)]
+    assert [one.verdict for one in task] == ["fail", "inconclusive", "pass"]
+
+
+def test_the_same_likelihoods_are_the_same_model_but_for_what_was_read() -> None:
+    words = [400, 500, 600]
+    same = likelihoods([-900, -1000, -1300], words)
+    assert gate(same, same).verdict == "pass"
+    short = likelihoods([-9, -10, -13], [4, 5, 6])
+    assert gate(short, short).verdict == "inconclusive"
+    one = gate(likelihoods([-9], [4]), likelihoods([-9.1], [4]))
+    assert one.verdict == "inconclusive" and one.unpaired_error is None and one.perplexity_ratio is not None
+
+
+def test_clusters_widen_what_agrees_within_them() -> None:
+    base, after = flipped(40, 0, 400)
+    parts = tuple("a" if lost else f"b{i % 9}" for i, lost in enumerate([1] * 40 + [0] * 360))
+    together = gate(replace(base, clusters=parts), replace(after, clusters=parts))
+    alone = gate(base, after)
+    assert (together.clusters, alone.clusters) == (10, 0)
+    assert together.upper > 2 * alone.upper and together.standard_error > 2 * alone.standard_error
+    assert together.p_pass >= alone.p_pass and together.p_fail >= alone.p_fail
+    assert (alone.verdict, together.verdict) == ("fail", "inconclusive")
+
+
+def test_clusters_never_narrow_and_one_is_none() -> None:
+    base, after = flipped(10, 10, 400)  # each part gains and loses as much: no spread between the parts
+    parts = tuple(str(i % 10) for i in range(400))
+    found, alone = gate(replace(base, clusters=parts), replace(after, clusters=parts)), gate(base, after)
+    assert (found.lower, found.upper, found.standard_error) == (alone.lower, alone.upper, alone.standard_error)
+    whole = gate(replace(base, clusters=("a",) * 400), replace(after, clusters=("a",) * 400))
+    assert whole == alone
+
+
+@given(kinds, st.integers(0, 500), st.sampled_from([0.0, 0.02, 0.1, 0.3]), st.sampled_from([0.8, 0.95]))
+@settings(deadline=None)
+def test_verdict_and_bounds_agree(kind: str, seed: int, max_drop: float, confidence: float) -> None:
+    found = gate(*sample(kind, seed), max_drop, confidence)
+    assert found.lower <= found.drop <= found.upper and found.p_pass + found.p_fail >= 1 - 1e-9
+    assert (found.verdict == "pass") == (found.upper < max_drop)
+    assert (found.verdict == "fail") == (found.lower > max_drop)
+    assert found.detectable > 0
+
+
+@given(kinds, st.integers(0, 500))
+@settings(deadline=None, max_examples=50)
+def test_swapped_models_mirror_the_bounds(kind: str, seed: int) -> None:
+    base, after = sample(kind, seed)
+    found, swapped = gate(base, after), gate(after, base)
+    if kind == "likelihood":
+        assert (1 + swapped.upper) * (1 + found.lower) == pytest.approx(1)
+        assert (1 + swapped.lower) * (1 + found.upper) == pytest.approx(1)
+    else:
+        assert (swapped.lower, swapped.upper) == pytest.approx((-found.upper, -found.lower), abs=1e-9)
+    assert (swapped.lost, swapped.gained, swapped.mcnemar) == (found.gained, found.lost, found.mcnemar)
+
+
+@given(kinds, st.integers(0, 500), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=50)
+def test_the_order_of_the_items_does_not_matter(kind: str, seed: int, random: Any) -> None:
+    def shuffled(given: ItemScores) -> ItemScores:
+        order = random.sample(range(40), 40)
+        names = [name for name in ("ids", "values", "weights", "clusters") if getattr(given, name)]
+        moved: dict[str, Any] = {name: tuple(getattr(given, name)[i] for i in order) for name in names}
+        return replace(given, **moved)
+
+    base, after = sample(kind, seed)
+    assert gate(shuffled(base), shuffled(after)) == gate(base, after)
+
+
+@given(st.sampled_from(["right or wrong", "few differ"]), st.integers(0, 500))
+@settings(deadline=None, max_examples=50)
+def test_more_items_that_agree_narrow(kind: str, seed: int) -> None:
+    base, after = sample(kind, seed)
+    before = gate(base, after)
+    more = gate(scores((*base.values, *[1.0] * 60)), scores((*after.values, *[1.0] * 60)))
+    assert more.upper - more.lower < before.upper - before.lower and more.detectable < before.detectable
+
+
+def test_a_model_that_lost_nothing_passes_the_detectable_drop_as_often_as_promised() -> None:
+    items, flips, runs = 1000, 0.1, 2000
+    typical = gate(*flipped(50, 50, items))
+    assert typical.detectable == pytest.approx((norm.isf(0.05) + norm.ppf(0.8)) * typical.standard_error, rel=0.05)
+    assert typical.unpaired_error is not None and typical.unpaired_error > 2 * typical.standard_error
+    _, lost, gained = simulate_gate.answers(np.random.default_rng(3), 0.0, flips, items, runs)
+    passing, _ = simulate_gate.exact(lost, gained, items, typical.detectable)
+    assert (passing < 0.05).mean() == pytest.approx(0.8, abs=0.04)
+
+
+def test_several_tasks_are_corrected_and_bounds_are_not() -> None:
+    pairs = [compare_items(*flipped(lost, gained, 1000)) for lost, gained in [(4, 0), (7, 2), (9, 9)]]
+    alone = [judge([pair], 0.02, 0.95)[0] for pair in pairs]
+    together = judge(pairs, 0.02, 0.95)
+    p_values = sorted(task.p_pass for task in alone)
+    assert [task.lower for task in together] == [task.lower for task in alone]
+    assert min(task.p_pass for task in together) == pytest.approx(3 * p_values[0])
+    assert all(task.p_fail == 1 for task in together)
+    assert all(b.p_pass >= a.p_pass for a, b in zip(alone, together, strict=True))
+
+
+def test_holm_keeps_a_false_alarm_from_deciding() -> None:
+    """Five tasks of which one alone would just fail: together nothing is shown."""
+    just = compare_items(*flipped(33, 2, 1000))
+    assert judge([just], 0.02, 0.95)[0].verdict == "fail"
+    fine = [compare_items(*flipped(1, 1, 1000))] * 4
+    assert [task.verdict for task in judge([just, *fine], 0.02, 0.95)] == ["inconclusive", *["pass"] * 4]
+
+
+def test_the_whole_gate() -> None:
+    good, bad, unclear = (judge([compare_items(*flipped(n, 0, 1000))], 0.02, 0.95)[0] for n in (0, 80, 20))
+    assert overall([good, good]) == "pass"
+    assert overall([good, unclear]) == "inconclusive"
+    assert overall([good, bad, unclear]) == "fail"
+    assert overall([]) == "inconclusive"
+
+
+def test_margins_confidences_and_no_task_are_refused() -> None:
+    for max_drop in (-0.01, math.nan, math.inf):
+        with pytest.raises(CompressionError, match="a number of 0 or more"):
+            GateRequest(EvaluationOptions(tasks=("t",)), max_drop=max_drop)
+    for confidence in (0.5, 1.0, 95, math.nan):
+        with pytest.raises(CompressionError, match=r"between 0\.5 and 1"):
+            GateRequest(EvaluationOptions(tasks=("t",)), confidence=confidence)
+    with pytest.raises(CompressionError, match="no task"):
+        judge([], 0.01, 0.95)
+
+
+ONE = scores([1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (replace(ONE, task="u"), "task 't' and the compressed one with 'u'"),
+        (replace(ONE, metric="f1"), "metric 'acc'"),
+        (replace(ONE, version="2.0"), r"version '1\.0'"),
+        (replace(ONE, kind="likelihood", weights=(1.0, 1.0, 1.0)), "kind 'score'"),
+        (replace(ONE, values=(1.0, math.nan, -math.inf)), "compressed model: 2 of 3 values are not finite"),
+        (replace(ONE, ids=("x", "y", "z")), "of which 0 are the same"),
+        (scores([1, 0]), "answered 3 items and the compressed one 2, of which 2"),
+        (scores([1, 0, 1, 1]), "answered 3 items and the compressed one 4, of which 3"),
+        (replace(ONE, clusters=("a", "b", "b")), "other sizes or groups"),
+    ],
+)
+def test_unlike_results_refused(other: ItemScores, message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        compare_items(ONE, other)
+
+
+def test_the_base_model_is_named_too_and_sizes_are_checked() -> None:
+    with pytest.raises(CompressionError, match="t, acc, base model: 1 of 3 values are not finite"):
+        compare_items(replace(ONE, values=(1.0, math.nan, 0.0)), ONE)
+    with pytest.raises(CompressionError, match="of which 0 are the same"):
+        compare_items(scores([]), scores([]))
+    with pytest.raises(CompressionError, match="1 of 2 items have no words or bytes"):
+        compare_items(likelihoods([-1, -2], [3, 0]), likelihoods([-1, -2], [3, 0]))
+    with pytest.raises(CompressionError, match="other sizes or groups"):
+        compare_items(likelihoods([-1, -2], [3, 4]), likelihoods([-1, -2], [3, 5]))
+
+
+def test_the_simulation_judges_as_the_gate_does() -> None:
+    random, margin = np.random.default_rng(4), 0.02
+    both, lost, gained = simulate_gate.answers(random, 0.03, 0.2, 200, 20)
+    passing, failing = simulate_gate.exact(lost, gained, 200, margin)
+    for i in range(20):
+        found = gate(*flipped(int(lost[i]), int(gained[i]), 200, right=int(both[i])), max_drop=margin)
+        assert (found.p_pass, found.p_fail) == pytest.approx((passing[i], failing[i]))
+    for table in (simulate_gate.right_or_wrong, simulate_gate.clustered, simulate_gate.continuous):
+        assert sum("true" in line for line in table(random, 5, 0.05)) >= 12
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+@settings(deadline=None)
+def test_mcnemar_counts_coin_tosses_as_uneven(lost: int, gained: int) -> None:
+    tosses = lost + gained
+    uneven = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(lost - gained))
+    found = gate(scores([1] * lost + [0] * gained + [1]), scores([0] * lost + [1] * gained + [1]))
+    assert found.mcnemar == pytest.approx(uneven / 2**tosses)

@@ -1,0 +1,218 @@
+"""Generating: agreement with stock `generate`, sampling, end tokens, refusals."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from compressor.errors import CompressionError
+from compressor.evaluation.decoders import StockDecoder, stock_decoder
+from compressor.evaluation.generate import (
+    ModelFacts,
+    chooser,
+    continue_tokens,
+    prepare,
+    probabilities,
+    read_facts,
+)
+from compressor.evaluation.options import GenerationOptions
+from tests import small, zoo
+
+GREEDY = chooser(GenerationOptions())
+LENGTH, NEW = 9, 14
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.save(tmp_path_factory.mktemp("generate") / "mixtral")
+
+
+def stock_tokens(model: Any, ids: Tensor, **options: Any) -> list[int]:
+    """[1, S] -> what stock greedy `generate` appends."""
+    made = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options
+    )
+    return made[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek_v3", "gpt_oss", "jamba", "minimax", "qwen3_next", "lfm2_moe", "gemma4"]
+)
+def test_greedy_tokens_are_those_of_stock_generate(name: str, tmp_path: Path) -> None:
+    stock = zoo.save(name, tmp_path)
+    ids = zoo.tokens(stock, 1, LENGTH, seed=1)
+    decoder = stock_decoder(tmp_path, "cpu", "auto")
+    stock.generation_config.eos_token_id = None
+    assert list(continue_tokens(decoder, ids[0].tolist(), GREEDY, frozenset(), NEW)) == stock_tokens(stock, ids)
+
+
+def test_a_model_without_a_cache_reads_everything_again() -> None:
+    lengths = []
+
+    class Summing(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False) -> SimpleNamespace:
+            lengths.append(input_ids.shape[1])
+            assert past_key_values is None
+            return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids.cumsum(1) % 10, 10))
+
+    tokens = list(continue_tokens(StockDecoder(Summing()), (3, 4), GREEDY, frozenset(), 4))
+    assert tokens == [7, 4, 8, 6] and lengths == [2, 3, 4, 5]
+
+
+def test_pieces_and_record_of_a_whole_run(mixtral: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(mixtral), AutoTokenizer.from_pretrained(mixtral)
+    ids = tokenizer("héllo wörld", return_tensors="pt")["input_ids"]
+    expected = stock_tokens(model, ids)
+    running = prepare(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))
+    pieces = list(running)
+    assert running.tokens == expected
+    assert running.stopped == ("end" if expected[-1] == tokenizer.eos_token_id else "length")
+    assert running.prompt == tuple(ids[0].tolist())
+    text = tokenizer.decode([*ids[0].tolist(), *expected], skip_special_tokens=True)
+    assert "héllo wörld" + "".join(pieces) == text
+    assert running.first_seconds is not None and 0 < running.first_seconds < running.seconds
+    assert running.tokens_per_second == pytest.approx((NEW - 1) / (running.seconds - running.first_seconds))
+    assert list(prepare(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))) == pieces
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_end_tokens_of_the_generation_config_end_the_text(mixtral: Path, tmp_path: Path, listed: bool) -> None:
+    options = GenerationOptions(max_new_tokens=NEW)
+    free = prepare(str(mixtral), "abc", options)
+    list(free)
+    last = next(token for token in free.tokens[1:] if token != free.tokens[0])
+    folder = small.save(tmp_path / "stops")
+    other = next(token for token in range(small.VOCABULARY) if token not in free.tokens)
+    small.edit_json(
+        folder / "generation_config.json",
+        lambda content: content.update(eos_token_id=[other, last] if listed else last),
+    )
+    running = prepare(str(folder), "abc", options)
+    text = "".join(running)
+    cut = free.tokens.index(last)
+    assert running.tokens == free.tokens[: cut + 1] and running.stopped == "end"
+    assert text == AutoTokenizer.from_pretrained(folder).decode(free.tokens[:cut], skip_special_tokens=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert running.tokens == stock_tokens(model, torch.tensor([running.prompt]))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "stops"),
+    [
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, {3, 4}),
+        ({}, {"eos_token_id": 0}, {0}),
+        (None, {"text_config": {"eos_token_id": 7}}, {7}),
+        (None, {"eos_token_id": None}, set()),
+    ],
+)
+def test_where_end_tokens_are_looked_for(
+    generation: dict[str, Any] | None, config: dict[str, Any], stops: set[int], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_facts(tmp_path).stops == stops
+
+
+def test_an_end_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CompressionError, match="no token id"):
+        read_facts(tmp_path)
+
+
+def test_sampling_by_hand() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert probabilities(logits, 1.0, 2, None).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    assert probabilities(logits, 1.0, None, 0.65).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    # top-p works on what top-k leaves: 4/9 of it is the first token's, 7/9 the first two's
+    assert probabilities(logits, 1.0, 3, 0.75).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
+    assert probabilities(logits, 0.5, None, None).tolist() == pytest.approx([1 / 30, 16 / 30, 4 / 30, 9 / 30])
+    assert probabilities(logits, 1e-300, None, None).tolist() == [0, 1, 0, 0]
+    assert probabilities(torch.zeros(4), 1.0, 1, None).tolist() == [1, 0, 0, 0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.floats(0.2, 3),
+    top_k=st.none() | st.integers(1, 40),
+    top_p=st.none() | st.floats(0.05, 1),
+)
+def test_distribution_is_that_of_the_stock_warpers(
+    seed: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    logits = 3 * torch.randn(24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    scores = TemperatureLogitsWarper(temperature)(None, logits[None])
+    for warper in ([] if top_k is None else [TopKLogitsWarper(top_k)]) + (
+        [] if top_p is None else [TopPLogitsWarper(top_p)]
+    ):
+        scores = warper(None, scores)
+    torch.testing.assert_close(probabilities(logits, temperature, top_k, top_p), scores.softmax(-1)[0])
+
+
+def test_draws_follow_the_distribution_and_repeat_with_the_seed() -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
+    options = GenerationOptions(temperature=0.8, top_k=6, top_p=0.9, seed=5)
+    choose = chooser(options)
+    draws = [choose(logits) for _ in range(4000)]
+    expected = probabilities(logits, 0.8, 6, 0.9)
+    shares = torch.bincount(torch.tensor(draws), minlength=12) / len(draws)
+    assert bool((shares[expected == 0] == 0).all())
+    assert float((shares - expected).abs().max()) < 4 * (0.25 / len(draws)) ** 0.5
+    again, other = chooser(options), chooser(GenerationOptions(temperature=0.8, top_k=6, top_p=0.9, seed=6))
+    assert [again(logits) for _ in range(50)] == draws[:50] != [other(logits) for _ in range(50)]
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(CompressionError, match="not finite"):
+            GREEDY(torch.tensor([0.0, value]))
+    assert GREEDY(torch.tensor([-torch.inf, 0.0])) == 1  # a token that is ruled out is no fault
+
+
+def test_prompts_that_the_model_was_not_made_for(caplog: pytest.LogCaptureFixture) -> None:
+    facts = ModelFacts(frozenset(), vocabulary=10, positions=6)
+    with pytest.raises(CompressionError, match="makes token 10, the model knows 10"):
+        facts.check((3, 10))
+    with caplog.at_level(logging.WARNING):
+        facts.warn((3, 4), 4)
+        assert not caplog.records
+        facts.warn((3, 4), 5)
+    assert "beyond the 6 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("openai_privacy_filter", "does not generate text"), ("diffusion_gemma", "does not generate token by token")],
+)
+def test_models_that_do_not_continue_text_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path)
+    with pytest.raises(CompressionError, match=message):
+        stock_decoder(tmp_path, "cpu", "auto")
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    folder = small.save(tmp_path / "model")
+    small.edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(CompressionError, match=r"lacks 1 tensors of MixtralForCausalLM, such as 'model.norm.weight'"):
+        stock_decoder(folder, "cpu", "auto")
+
+
+def test_a_fault_of_the_model_is_one_sentence(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("shapes\ndo not fit")
+
+    monkeypatch.setattr(StockDecoder, "__call__", fail)
+    with pytest.raises(CompressionError, match=r"cannot be run: shapes do not fit; "):
+        list(prepare(str(mixtral), "abc"))

@@ -1,0 +1,174 @@
+"""The rules of servers, against the conditions as their sources write them, and against every number tried in turn."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressor.model.opened import served_model
+from compressor.model.serving import RULES, SERVERS, Served, advise, broken, warnings
+from tests import small, zoo
+from tests.command_line import Run, runner
+from tests.opened import opened
+
+WIDE = Served("mixtral", 64, 2, 1024)
+DEEPSEEK = Served("deepseek_v3", 256, 8, 2048, groups=8, chosen_groups=4, selection_bias=True, quantization="fp8")
+
+
+def against(model: Served) -> dict[str, list[str]]:
+    """What the servers say, by server."""
+    found: dict[str, list[str]] = {}
+    for breach in advise(model).breaches:
+        found.setdefault(breach.server, []).append(breach.says)
+    return found
+
+
+@given(st.integers(1, 1500), st.integers(1, 16), st.integers(1, 4000))
+def test_conditions_are_those_of_the_sources(experts: int, top_k: int, width: int) -> None:
+    """Each of them written as the server's own code has it."""
+    model = replace(WIDE, experts=experts, top_k=top_k, width=width)
+    power = bin(experts).count("1") == 1
+    expected = set()
+    if not (power and experts <= 512) and experts not in (192, 320, 384, 448, 576):
+        expected.add(("vLLM", "experts"))
+    if any(experts % size for size in (2, 4, 8) if size <= experts):
+        expected.add(("SGLang", "experts"))
+    if experts > 512 or not power:
+        expected.add(("aiter", "experts"))
+    if experts > 1024 or ((not power or experts > 512) and experts not in (288, 576)):
+        expected.add(("llama.cpp", "experts"))
+    if width % 128:
+        expected |= {("vLLM", "width"), ("SGLang", "width")}
+    if width % 256:
+        expected.add(("llama.cpp", "width"))
+    assert {(rule.server, rule.about) for rule in broken(model)} == expected
+    assert set(advise(model).full_speed) == set(SERVERS) - {server for server, _ in expected}
+
+
+@given(st.integers(2, 300), st.integers(1, 9), st.integers(1, 8), st.booleans())
+def test_the_nearest_number_is_that_of_a_search(experts: int, top_k: int, groups: int, bias: bool) -> None:
+    model = Served("deepseek_v3", experts, top_k, 512, groups=groups, chosen_groups=groups, selection_bias=bias)
+    counts = [count for count in range(top_k, 300) if count % groups == 0]
+    suits = [
+        count
+        for count in counts
+        if not [rule for rule in broken(replace(model, experts=count)) if rule.about == "experts"]
+    ]
+    found = advise(model, counts).nearest
+    if not [rule for rule in broken(model) if rule.about == "experts"]:
+        assert found == experts
+    elif not suits:
+        assert found is None
+    else:
+        assert found in suits and abs(found - experts) == min(abs(count - experts) for count in suits)
+        assert experts + abs(found - experts) not in suits or found > experts  # of two the larger
+
+
+def test_known_examples() -> None:
+    assert against(WIDE) == {} == against(DEEPSEEK)
+    assert against(replace(WIDE, experts=48)) == {
+        "vLLM": ["routes among 48 experts by a slower kernel"], "aiter": ["routes among 48 experts by a slower kernel"],
+        "llama.cpp": ["routes among 48 experts by slower kernels on CUDA"],
+    }  # fmt: skip
+    pruned = against(replace(DEEPSEEK, experts=132))
+    assert "chooses among 132 experts without their routing groups, in silence" in pruned["vLLM"]
+    assert "refuses 132 experts in this many routing groups" in pruned["llama.cpp"]
+    assert "cannot spread 132 experts over 8 GPUs with expert parallelism (over 2 and 4 it can)" in pruned["SGLang"]
+    assert against(replace(DEEPSEEK, experts=8, top_k=2))["llama.cpp"]  # one a group
+    assert against(replace(DEEPSEEK, experts=130))["FlashInfer"] == ["takes no 130 experts in its FP8 kernel"]
+    assert against(replace(DEEPSEEK, top_k=16))["FlashInfer"] == ["takes no top-16 of 256 experts in its FP8 kernel"]
+    fourth = Served("deepseek_v4", 160, 6, 2048, selection_bias=True)
+    told = "has no router kernel for 160 experts of DeepSeek-V4 and ends with an error"
+    assert against(fourth)["vLLM"] == [told] and "vLLM" not in against(replace(fourth, experts=192))
+    oss = Served("gpt_oss", 28, 4, 2880, quantization="mxfp4")
+    left_out = "leaves the last of 28 experts out with expert parallelism over 8 GPUs (over 2 and 4 it can)"
+    assert left_out in against(oss)["vLLM"] and left_out not in against(replace(oss, quantization="")).get("vLLM", [])
+    assert against(replace(WIDE, family="olmoe", tied=True)).keys() == {"vLLM", "llama.cpp"}
+    assert against(replace(WIDE, family="qwen3_moe", tied=True)) == {}
+    assert against(replace(WIDE, experts=2048))["llama.cpp"][0] == "loads no more than 1,024 experts a layer"
+
+
+def test_every_rule_can_be_kept_and_broken_and_says_so() -> None:
+    tried = [
+        Served(family, experts, top_k, width, groups, groups, bias, tied, quantization)
+        for family in ("mixtral", "olmoe", "gpt_oss", "deepseek_v4", "qwen3_moe")
+        for experts in (3, 64, 2000)
+        for top_k in (2, 40)
+        for width in (100, 256)
+        for groups in (1, 2)
+        for bias in (False, True)
+        for tied in (False, True)
+        for quantization in ("", "fp8", "mxfp4")
+    ]
+    for rule in RULES:
+        concerned = [model for model in tried if rule.whom.holds(model)]
+        assert {rule.needs.holds(model) for model in concerned} == {False, True}, rule.needs
+    said = [breach.says for model in tried for breach in advise(model).breaches]
+    assert not [words for words in said if "{" in words or "  " in words]
+
+
+def test_warnings_are_one_line_for_each_server_and_leave_out_what_the_source_does_alike() -> None:
+    source = Served("mixtral", 60, 2, 96)
+    lines = warnings(advise(replace(source, experts=45), range(2, 60)), broken(source))
+    assert lines == [
+        "SGLang cannot spread 45 experts over 2, 4 and 8 GPUs with expert parallelism",
+        "the nearest number of experts that suits all servers is 32; see docs/how-to/serving.md",
+    ]
+    every = warnings(advise(replace(source, experts=45)))
+    assert [line.split()[0] for line in every] == ["vLLM", "SGLang", "aiter", "llama.cpp"]
+    assert every[0].count("; it ") == 2
+    assert warnings(advise(replace(source, experts=32)), broken(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "groups", "bias", "tied"),
+    [
+        ("mixtral", (1, 1), False, False), ("gpt_oss", (1, 1), False, False), ("qwen3_moe", (1, 1), False, False),
+        ("deepseek_v3", (2, 1), True, False), ("minimax_m2", (1, 1), True, False),
+    ],
+)  # fmt: skip
+def test_a_model_is_seen_as_it_is(family: str, groups: tuple[int, int], bias: bool, tied: bool, tmp_path: Path) -> None:
+    stock, model = opened(family, tmp_path)
+    seen, experts = served_model(model), next(map(stock.get_submodule, zoo.experts(stock)))
+    width = experts.down_proj.shape[1 if experts.is_transposed else 2]
+    assert (seen.family, seen.experts, seen.top_k, seen.width) == (family, 8, model.architecture.layers[0].top_k, width)
+    assert ((seen.groups, seen.chosen_groups), seen.selection_bias, seen.tied) == (groups, bias, tied)
+
+
+@pytest.fixture(name="run")
+def _run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capfd)
+
+
+def test_the_commands_warn_and_do_as_asked(run: Run, tmp_path: Path) -> None:
+    model = small.save(tmp_path / "model", num_local_experts=12, intermediate_size=128)
+    arguments: tuple[Any, ...] = ("--experts", 6, "--strategy", "model-centric", "--json")
+    planned = run("plan", model, "-o", tmp_path / "plan.json", *arguments)
+    made = run("compress", model, "-o", tmp_path / "out", *arguments)
+    expected = [
+        "WARNING: SGLang cannot spread 6 experts over 4 GPUs with expert parallelism (over 2 it can)",
+        "WARNING: the nearest number of experts that suits all servers is 8; see docs/how-to/serving.md",
+    ]
+    assert planned.err.splitlines() == made.err.splitlines() == expected
+    summary = json.loads(made.out)
+    assert summary["experts"]["after"] == summary["servers"]["experts"] == 6
+    assert summary["servers"]["nearest"] == 8 and summary["servers"]["full_speed"] == ["FlashInfer"]
+    fine = run("compress", model, "-o", tmp_path / "fine", *arguments[2:], "--experts", 8)
+    assert fine.err == ""
+    shown = run("inspect", model, "--experts", 6)
+    assert "nearest to 12: 8; nearest to 6: 8" in shown.out
+
+
+def test_a_split_is_judged_by_its_own_numbers(run: Run, tmp_path: Path) -> None:
+    model = small.save(tmp_path / "model", num_local_experts=8, intermediate_size=256)
+    done = run("split", model, "-o", tmp_path / "out", "--split", 4)
+    warned = [line for line in done.err.splitlines() if line.startswith("WARNING")]
+    assert done.status == 0 and warned == [
+        "WARNING: vLLM pads experts of 64 neurons to a multiple of 128",
+        "WARNING: SGLang does not use aiter's kernels for experts of 64 neurons on AMD",
+        "WARNING: llama.cpp quantises down projections of 64 columns to its 32-blocks or f16 instead of K-quants",
+    ]

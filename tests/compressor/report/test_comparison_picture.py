@@ -1,0 +1,232 @@
+"""The picture of a comparison: every line's points, what tells lines apart, and that no text covers another."""
+
+import io
+import math
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from compressor.document.marks import spaced
+from compressor.document.palette import DPI, ROLES, scale_axis
+from compressor.document.picture import drawing_settings, png
+from compressor.report import comparison_report as picture
+from compressor.report.comparison_report import Comparison, label
+from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
+
+
+def comparison_figure(made: Comparison) -> Figure:
+    """The picture as matplotlib's figure."""
+    (drawing,) = picture.comparison_figure(made).drawings
+    with drawing_settings():
+        canvas = Figure(figsize=drawing.size, dpi=DPI, layout="constrained")
+        drawing.draw(canvas)
+    return canvas
+
+
+def labelled(figure: Figure) -> dict[str, Line2D]:
+    """The lines of the axes by their legend's text, in its order."""
+    (legend,) = figure.legends
+    drawn = {
+        (line.get_color(), line.get_linestyle(), line.get_marker(), _face(line)): line for line in figure.axes[0].lines
+    }
+    assert len(drawn) == len(figure.axes[0].lines)  # no two lines look alike
+    return {
+        text.get_text(): drawn[handle.get_color(), handle.get_linestyle(), handle.get_marker(), _face(handle)]
+        for handle, text in zip(legend.get_lines(), legend.get_texts(), strict=True)
+    }
+
+
+def _face(line: Line2D) -> str:
+    return to_hex(line.get_markerfacecolor())
+
+
+def points(line: Line2D) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+
+
+def expected(made: Comparison) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line by label: from the original, by falling count, the mean of equal ones."""
+    together: dict[str, dict[int, list[float]]] = {}
+    for each in made.rows[1:]:
+        together.setdefault(label(each), {}).setdefault(each.experts, []).append(each.loss - made.rows[0].loss)
+    return {
+        name: [
+            (made.rows[0].experts, 0.0),
+            *((count, sum(by_count[count]) / len(by_count[count])) for count in sorted(by_count, reverse=True)),
+        ]
+        for name, by_count in together.items()
+    }
+
+
+def assert_lines(figure: Figure, made: Comparison) -> None:
+    found = {text.replace("\n", " "): points(line) for text, line in labelled(figure).items()}
+    assert found.pop("original") == [(0.0, 0.0), (1.0, 0.0)]  # from edge to edge, at no increase
+    wanted = expected(made)
+    for name in list(found):
+        plain = name.removesuffix(" (one drop)").partition(" (mean and range of ")[0]
+        found[plain] = found.pop(name)
+    assert found.keys() == wanted.keys()
+    for name, line in wanted.items():
+        assert found[name] == [pytest.approx(point, abs=1e-5) for point in line]
+
+
+def test_lines_start_at_the_original_and_are_listed_as_they_end() -> None:
+    made = full()
+    figure = comparison_figure(made)
+    assert_lines(figure, made)
+    ends = [points(line)[-1][1] for line in labelled(figure).values()]
+    assert len(ends) == 17 and ends == sorted(ends, reverse=True)
+    axes = figure.axes[0]
+    assert axes.get_xlim()[0] > EXPERTS > 8 > axes.get_xlim()[1]  # falls to the right, where the legend is
+    assert picture.comparison_figure(made).title.startswith("org/tiny-moe")
+    assert "nats per token" in axes.get_ylabel() and "original's 1.2500" in axes.get_ylabel()
+    assert "experts" in axes.get_xlabel() and "original has 16" in axes.get_xlabel()
+
+
+@settings(max_examples=20, deadline=None)
+@given(comparisons())
+def test_any_rows_give_their_lines(made: Comparison) -> None:
+    assert_lines(comparison_figure(made), made)
+
+
+def test_random_drops_are_a_dashed_mean_in_a_band() -> None:
+    made = full()
+    figure = comparison_figure(made)
+    line = labelled(figure)["random (mean and range of 3)"]
+    assert line.get_linestyle() == "--"
+    (band,) = figure.axes[0].collections
+    corners = {(float(x), round(float(y), 9)) for path in band.get_paths() for x, y in path.vertices}
+    assert corners == {(16, 0), (12, 1.75), (12, 2.25), (8, 3.5), (8, 4.5)}
+    one = comparison_figure(comparison([original(), row("random", 8, 2.0, seed=0)]))
+    assert "random (one drop)" in labelled(one)
+
+
+def test_colour_is_the_strategy_and_line_style_the_correction() -> None:
+    lines = labelled(comparison_figure(full()))
+    assert lines["reap"].get_color() == lines["reap + tune"].get_color() != lines["auto"].get_color()
+    styles = [[lines[f"{name}{correction}"] for name in ("reap", "auto")] for correction in ("", " + ridge", " + tune")]
+    assert all(one.get_linestyle() == other.get_linestyle() for one, other in styles)
+    drawn = {str(one._unscaled_dash_pattern) for one, _ in styles}  # type: ignore[attr-defined]
+    assert len(drawn) == 3
+
+
+LONG = "a-strategy-of-a-third-party (with=several, options=each, of_some=length, and_a_cost=$x^2$)"
+PICTURES = {
+    "15 lines at 2 counts": full(),
+    "one count": full((8,)),
+    "many counts": full((192, 128, 127, 96, 64, 32, 16, 8, 4, 2), 256),
+    "long names": comparison(
+        [original(), row(LONG, 8, 2.0), *(row(f"{LONG} {n}", 8, 2.0 + n) for n in range(30))],
+        model="org/$m_" + "x" * 90,
+    ),
+    "both signs": comparison([original(), *(row(f"x{n}", 8, 1.25 + 1.4 * (-10.0) ** -n) for n in range(5))]),
+    "small spread": comparison([original(), row("reap", 8, 1.5), row("auto", 8, 1.75)]),
+    "better than the original": comparison([original(), row("reap", 8, 1.2), row("auto", 8, 1.3), row("tune", 8, 4.0)]),
+    "no formulas": comparison([original(), row("$^$", 8, 2.0)], model=r"$\frac$"),
+    "all equal": comparison([original(), row("reap", 8, 1.25)]),
+    "the original alone": comparison([original()]),
+    "no numbers": comparison([original(), row("reap", 8, math.nan), row("auto", 8, math.inf), row("x", 8, 2.0)]),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
+    figure = comparison_figure(PICTURES[name])
+    FigureCanvasAgg(figure).draw()
+    (axes,), (legend,) = figure.axes, figure.legends
+    shown: list[Any] = []
+    for axis in (axes.xaxis, axes.yaxis):
+        least, most = sorted(axis.get_view_interval())
+        shown += [tick.label1 for tick in axis.get_major_ticks() if least <= tick.get_loc() <= most]
+    assert len(shown) >= 1 + 3
+    shown += [axes.xaxis.label, axes.yaxis.label, *legend.get_texts()]
+    boxes = [text.get_window_extent() for text in shown]
+    for (one, left), (other, right) in combinations(zip(shown, boxes, strict=True), 2):
+        assert not left.overlaps(right), f"{one.get_text()!r} covers {other.get_text()!r}"
+    for text, box in zip(shown, boxes, strict=True):
+        assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max), text.get_text()
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert axes.get_window_extent().width > 5 * DPI
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), max_size=8))
+def test_the_scale_is_logarithmic_for_a_spread_above_ten(increases: list[float]) -> None:
+    values = [0.0, *(value for value in increases if not 0 < abs(value) < 1e-12)]
+    sizes = sorted(abs(value) for value in values if value)
+    axes = Figure().add_subplot()
+    said = scale_axis(axes, "y", values, 4)
+    assert (axes.get_yscale() == "symlog") == (bool(sizes) and sizes[-1] > 10 * sizes[0]) == bool(said)
+    low, high = axes.get_ylim()
+    assert low <= min(values) and max(values) <= high  # all is to be seen
+    if said:
+        below = float(said.removeprefix("logarithmic, linear below "))
+        assert math.log10(below) == pytest.approx(round(math.log10(below)), abs=1e-9)  # a power of ten
+        assert below <= max(sizes[0], sizes[-1] / 1e4) * (1 + 1e-9) and below * 1e6 > sizes[-1]
+
+
+def test_scale_of_the_pictures() -> None:
+    scales = {name: comparison_figure(made).axes[0].get_yscale() for name, made in PICTURES.items()}
+    assert scales["15 lines at 2 counts"] == scales["better than the original"] == "symlog"
+    assert scales["small spread"] == scales["all equal"] == scales["the original alone"] == "linear"
+
+
+def test_many_decades_are_numbered_once_each() -> None:
+    numbers = [float(text.get_text()) for text in comparison_figure(PICTURES["both signs"]).axes[0].get_yticklabels()]
+    assert numbers == [-0.1, -0.01, -0.001, -0.0001, 0, 0.0001, 0.001, 0.01, 0.1, 1]
+
+
+@given(st.sets(st.integers(1, 512), min_size=1))
+def test_numbers_on_the_axis_keep_their_distance(counts: set[int]) -> None:
+    kept = spaced(counts)
+    assert set(kept) <= counts and {min(counts), max(counts)} <= set(kept)
+    assert kept == sorted(set(kept))
+    gap = 0.04 * (max(counts) - min(counts))
+    assert all(other - one >= gap for one, other in combinations(kept, 2))
+
+
+def test_the_file_is_a_png_of_the_figures_size() -> None:
+    made = picture.comparison_figure(full())
+    (drawing,) = made.drawings
+    with Image.open(io.BytesIO(png(made.title, made.drawings))) as image:
+        assert image.format == "PNG"
+        width, height = (int(side * 150) for side in drawing.size)
+        assert image.size == (width, height + 51)  # of a title in one line
+        assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
+        colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 24) if count > 20}
+    assert {(0x33, 0x22, 0x88), (0xCC, 0x66, 0x77), to_rgb255(ROLES["muted"])} <= colours
+
+
+def to_rgb255(code: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(code[1:]))
+
+
+def test_alternative_text_tells_each_line_by_count_the_least_first() -> None:
+    made = comparison([original(), *(row(name, 8, loss) for name, loss in (("reap", 2.0), ("auto", 1.5)))])
+    assert picture.comparison_figure(made).alt == (
+        "Loss above the original's 1.2500, the least first. With 8 experts: auto +0.2500, reap +0.7500."
+    )
+
+
+def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
+    code = (
+        "import sys; import compressor.report.comparison_report as pictures\n"
+        "from compressor.document.picture import png\n"
+        "from tests.comparisons import full\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "made = pictures.comparison_figure(full())\n"
+        "assert 'matplotlib' not in sys.modules and png(made.title, made.drawings)\n"
+        "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

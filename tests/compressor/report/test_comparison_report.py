@@ -1,0 +1,259 @@
+"""The comparison's table and files: cells read back, the best in bold, nothing left behind by a failure."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from compressor.cli.rendering import show_comparison
+from compressor.document import markdown as rendered
+from compressor.errors import CompressionError
+from compressor.report import comparison_report
+from compressor.report.comparison_report import Comparison, Row, comparison_blocks, entries, label, write_reports
+from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
+
+SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
+
+
+def markdown(made: Comparison) -> str:
+    return rendered.markdown(comparison_blocks(made))
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of the only table of a Markdown text, by column; a cell may hold an escaped bar."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    header, ruler, *rows = split
+    assert all(set(cell) <= set(":-") for cell in ruler)
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
+def size(text: str) -> float:
+    number, unit = re.fullmatch(r"([\d.e+]+)(.*)", text).groups()  # type: ignore[union-attr]
+    return float(number) * SIZES[unit]
+
+
+def find(rows: list[dict[str, str]], wanted: Row) -> dict[str, str]:
+    name = f"random, seed {wanted.seed}" if wanted.strategy == "random" else label(wanted)
+    keys = {"model": name, "experts": str(wanted.experts)}
+    (found,) = [cells for cells in rows if all(cells[key].strip("*") == value for key, value in keys.items())]
+    return {name: cell.strip("*") for name, cell in found.items()}
+
+
+def test_cells_are_the_rows_numbers() -> None:
+    made = full()
+    shown = table(markdown(made))
+    assert len(shown) == len(made.rows)
+    for each in made.rows:
+        cells = find(shown, each)
+        assert float(cells["loss"]) == pytest.approx(each.loss, abs=5.1e-5)
+        assert float(cells["KL"]) == pytest.approx(each.kl, abs=5.1e-5)
+        assert float(cells["perplexity"]) == pytest.approx(math.exp(each.loss), rel=1e-3)
+        assert float(cells["seconds"]) == pytest.approx(each.seconds, abs=0.051)
+        assert size(cells["parameters"]) == pytest.approx(each.parameters, rel=6e-3)
+        assert size(cells["peak memory"]) == pytest.approx(each.peak_memory, rel=6e-3)
+        if each is made.rows[0]:
+            assert cells["increase"] == cells["layer error"] == "-"
+        else:
+            assert float(cells["increase"]) == pytest.approx(each.loss - made.rows[0].loss, abs=5.1e-5)
+            assert float(cells["layer error"]) == pytest.approx(each.error, abs=5.1e-5)
+
+
+def assert_bold_is_best(made: Comparison) -> None:
+    shown = table(markdown(made))
+    bold = [cells for cells in shown if cells["loss"].startswith("**")]
+    counts = {each.experts for each in made.rows[1:]}
+    assert sorted(int(cells["experts"].strip("*")) for cells in bold) == sorted(counts)
+    for cells in bold:
+        assert all(cell.startswith("**") and cell.endswith("**") for cell in cells.values())
+        least = min(each.loss for each in made.rows[1:] if each.experts == int(cells["experts"].strip("*")))
+        assert cells["loss"] == f"**{least + 0.0:.4f}**"  # of two zeros the one without a minus
+
+
+def test_bold_is_the_least_loss_of_its_count() -> None:
+    assert_bold_is_best(full())
+    tie = comparison([original(), row("reap", 8, 2.0), row("auto", 8, 2.0), row("hc-smoe", 8, math.nan)])
+    assert [cells["model"] for cells in table(markdown(tie))] == ["original", "**reap**", "auto", "hc-smoe"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(comparisons())
+def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Comparison) -> None:
+    shown = table(markdown(made))
+    assert len(shown) == len(made.rows)
+    assert shown[0]["model"] == "original"
+    order = [(-int(cells["experts"].strip("*")), float(cells["loss"].strip("*"))) for cells in shown[1:]]
+    assert order == sorted(order)
+    assert_bold_is_best(made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(comparisons())
+def test_entries_share_out_all_rows_and_join_random_drops_alone(made: Comparison) -> None:
+    found = entries(made.rows[1:])
+    assert sorted(map(id, made.rows[1:])) == sorted(id(each) for entry in found for each in entry.rows)
+    for entry in found:
+        assert {(label(each), each.experts) for each in entry.rows} == {(entry.label, entry.first.experts)}
+        assert len(entry.rows) == 1 or all(each.strategy == "random" for each in entry.rows)
+        assert entry.loss == pytest.approx(sum(each.loss for each in entry.rows) / len(entry.rows))
+    assert len({(entry.label, entry.first.experts) for entry in found}) == len(found)
+
+
+def test_equal_names_are_joined_for_random_drops_alone() -> None:
+    rows = [row(name, 8, loss, seed=seed) for name in ("random", "reap") for seed, loss in enumerate((1.5, 2.5))]
+    assert [(entry.label, entry.losses) for entry in entries(rows)] == [
+        ("random", (1.5, 2.5)),
+        ("reap", (1.5,)),
+        ("reap", (2.5,)),
+    ]
+
+
+def test_each_of_several_evaluation_sources_has_a_column() -> None:
+    rows = [
+        original(loss_by_source={"wiki": 1.0, "code": 1.5}),
+        row("reap", 8, 2.0, loss_by_source={"wiki": 1.75, "code": 2.25}, source="code"),
+        row("auto", 8, 2.5, loss_by_source={"wiki": 2.5}),
+    ]
+    text = markdown(comparison(rows, evaluation={"wiki": 4096, "code": 2048}))
+    shown = table(text.partition("Loss by evaluation source")[2])
+    assert [cells["wiki"] for cells in shown] == ["1.0000", "1.7500", "2.5000"]
+    assert [cells["code"] for cells in shown] == ["1.5000", "2.2500", "-"]
+    assert [cells["model"] for cells in shown] == ["original", "reap for code", "auto"]
+    assert "evaluated on wiki (4,096 tokens) and code (2,048 tokens), seed 7" in text
+    assert "evaluation source" not in markdown(comparison([rows[0], rows[2]]))
+
+
+def test_data_is_named_without_folders() -> None:
+    assert "Calibrated with wiki.txt (65,536 tokens) in 34.6 s" in markdown(comparison([original()]))
+    parts = [{"source": "/a/one.txt", "tokens": 10}, {"source": "/b/two.txt", "tokens": 20}, {"source": "demo"}]
+    several = {"source": "/a/one.txt + /b/two.txt + demo", "sources": parts}
+    text = markdown(comparison([original()], calibration=several))
+    assert "Calibrated with one.txt (10 tokens), two.txt (20 tokens) and demo in" in text
+    assert "Calibrated with no data" in markdown(comparison([original()], calibration={}))
+
+
+def test_names_that_mean_something_in_markdown_stay_in_their_cell() -> None:
+    made = comparison([original(), row("a|b *c*\n[d]", 8, 2.0), row("reap", 8, 1.5)])
+    assert table(markdown(made))[2]["model"] == r"a\|b \*c\* \[d\]"
+
+
+def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
+    made, folder = full(), tmp_path / "out"
+    written = write_reports(made, folder)
+    assert sorted(tmp_path.iterdir()) == [folder]
+    assert sorted(written) == sorted(folder.iterdir())
+    assert [path.name for path in written] == ["comparison.json", "comparison.md", "comparison.png"]
+    assert json.loads(written[0].read_text()) == json.loads(json.dumps(made.to_dict()))
+    text = written[1].read_text(encoding="utf-8")
+    (picture,) = [line for line in text.splitlines() if line.startswith("![")]
+    assert text.replace(f"{picture}\n\n", "") == markdown(made) and picture.endswith("(comparison.png)")
+    (tmp_path / "plain").mkdir()
+    assert folder.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = comparison([original(), row("reap", 8, math.nan), row("auto", 8, 800.0)])
+    show_comparison(made, as_json=True)
+    write_reports(made, tmp_path / "out")
+    for text in (capsys.readouterr().out, (tmp_path / "out" / "comparison.json").read_text()):
+        rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["rows"]
+        assert rows[1]["loss"] is None and rows[1]["loss_increase"] is None
+        assert rows[2]["loss"] == 800 and rows[2]["perplexity"] is None
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    def fail(*_: Any) -> bytes:
+        seen.extend(path for path in tmp_path.rglob("*") if path.is_file())
+        raise error
+
+    monkeypatch.setattr(comparison_report, "png", fail)
+    with pytest.raises(type(error)):
+        write_reports(full(), tmp_path / "out")
+    assert {path.name for path in seen} == {"lock", "comparison.json", "comparison.md"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison_report, "png", lambda *_: (tmp_path / "out").mkdir() or b"")
+    with pytest.raises(CompressionError, match="out exists already; name a new folder"):
+        write_reports(full(), tmp_path / "out")
+    assert [*tmp_path.iterdir(), *(tmp_path / "out").iterdir()] == [tmp_path / "out"]
+
+
+def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = comparison([original()]), comparison([original(), row("reap", 8, 2.0)])
+    written = write_reports(old, tmp_path / "out")
+    before = [path.read_bytes() for path in written]
+    with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
+        write_reports(new, tmp_path / "out")
+    rename = Path.replace
+
+    def fail_with_the_new(path: Path, target: Path) -> Any:
+        if path.name == "output":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail_with_the_new)
+        with pytest.raises(OSError, match="Input/output"):
+            write_reports(new, tmp_path / "out", overwrite=True)
+    assert [path.read_bytes() for path in written] == before and list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert write_reports(new, tmp_path / "out", overwrite=True) == written
+    assert json.loads(written[0].read_text()) == new.to_dict()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in (tmp_path, tmp_path / "link"):
+        with pytest.raises(CompressionError, match="exists already"):
+            write_reports(full(), taken)
+    with pytest.raises(CompressionError, match="absent is not a folder; create it"):
+        write_reports(full(), tmp_path / "absent" / "out")
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The cells of a printed table's lines, the header's among them."""
+    return [[cell.strip() for cell in line[1:-1].split("│")] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    made = full()
+    show_comparison(made, as_json=False)
+    lines = [cells for cells in printed(capsys) if len(cells) == 11]
+    assert [lines[0][0], *lines[0][1:4:2]] == ["original", str(EXPERTS), "1.2500"]
+    order = [(-int(cells[1]), float(cells[3])) for cells in lines]
+    assert order == sorted(order) and len(lines) == 1 + 2 * (15 + 1)
+    mean = 1.25 + 0.5 * 8
+    name, experts, _, *losses = lines[-1][:5]
+    assert (name, experts) == ("random (3 seeds), loss 4.7500..5.7500", "8")
+    assert losses == [f"{mean:.4f}", f"{mean - 1.25:+.4f}"]
+
+
+def test_a_narrow_terminal_shows_whole_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [original(loss_by_source={"a": 1.0, "b": 1.5}), row("[bold] " + "long " * 12, 8, 2.125)]
+    show_comparison(comparison(rows, evaluation={"a": 1, "b": 2}), as_json=False)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "2.1250 │  +0.8750" in text and "[bold]" in text
+    assert "1.0000 │ 1.5000" in text
+    assert "In a wider terminal, or with --json: peak memory, seconds" in text and "seed 7" in text
+
+
+def test_json_is_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    made = full()
+    show_comparison(made, as_json=True)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(made.to_dict()))

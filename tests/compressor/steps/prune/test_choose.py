@@ -1,0 +1,395 @@
+"""Scores and coefficients, learned ones too: by hand, as a stock module computes them, slopes as the loss has them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Silent
+from compressor.recipe.plan import LayerPlan
+from compressor.statistics import statistics as collecting
+from compressor.statistics.statistics import ALL, LayerStatistics
+from compressor.steps.prune.choose import (
+    METHODS,
+    _Merge,
+    coefficients,
+    competing,
+    keep_best,
+    learn_coefficients,
+    merge_groups,
+    merge_needs,
+)
+from compressor.steps.prune.reconstruction import SmallerRouter
+from tests import zoo
+from tests.opened import batches, calibration, opened, plain_calls
+from tests.stock import stock_small
+
+LAYER = MoeLayer(
+    "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2
+)
+GROUPED = MoeLayer(
+    "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2,
+    routing_groups=2, chosen_groups=1, experts_per_group=2,
+)  # fmt: skip
+COUNTS = torch.tensor([3.0, 1, 0, 0, 5, 5, 2, 0], dtype=torch.float64)
+
+
+def stats(layer: MoeLayer = LAYER, **values: Any) -> LayerStatistics:
+    return LayerStatistics(layer, 16, values)
+
+
+@pytest.mark.parametrize(
+    ("members", "method", "expected"),
+    [
+        ((0, 1, 6), "uniform", (1 / 3, 1 / 3, 1 / 3)),
+        ((0, 1, 6), "frequency", (3 / 6, 1 / 6, 2 / 6)),
+        ((0, 1, 6), "max", (1, 0, 0)),
+        ((0, 2), "frequency", (1, 0)),  # a member without visits weighs nothing
+        ((2, 3, 7), "frequency", (1 / 3, 1 / 3, 1 / 3)),  # no visits at all: uniform
+        ((2, 3, 7), "max", (1, 0, 0)),  # a tie goes to the lower expert
+        ((1, 4, 5), "max", (0, 1, 0)),
+        ((6,), "uniform", (1,)),
+        ((2,), "frequency", (1,)),
+        ((2,), "max", (1,)),
+    ],
+)
+def test_coefficients_by_hand(members: tuple[int, ...], method: str, expected: tuple[float, ...]) -> None:
+    found = coefficients(members, method, COUNTS)
+    assert found == pytest.approx(expected, abs=1e-15)
+    assert abs(sum(found) - 1) < 1e-12
+
+
+def test_visits_must_have_been_counted() -> None:
+    with pytest.raises(CompressionError, match="merge 'max' needs counts of routed tokens"):
+        coefficients((0, 1), "max", None)
+    assert coefficients((0, 1), "uniform", None) == (0.5, 0.5)
+
+
+def test_merged_groups_are_put_in_order_and_singles_stay() -> None:
+    plan = merge_groups(stats(routed_count=COUNTS), [(7,), (6, 0, 1), (5, 4), (2,), (3,)], "frequency", decided_by="x")
+    assert [group.members for group in plan.groups] == [(0, 1, 6), (2,), (3,), (4, 5), (7,)]
+    assert plan.groups[0].coefficients == pytest.approx((3 / 6, 1 / 6, 2 / 6))
+    assert plan.groups[3].coefficients == plan.groups[3].router_coefficients == (0.5, 0.5)
+    assert all(group.coefficients == group.router_coefficients for group in plan.groups)
+    assert [group.untouched for group in plan.groups] == [False, True, True, False, True]
+    assert all(group.scale == 1.0 for group in plan.groups)
+    assert (plan.module, plan.layer, plan.decided_by, plan.dropped) == (LAYER.name, 3, "x", ())
+
+
+def test_routers_that_are_not_merged_stay_the_most_visited_members() -> None:
+    groups = [(0, 1, 6), (2, 3), (4, 5), (7,)]
+    plan = merge_groups(stats(routed_count=COUNTS), groups, "uniform", merge_routers=False)
+    assert [group.router_coefficients for group in plan.groups] == [(1, 0, 0), (1, 0), (1, 0), (1,)]
+    assert plan.groups[0].coefficients == pytest.approx((1 / 3,) * 3)
+    swapped = merge_groups(stats(routed_count=COUNTS.flip(0)), groups, "uniform", merge_routers=False)
+    # visits are now 0 2 5 5 0 0 1 3
+    assert [group.router_coefficients for group in swapped.groups] == [(0, 1, 0), (1, 0), (1, 0), (1,)]
+    blind = merge_groups(stats(), groups, "uniform", merge_routers=False)  # nobody counted: the lowest member
+    assert [group.router_coefficients for group in blind.groups] == [(1, 0, 0), (1, 0), (1, 0), (1,)]
+
+
+def test_needs_of_every_method_exist() -> None:
+    for method in METHODS:
+        assert merge_needs(method, True) <= merge_needs(method, False) <= ALL
+    assert merge_needs("uniform", True) == merge_needs("uniform", False) == frozenset()
+    assert merge_needs("max", True) == {"routed_count"}
+    assert "routed_count" in merge_needs("learned", False)
+    with pytest.raises(CompressionError, match="there is no merge 'mean'; known are uniform, max, frequency, learned"):
+        merge_needs("mean", True)
+
+
+def test_scores_that_rank_nothing_are_refused() -> None:
+    scores = COUNTS.clone()
+    scores[[2, 5]] = torch.nan
+    with pytest.raises(
+        CompressionError, match=r"^model\.layers\.3\.mlp\.experts: the score of expert 2 is not a number"
+    ):
+        keep_best(stats(LAYER), scores, 4, frozenset())
+    with pytest.raises(CompressionError, match=r"scores of the shape \[7\] cannot rank 8 experts; give one each"):
+        keep_best(stats(LAYER), COUNTS[:7], 4, frozenset())
+    infinite = torch.tensor([0.0, -torch.inf, torch.inf, 1, 2, 3, 4, 5])
+    assert keep_best(stats(LAYER), infinite, 7, frozenset()).dropped == (1,)
+
+
+def test_keep_best_by_hand() -> None:
+    def kept(scores: torch.Tensor, keep: int, protected: set[int], layer: MoeLayer = LAYER) -> list[int]:
+        before = scores.clone()
+        plan = keep_best(stats(layer), scores, keep, frozenset(protected))
+        assert torch.equal(scores, before)
+        assert plan.is_drop
+        return [group.members[0] for group in plan.groups]
+
+    assert kept(COUNTS, 4, set()) == [0, 4, 5, 6]
+    assert kept(COUNTS, 6, set()) == [0, 1, 2, 4, 5, 6]  # 2, 3 and 7 tie at none: the lowest stays
+    assert kept(COUNTS, 4, {7, 3}) == [3, 4, 5, 7]
+    assert kept(COUNTS, 4, set(), GROUPED) == [0, 1, 4, 5]
+    assert kept(COUNTS, 4, {2, 3}, GROUPED) == [2, 3, 4, 5]
+    assert kept(torch.full((8,), torch.inf), 2, {6, 7}) == [6, 7]  # no score is above being protected
+    with pytest.raises(CompressionError, match="3 protected experts do not fit into 2; protect fewer or keep more"):
+        kept(COUNTS, 2, {0, 1, 2})
+    with pytest.raises(CompressionError, match="3 protected experts do not fit into 2 of experts 0 to 3"):
+        kept(COUNTS, 4, {0, 1, 2}, GROUPED)  # all in one routing group, which keeps two
+    with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2"):
+        kept(COUNTS, 1, set())
+
+
+def test_routing_blocks_are_neighbours() -> None:
+    assert competing(stats(GROUPED).layer) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+NEEDS = merge_needs("learned", False)
+NAMES = ["mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4"]
+
+
+def pairs(stats: LayerStatistics) -> list[tuple[int, ...]]:
+    """Neighbours merge: {0, 1}, {2, 3}, ...; of routing groups with two experts each, nothing can."""
+    layer = stats.layer
+    if layer.experts // layer.routing_groups // 2 < layer.experts_per_group:
+        return [(expert,) for expert in range(layer.experts)]
+    return [(expert, expert + 1) for expert in range(0, layer.experts, 2)]
+
+
+def learn(model: OpenModel, parts: Any, handle: Callable[[LayerStatistics, LayerPlan], Any]) -> list[Any]:
+    """`handle` what each layer's statistics and uniform plan give, while its weights are loaded."""
+    found = []
+    for stats in collecting.collect(model, NEEDS, calibration(parts), Silent()):
+        found.append(handle(stats, merge_groups(stats, pairs(stats))))
+    return found
+
+
+@torch.no_grad()
+def stock_error(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan, calls: Any) -> float:
+    """||y - F(x)||^2 / ||y||^2 over all tokens, by the stock modules of the smaller model."""
+    small = stock_small(name, stock, layer, plan)
+    own = dict(stock.get_submodule(layer.block).named_parameters()) | dict(
+        stock.get_submodule(layer.block).named_buffers()
+    )
+    block = small.get_submodule(layer.block)
+    gap = size = 0.0
+    for (args, kwargs), (hidden, _, _), output in zip(
+        calls.router_arguments, calls.experts_arguments, calls.experts_outputs, strict=True
+    ):
+        args = tuple(
+            next((getattr(block, key) for key, value in own.items() if value is argument), argument)
+            for argument in args
+        )
+        _, weights, index, *_ = small.get_submodule(layer.router)(*args, **kwargs)
+        found = small.get_submodule(layer.name)(
+            hidden, index.reshape(len(hidden), -1), weights.reshape(len(hidden), -1)
+        )
+        gap += float((found - output).double().square().sum())
+        size += float(output.double().square().sum())
+    return gap / size
+
+
+def check(plan: LayerPlan) -> None:
+    for group in plan.groups:
+        assert abs(sum(group.coefficients) - 1) < 1e-9
+        assert abs(sum(group.router_coefficients) - 1) < 1e-9
+        assert min(group.coefficients) >= 0
+        assert group.scale > 0
+    if "error_learned" in plan.figures:
+        assert plan.figures["error_learned"] <= plan.figures["error_uniform"]
+
+
+@pytest.mark.parametrize("merge_routers", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_reported_errors_are_those_of_the_stock_modules(name: str, merge_routers: bool, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    calls = plain_calls(stock, model.architecture, parts)
+
+    def both(stats: LayerStatistics, _: LayerPlan) -> tuple[MoeLayer, LayerPlan, LayerPlan]:
+        start = merge_groups(stats, pairs(stats), "uniform", merge_routers)
+        return stats.layer, start, learn_coefficients(stats, start, merge_routers, steps=15)
+
+    for layer, start, plan in learn(model, parts, both):
+        check(plan)
+        before, after = (stock_error(name, stock, layer, it, calls[layer.name]) for it in (start, plan))
+        assert plan.figures["error_uniform"] == pytest.approx(before, abs=1e-4)
+        assert plan.figures["error_learned"] == pytest.approx(after, abs=1e-4)
+        assert after < before  # these all have something to gain
+        if not merge_routers:
+            assert [g.router_coefficients for g in plan.groups] == [g.router_coefficients for g in start.groups]
+
+
+@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+def test_every_family_learns(name: str, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock)
+    torch.manual_seed(0)
+    calls = plain_calls(stock, model.architecture, parts)
+
+    def learned(stats: LayerStatistics, start: LayerPlan) -> tuple[MoeLayer, LayerPlan, LayerPlan, int]:
+        return stats.layer, start, learn_coefficients(stats, start, steps=2), len(stats.inputs)
+
+    for layer, start, plan, sampled in learn(model, parts, learned):
+        check(plan)
+        if sampled == 0 or len(start.groups) == layer.experts:
+            assert plan == start
+            continue
+        assert plan.figures["error_uniform"] > 0
+        error = stock_error(name, stock, layer, start, calls[layer.name])
+        assert plan.figures["error_uniform"] == pytest.approx(error, rel=1e-3, abs=1e-4)
+
+
+def loss(stats: LayerStatistics, plan: LayerPlan, made: _Merge, router: Any, merge: bool) -> tuple[float, Tensor]:
+    target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights)
+    fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
+    alphas = made.alphas() if merge else fixed
+    weights, index = router.planned(plan, alphas)
+    output, _ = made.forward(weights.detach(), index)
+    return float((output - target).double().square().sum() / target.double().square().sum()), index
+
+
+@pytest.mark.parametrize("merge_routers", [True, False])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_slopes_are_finite_differences_of_the_loss(name: str, merge_routers: bool, tmp_path: Path) -> None:
+    stock, model = opened(name, tmp_path)
+
+    def slopes(stats: LayerStatistics, plan: LayerPlan) -> int:
+        made, router = _Merge(stats, plan), SmallerRouter(stats)
+        target = stats.weights.experts(stats.inputs, stats.top_k_index, stats.top_k_weights).detach()
+        size = target.square().sum()
+        fixed = [torch.tensor(group.router_coefficients) for group in plan.groups]
+        with torch.enable_grad():
+            alphas = made.alphas() if merge_routers else fixed
+            weights, index = router.planned(plan, alphas)
+            output, chosen = made.forward(weights.detach(), index)
+            slope = 2 * (output - target) / size
+            made.backward(weights, index, slope)
+            if weights.requires_grad:
+                weights.backward((chosen * slope[:, None]).sum(-1))  # type: ignore[no-untyped-call]
+        compared = 0
+        for parameter in made.parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            for place in range(parameter.numel()):
+                values, chosen_now = [], []
+                for step in (1e-2, -1e-2):
+                    with torch.no_grad():
+                        parameter.view(-1)[place] += step
+                        value, picked = loss(stats, plan, made, router, merge_routers)
+                        parameter.view(-1)[place] -= step
+                    values.append(value)
+                    chosen_now.append(torch.equal(picked, index))
+                if all(chosen_now):  # a token that changes its choice makes the loss jump
+                    difference = (values[0] - values[1]) / 2e-2
+                    assert float(gradient.view(-1)[place]) == pytest.approx(difference, rel=2e-2, abs=2e-4)
+                    compared += abs(difference) > 1e-3
+        return compared
+
+    assert sum(learn(model, batches(stock), slopes)) >= 8
+
+
+def planted(tmp_path: Path, change: Callable[[Any], None], name: str = "mixtral") -> tuple[Any, OpenModel]:
+    """A small model whose first layer's block `change` has edited."""
+    stock = zoo.build(name)
+    with torch.no_grad():
+        change(stock.model.layers[0].mlp)
+    stock.save_pretrained(tmp_path)
+    return stock, open_model(locate(str(tmp_path)), "float32", "cpu")
+
+
+def first_layer(model: OpenModel, stock: Any, groups: list[tuple[int, ...]], routers: bool = True) -> LayerPlan:
+    """The first layer's learned plan with these groups."""
+    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
+    stats = next(run)
+    plan = learn_coefficients(stats, merge_groups(stats, groups, "uniform", routers), routers)
+    run.close()
+    return plan
+
+
+REST = [(expert,) for expert in range(2, 8)]
+
+
+def test_identical_experts_that_no_router_tells_apart_merge_without_loss(tmp_path: Path) -> None:
+    """Experts 0 and 1 are equal and no token chooses them: the layer's output cannot change."""
+
+    def change(block: Any) -> None:
+        block.experts.gate_up_proj[1], block.experts.down_proj[1] = (
+            block.experts.gate_up_proj[0],
+            block.experts.down_proj[0],
+        )
+        block.gate.weight[1] = block.gate.weight[0]
+        block.gate.weight[:2] *= 0.0
+        block.gate.weight[2:] *= 3.0
+
+    stock, model = planted(tmp_path, change)
+    plan = first_layer(model, stock, [(0, 1), *REST])
+    assert plan.figures["error_learned"] < 1e-6
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
+def test_the_merged_expert_of_two_identical_ones_is_either_whatever_the_coefficients(
+    alpha: float, tmp_path: Path
+) -> None:
+    def change(block: Any) -> None:
+        block.experts.gate_up_proj[1], block.experts.down_proj[1] = (
+            block.experts.gate_up_proj[0],
+            block.experts.down_proj[0],
+        )
+        block.gate.weight[:2] *= 0.01
+
+    stock, model = planted(tmp_path, change)
+    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
+    stats = next(run)
+    plan = merge_groups(stats, [(0, 1), *REST], "uniform")
+    logits = torch.tensor([alpha, 1 - alpha]).log().clamp(min=-1e4)
+    made = _Merge(stats, plan)
+    made.logits[0] = logits
+    x = stats.inputs
+    index, weights = torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1)
+    output, _ = made.forward(weights, index)
+    torch.testing.assert_close(output, stats.weights.experts(x, index, weights), rtol=1e-5, atol=1e-6)
+    run.close()
+
+
+def test_a_member_that_no_token_visits_loses_its_coefficient(tmp_path: Path) -> None:
+    """Expert 1 is noise to those that visit expert 0: what is learned is to leave it out of the merged expert."""
+
+    def change(block: Any) -> None:
+        block.router.bias[:2] = torch.tensor([1.0, -100.0])
+
+    stock, model = planted(tmp_path, change, "gpt_oss")
+    plan = first_layer(model, stock, [(0, 1), *REST], routers=False)
+    assert plan.groups[0].coefficients[0] > 0.9
+    assert plan.figures["error_learned"] < 0.1 * plan.figures["error_uniform"]
+
+
+def test_learning_twice_gives_the_same_numbers(tmp_path: Path) -> None:
+    stock, model = opened("deepseek_v3", tmp_path)
+    first, second = (
+        learn(model, batches(stock), lambda stats, plan: learn_coefficients(stats, plan)) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_shared_weights_are_not_touched(tmp_path: Path) -> None:
+    stock, model = opened("minimax_m2", tmp_path)
+
+    def learned(stats: LayerStatistics, plan: LayerPlan) -> bool:
+        def tensors() -> list[Tensor]:
+            return [*stats.weights.block.state_dict().values(), stats.inputs, stats.top_k_weights, stats.top_k_index]
+
+        before = [tensor.clone() for tensor in tensors()]
+        learn_coefficients(stats, plan, steps=3)
+        return all(torch.equal(one, other) for one, other in zip(before, tensors(), strict=True))
+
+    assert all(learn(model, batches(stock), learned))
+
+
+def test_nothing_to_learn_leaves_the_plan_as_it_is(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    single = learn(model, batches(stock), lambda stats, _: merge_groups(stats, [(e,) for e in range(8)], "learned"))
+    assert all(plan.is_drop and "error_learned" not in plan.figures for plan in single)
+    stock, model = opened("ernie4_5_vl_moe", tmp_path / "vision")
+    plans = learn(model, batches(stock), lambda stats, start: (start, learn_coefficients(stats, start, steps=2)))
+    unused = [(start, plan) for start, plan in plans if "vision" in plan.module]
+    assert len(unused) == 2 and all(start == plan for start, plan in unused)  # no token reached them

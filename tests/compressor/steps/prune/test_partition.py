@@ -1,0 +1,282 @@
+"""The grouping solver against every partition, planted answers and its own constraints."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compressor.errors import CompressionError
+from compressor.steps.prune import partition as grouping
+from compressor.steps.prune.partition import Grouping, group_experts
+from compressor.tolerance import ROUNDING
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def partitions(experts: int, count: int) -> Iterator[Groups]:
+    """Every partition of range(experts) into exactly `count` groups, by restricted growth strings."""
+
+    def extend(labels: list[int], used: int) -> Iterator[list[int]]:
+        if len(labels) == experts:
+            if used == count:
+                yield labels
+            return
+        for label in range(min(used + 1, count)):
+            yield from extend([*labels, label], max(used, label + 1))
+
+    for labels in extend([], 0):
+        yield tuple(tuple(e for e in range(experts) if labels[e] == label) for label in range(count))
+
+
+def naive_objective(distances: Tensor, groups: Groups) -> float:
+    return sum(float(distances[i, j]) for group in groups for i, j in itertools.combinations(group, 2))
+
+
+def printed_objective(distances: Tensor, groups: Groups) -> float:
+    """Equation 5 as printed: ordered pairs within each group less ordered pairs across groups."""
+    total = 0.0
+    for index, group in enumerate(groups):
+        total += sum(float(distances[j, k]) for j in group for k in group)
+        for other in groups[:index] + groups[index + 1 :]:
+            total -= sum(float(distances[j, k]) for j in group for k in other)
+    return total
+
+
+def random_distances(experts: int, seed: int, kind: str = "points") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "points":
+        points = torch.randn(experts, 5, generator=generator, dtype=torch.float64)
+        return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    table = torch.rand(experts, experts, generator=generator, dtype=torch.float64)
+    return (table + table.T).fill_diagonal_(0)
+
+
+def searched(distances: Tensor, count: int, seed: int = 0) -> float:
+    """Objective of the heuristic path, whatever the size."""
+    labels = grouping.search(distances, count, torch.Generator().manual_seed(seed))
+    assert sorted(set(labels.tolist())) == list(range(count))
+    return grouping.cost(distances, labels)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, largest: int) -> tuple[Tensor, int]:
+    """A symmetric matrix of few or many distinct values, ties and zeros included, and a group count."""
+    experts = draw(st.integers(1, largest))
+    value = draw(st.sampled_from([st.integers(0, 3).map(float), st.floats(0, 1e6), st.floats(0, 1)]))
+    table = torch.zeros(experts, experts, dtype=torch.float64)
+    for i, j in itertools.combinations(range(experts), 2):
+        table[i, j] = table[j, i] = draw(value)
+    return table, draw(st.integers(1, experts))
+
+
+def test_by_hand() -> None:
+    places = torch.tensor([0.0, 10.0, 1.0, 11.0, 30.0])
+    found = group_experts((places[:, None] - places).abs(), 3)
+    assert found == Grouping(((0, 2), (1, 3), (4,)), 2.0, True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(matrices(largest=7))
+def test_exact_matches_brute_force(case: tuple[Tensor, int]) -> None:
+    distances, count = case
+    found = group_experts(distances, count)
+    assert found.exact and len(found.groups) == count
+    assert found.groups == tuple(sorted(tuple(sorted(group)) for group in found.groups))
+    assert found.objective == pytest.approx(naive_objective(distances, found.groups), rel=1e-12)
+    best = min(naive_objective(distances, groups) for groups in partitions(len(distances), count))
+    assert best * (1 - 1e-12) - 1e-300 <= found.objective <= best * (1 + 4 * ROUNDING)  # subnormal halves are 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices(largest=6))
+def test_printed_equation_has_the_same_minimisers(case: tuple[Tensor, int]) -> None:
+    distances, count = case
+    total = float(distances.sum())
+    every = list(partitions(len(distances), count))
+    for groups in every:  # within - across = 4 * (within over unordered pairs) - total: the same order
+        expected = 4 * naive_objective(distances, groups) - total
+        assert printed_objective(distances, groups) == pytest.approx(expected, rel=1e-9, abs=1e-9 * total)
+    found = printed_objective(distances, group_experts(distances, count).groups)
+    assert found <= min(printed_objective(distances, groups) for groups in every) + 1e-9 * total
+
+
+@pytest.mark.parametrize("kind", ["points", "uniform"])
+@pytest.mark.parametrize(("experts", "count"), [(8, 6), (8, 4), (9, 4), (10, 5)])
+def test_exact_and_search_against_brute_force(kind: str, experts: int, count: int) -> None:
+    every = torch.tensor(
+        [
+            [label for _, label in sorted((e, label) for label, group in enumerate(groups) for e in group)]
+            for groups in partitions(experts, count)
+        ]
+    )
+    for seed in range(3):
+        distances = random_distances(experts, seed, kind)
+        best = float("inf")
+        for labels in torch.split(every, 4096):
+            together = labels[:, :, None] == labels[:, None, :]
+            best = min(best, float((distances * together).sum(dim=(1, 2)).min()) / 2)
+        assert group_experts(distances, count).objective == pytest.approx(best, rel=1e-12)
+        assert best * (1 - 1e-12) <= searched(distances, count) <= 1.01 * best
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 11, 14])
+def test_search_is_close_to_the_optimum_of_fourteen(count: int) -> None:
+    for seed in range(4):
+        distances = random_distances(14, seed, ("points", "uniform")[seed % 2])
+        best = group_experts(distances, count)
+        assert best.exact
+        assert best.objective * (1 - 1e-12) <= searched(distances, count) <= 1.01 * best.objective
+
+
+@pytest.mark.parametrize(("experts", "count"), [(64, 8), (128, 96), (256, 128), (512, 64)])
+def test_planted_clusters_are_recovered(experts: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    shuffled = torch.randperm(experts, generator=generator)
+    labels = torch.empty(experts, dtype=torch.long)
+    labels[shuffled] = torch.arange(experts) % count
+    centres = 100 * torch.eye(count, dtype=torch.float64)
+    points = centres[labels] + 0.01 * torch.rand(experts, count, generator=generator, dtype=torch.float64)
+    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    found = group_experts(distances, count)
+    planted = {tuple((labels == label).nonzero().flatten().tolist()) for label in range(count)}
+    assert set(found.groups) == planted
+    assert found.objective == pytest.approx(naive_objective(distances, found.groups), rel=1e-12)
+
+
+def test_no_single_move_or_swap_improves_a_searched_grouping() -> None:
+    distances = random_distances(40, 0)
+    found = group_experts(distances, 12)
+    groups = [set(group) for group in found.groups]
+    cost = [{e: float(distances[e, sorted(group)].sum()) for e in range(40)} for group in groups]
+    for a, b in itertools.permutations(range(12), 2):
+        for u in groups[a]:
+            assert len(groups[a]) == 1 or cost[b][u] - cost[a][u] >= -1e-9
+            for v in groups[b]:
+                gain = cost[b][u] - cost[a][u] + cost[a][v] - cost[b][v] - 2 * float(distances[u, v])
+                assert gain >= -1e-9
+
+
+def test_a_regrouping_leaves_a_minimum_of_moves_and_swaps() -> None:
+    # {0, 1}, {2}, {3} cost 2; only {2, 3} is cheaper, and every move or swap towards it costs more first.
+    distances = torch.full((4, 4), 9.0, dtype=torch.float64).fill_diagonal_(0)
+    distances[0, 1] = distances[1, 0] = 2
+    distances[2, 3] = distances[3, 2] = 1
+    labels = grouping._descend(distances, torch.tensor([0, 0, 1, 2]), 3)
+    assert grouping.cost(distances, labels) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 12))
+def test_descent_never_costs_more_and_keeps_every_group(seed: int, experts: int, count: int) -> None:
+    count = min(count, experts)
+    distances = random_distances(experts, seed, "uniform")
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.cat((torch.arange(count), torch.randint(count, (experts - count,), generator=generator)))
+    end = grouping._descend(distances, start, count)
+    assert end.bincount(minlength=count).min() >= 1
+    assert grouping.cost(distances, end) <= grouping.cost(distances, start) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("experts", "count"), [(12, 8), (48, 24), (128, 96)])
+def test_blocks_and_protected_experts_are_respected(experts: int, count: int) -> None:
+    blocks = [range(start, experts, 4) for start in range(4)]
+    alone = {0, 5}
+    distances = random_distances(experts, 3)
+    found = group_experts(distances, count, blocks=blocks, alone=alone)
+    for block in blocks:
+        inside = [group for group in found.groups if set(group) <= set(block)]
+        assert len(inside) == count // 4
+    assert {(0,), (5,)} <= set(found.groups)
+    assert found.objective == pytest.approx(naive_objective(distances, found.groups), rel=1e-12)
+
+
+@pytest.mark.parametrize("experts", [8, 40])
+def test_protected_experts_may_take_all_groups_of_a_block(experts: int) -> None:
+    """Its other experts are in no group; the other block is grouped as ever."""
+    half, distances = experts // 2, random_distances(experts, 6)
+    found = group_experts(distances, 6, blocks=[range(half), range(half, experts)], alone=[1, 2, half - 1])
+    other = group_experts(distances[half:, half:], 3)
+    expected = [tuple(half + expert for expert in group) for group in other.groups]
+    assert found.groups == ((1,), (2,), (half - 1,), *expected)
+    assert found.objective == pytest.approx(other.objective, rel=1e-12)
+
+
+def test_constrained_optimum_matches_brute_force() -> None:
+    distances = random_distances(8, 1, "uniform")
+    blocks = [[0, 3, 4, 7], [1, 2, 5, 6]]
+    found = group_experts(distances, 4, blocks=blocks, alone=[3])
+    allowed = [
+        groups
+        for groups in partitions(8, 4)
+        if (3,) in groups and all(sum(set(group) <= set(block) for group in groups) == 2 for block in blocks)
+    ]
+    best = min(naive_objective(distances, groups) for groups in allowed)
+    assert found.exact and found.groups in allowed
+    assert found.objective == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("experts", [8, 40])
+def test_all_singletons_and_one_group(experts: int) -> None:
+    distances = random_distances(experts, 0)
+    single = group_experts(distances, experts, alone=range(experts))
+    assert single == Grouping(tuple((e,) for e in range(experts)), 0.0, True)
+    assert group_experts(distances, experts) == single
+    whole = group_experts(distances, 1)
+    assert whole.groups == (tuple(range(experts)),) and whole.exact
+
+
+def test_identical_experts_cost_nothing_and_are_proved() -> None:
+    found = group_experts(torch.zeros(64, 64), 48)
+    assert found.objective == 0 and found.exact and len(found.groups) == 48
+
+
+def test_one_merge_of_many_takes_the_closest_pair() -> None:
+    distances = random_distances(64, 5)
+    found = group_experts(distances, 63)
+    closest = divmod(int(distances.clone().fill_diagonal_(torch.inf).argmin()), 64)
+    assert closest in found.groups and found.exact
+
+
+def test_same_seed_same_groups_and_input_untouched() -> None:
+    distances = random_distances(96, 2, "uniform")
+    before = distances.clone()
+    assert group_experts(distances, 40, seed=7) == group_experts(distances, 40, seed=7)
+    assert torch.equal(distances, before)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [((2, 1), float("nan"), "2 and 1 is not finite"), ((0, 3), -1.0, "0 and 3 is negative")],
+)
+def test_faulty_entries_are_named(entry: tuple[int, int], value: float, message: str) -> None:
+    distances = random_distances(4, 0)
+    distances[entry] = value
+    with pytest.raises(CompressionError, match=message):
+        group_experts(distances, 2)
+
+
+def test_refusals() -> None:
+    distances = random_distances(8, 0)
+    with pytest.raises(CompressionError, match=r"square matrix \[E, E\], not \[8, 4\]"):
+        group_experts(distances[:, :4], 2)
+    with pytest.raises(CompressionError, match=r"not symmetric: .* experts 0 and 1"):
+        group_experts(distances.index_put((torch.tensor(0), torch.tensor(1)), torch.tensor(50.0).double()), 2)
+    with pytest.raises(CompressionError, match="overflow"):
+        group_experts(torch.full((8, 8), 1e308, dtype=torch.float64), 2)
+    for count in (0, 9):
+        with pytest.raises(CompressionError, match=f"8 experts into {count} groups"):
+            group_experts(distances, count)
+    with pytest.raises(CompressionError, match="5 groups cannot be shared evenly by 2 routing blocks"):
+        group_experts(distances, 5, blocks=[range(4), range(4, 8)])
+    with pytest.raises(CompressionError, match="each of the 8 experts exactly once"):
+        group_experts(distances, 4, blocks=[range(4), range(3, 8)])
+    with pytest.raises(CompressionError, match=r"protected experts \[9\] do not exist"):
+        group_experts(distances, 4, alone=[9])
+    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 4 to 8"):
+        group_experts(distances, 3, alone=[0, 1, 2, 3])
+    with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 3 to 4"):
+        group_experts(distances, 4, blocks=[range(4), range(4, 8)], alone=[4, 5, 6])

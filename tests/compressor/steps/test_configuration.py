@@ -1,0 +1,205 @@
+"""The output's config.json: every name of the count, nested and listed counts, extra heads, quantisation tables."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import MixtralConfig, PreTrainedConfig
+
+from compressor.errors import CompressionError
+from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.layout import Layout, Role
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.steps.configuration import output_config, zero_extra_heads
+from tests import zoo
+
+BLOCK = "model.layers.{}.mlp"
+KEPT = (0, 2, 5, 7)
+
+
+def moe_layer(index: int) -> MoeLayer:
+    block = BLOCK.format(index)
+    return MoeLayer(f"{block}.experts", block, f"{block}.gate", f"model.layers.{index}", index, 8, 2)
+
+
+LAYERS = (moe_layer(0), moe_layer(1))
+
+
+def architecture(config: Any = None, field: str = "num_local_experts") -> Architecture:
+    units = tuple(layer.unit for layer in LAYERS)
+    return Architecture("mixtral", "Mixtral", field, LAYERS, units, config or MixtralConfig(num_local_experts=8))
+
+
+def layout(left_out: tuple[str, ...] = (), quantized: bool = False) -> Layout:
+    roles = {
+        f"{layer.name}.{expert}.{part}.weight": Role("expert", layer.unit, layer.name, expert=expert, family=part)
+        for layer in LAYERS
+        for expert in range(8)
+        for part in ("up_proj", "down_proj")
+    }
+    return Layout(roles, left_out, True, quantized)
+
+
+def a_plan(*kept: tuple[int, ...]) -> CompressionPlan:
+    chosen = kept or (KEPT, KEPT)
+    layers = tuple(LayerPlan.keep(layer, experts) for layer, experts in zip(LAYERS, chosen, strict=True))
+    return CompressionPlan(Source("x", None, "f"), len(chosen[0]), "by-hand", {}, None, layers)
+
+
+def rewrite(raw: dict[str, Any], plan: CompressionPlan | None = None, **given_parts: Any) -> dict[str, Any]:
+    built = given_parts.pop("built", None) or architecture()
+    config, _ = output_config(raw, built, given_parts.pop("stored", layout()), plan or a_plan(), None)
+    return config
+
+
+def test_the_count_is_set_under_every_name_present() -> None:
+    assert rewrite({"num_local_experts": 8, "x": 8}) == {"num_local_experts": 4, "x": 8}
+    assert rewrite({"num_experts": 8}, built=architecture()) == {"num_experts": 4}
+    assert rewrite({"num_experts": 8, "num_local_experts": 8}) == {"num_experts": 4, "num_local_experts": 4}
+    assert rewrite({}) == {"num_local_experts": 4}  # the config class's default counted
+
+
+def test_a_nested_count() -> None:
+    inner = MixtralConfig(num_local_experts=8)
+    outer = SimpleNamespace(text_config=inner, num_local_experts=3)
+    built = architecture(outer, "text_config.num_local_experts")
+    raw = {"num_local_experts": 3, "text_config": {"num_local_experts": 8}, "vision_config": {"num_local_experts": 8}}
+    assert rewrite(raw, built=built) == raw | {"text_config": {"num_local_experts": 4}}
+    assert rewrite({}, built=built) == {"text_config": {"num_local_experts": 4}}
+
+
+def test_listed_counts_and_tables_that_no_stock_config_reads() -> None:
+    raw = {
+        "num_local_experts": [8, 8],
+        "moe_sparsity_config": {"num_experts": [8, 0, 8], "deeper": {"num_local_experts": 8, "num_experts": 5}},
+        "other": {"count": 8},
+    }
+    assert rewrite(raw) == {
+        "num_local_experts": [4, 4],
+        "moe_sparsity_config": {"num_experts": [4, 0, 4], "deeper": {"num_local_experts": 4, "num_experts": 5}},
+        "other": {"count": 8},
+    }
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_vl_moe", "granitemoe", "jamba"])
+def test_a_real_config_reads_the_new_count_back(name: str) -> None:
+    config, entry = zoo.configure(name), zoo.family(name)
+    built = Architecture(name, entry.model_class, entry.count_field, LAYERS, (), config)
+    raw = rewrite(config.to_dict(), built=built)
+    assert isinstance(config, PreTrainedConfig)
+    again = type(config).from_dict(raw)
+    *parents, field = entry.count_field.split(".")
+    node = again
+    for parent in parents:
+        node = getattr(node, parent)
+    assert getattr(node, field) == 4
+
+
+def test_remote_code_and_the_choice_of_kernels_do_not_travel() -> None:
+    """It is not obeyed when the source is read, and might fetch code from a repository when the output is."""
+    kernels = {"_attn_implementation": "org/kernels", "attn_implementation": "sdpa", "_experts_implementation": "a/b"}
+    raw = {"x": 1, "text_config": {"y": 2}, "parts": [{"z": 3}]}
+    named = {**raw, **kernels, "text_config": {"y": 2, **kernels}, "parts": [{"z": 3, **kernels}]}
+    assert rewrite({**named, "auto_map": {"AutoConfig": "x.Y"}}) == {**raw, "num_local_experts": 4}
+
+
+def test_a_head_that_is_left_out_is_zeroed() -> None:
+    raw = {"num_local_experts": 8, "num_nextn_predict_layers": 1, "text_config": {"mtp_num_layers": 2, "mtp_on": True}}
+    config, zeroed = output_config(raw, architecture(), layout(("model.layers.2.eh_proj",)), a_plan(), None)
+    assert zeroed == ["num_nextn_predict_layers", "text_config.mtp_num_layers"]
+    assert config["num_nextn_predict_layers"] == 0
+    assert config["text_config"] == {"mtp_num_layers": 0, "mtp_on": True}
+    config, zeroed = output_config(raw, architecture(), layout(), a_plan(), None)
+    assert zeroed == [] and config["num_nextn_predict_layers"] == 1
+
+
+def test_only_positive_whole_numbers_are_zeroed() -> None:
+    raw = {"num_nextn_predict_layers": 0, "mtp_layers": "two", "nextn_layers": None, "num_hidden_layers": 4}
+    before = dict(raw)
+    assert zero_extra_heads(raw) == [] and raw == before
+
+
+def quantized(entries: Any, plan: CompressionPlan | None = None, key: str = "ignore") -> Any:
+    raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "compressed-tensors", key: entries}}
+    before = repr(raw)
+    changed = rewrite(raw, plan, stored=layout(quantized=True))["quantization_config"][key]
+    assert repr(raw) == before, "the base's config was changed"
+    return changed
+
+
+def test_ignore_lists_are_renumbered_layer_by_layer() -> None:
+    first, second = BLOCK.format(0), BLOCK.format(1)
+    entries = [
+        "lm_head",
+        f"{first}.gate",
+        f"{first}.experts.5.down_proj",  # expert 5 is slot 2 of layer 0 ...
+        f"{second}.experts.5.down_proj",  # ... and goes from layer 1
+        f"{first}.experts.1.up_proj",
+        f"{second}.experts.7",
+        f"{first}.shared_experts.up_proj",
+    ]
+    assert quantized(entries, a_plan(KEPT, (0, 1, 2, 7))) == [
+        "lm_head",
+        f"{first}.gate",
+        f"{first}.experts.2.down_proj",
+        f"{second}.experts.3",
+        f"{first}.shared_experts.up_proj",
+    ]
+
+
+def test_tables_keyed_by_module_are_renumbered() -> None:
+    first = BLOCK.format(0)
+    table = {f"{first}.experts.7.up_proj": {"bits": 8}, f"{first}.experts.1.up_proj": {"bits": 4}, "lm_head": {}}
+    assert quantized(table, key="extra_config") == {f"{first}.experts.3.up_proj": {"bits": 8}, "lm_head": {}}
+
+
+@given(st.sets(st.integers(0, 7), min_size=2, max_size=8), st.integers(0, 7))
+def test_an_entry_follows_its_expert(kept: set[int], expert: int) -> None:
+    name = f"{BLOCK.format(1)}.experts.{expert}.up_proj"
+    order = tuple(sorted(kept))
+    expected = [f"{BLOCK.format(1)}.experts.{order.index(expert)}.up_proj"] if expert in kept else []
+    assert quantized([name], a_plan(order, order)) == expected
+
+
+SAFE = [
+    "re:.*lm_head", "re:.*mlp.gate$", r"re:.*\.experts\..*\.down_proj$", r"re:model\.layers\.0\..*",
+    r"re:.*experts\.\d+\..*", r"re:(?:model\.)?layers\.0\..*", "gate_proj", "model.layers.5.self_attn",
+    "block_sparse_moe.gate",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", SAFE)
+def test_patterns_that_treat_experts_alike_stay(entry: str) -> None:
+    assert quantized([entry]) == [entry]
+
+
+UNSAFE = [
+    r"re:.*experts\.7\..*", r"re:.*\.experts\.[0-3]\..*up_proj", r"re:model\.layers\.1\.mlp\.experts\.2\.down_proj",
+    "layers.0.mlp.experts.7.up_proj", "experts.2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", UNSAFE)
+def test_patterns_that_name_single_experts_are_refused(entry: str) -> None:
+    message = re.escape(f"{entry!r} in quantization_config speaks of single experts, which get other numbers")
+    with pytest.raises(CompressionError, match=message):
+        quantized([entry])
+    with pytest.raises(CompressionError, match=message):
+        quantized({entry: {"bits": 8}}, key="dynamic")
+    everyone = tuple(range(8))
+    assert quantized([entry], a_plan(everyone, everyone)) == [entry]  # nobody is renumbered
+
+
+def test_a_pattern_stays_where_experts_keep_their_numbers_and_a_broken_one_is_refused() -> None:
+    assert quantized([r"re:.*experts\.0\..*"], a_plan((0, 1, 2, 3), (0, 1, 2, 3))) == [r"re:.*experts\.0\..*"]
+    with pytest.raises(CompressionError, match=r"'re:\(' in quantization_config is no regex"):
+        quantized(["re:("])
+
+
+def test_dequantised_output_says_so() -> None:
+    raw = {"num_local_experts": 8, "torch_dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
+    config, _ = output_config(raw, architecture(), layout(quantized=True), a_plan(), "bfloat16")
+    assert config == {"num_local_experts": 4, "dtype": "bfloat16"}

@@ -1,0 +1,646 @@
+"""The work folder: files of layers, going on after a kill at any moment, overwriting, locking, full disks."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from compressor import files as whole_files
+from compressor.attribution.report import NAMES as ATTRIBUTION
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint
+from compressor.errors import CompressionError
+from compressor.evaluation.gate_report import NAMES as GATE
+from compressor.files import work_folder
+from compressor.report.comparison_report import NAMES as COMPARISON
+from compressor.report.page import FIGURES, MADE_BY
+from compressor.steps import workdir
+from compressor.steps.tensors import FileRange, OutputJob, OutputTensor, Piece
+from compressor.steps.workdir import header_of, shards
+from tests.small import tree
+
+UNITS = ("", "layers.0", "layers.1", "layers.2")
+DTYPES = ("BF16", "F32", "U8", "F64")
+FORK = multiprocessing.get_context("fork")  # a real process that can really be killed, without importing torch again
+
+
+def content(name: str, nbytes: int) -> bytes:
+    return random.Random(name).randbytes(nbytes)
+
+
+def outputs(per_unit: int = 5) -> tuple[OutputTensor, ...]:
+    return tuple(
+        OutputTensor(f"{unit or 'head'}.t{number}", DTYPES[number % 4], (3 + number, 5), unit)
+        for unit in UNITS
+        for number in range(per_unit)
+    )
+
+
+def good(folder: Path) -> None:
+    Checkpoint(folder)
+
+
+TEMPLATE, RECORD = "additional_chat_templates/a.jinja", b'{"tool": "moe-compressor"}'
+CONFIG: dict[str, bytes | Path] = {"config.json": b"{}"}
+STEPS = ("0-prune",)
+Before = Callable[[str, int], Any]
+
+
+def a_job(
+    before: Before = lambda unit, number: None,
+    verify: Callable[[Path], None] = good,
+    files: dict[str, bytes | Path] | None = None,
+) -> OutputJob:
+    """A job; `before` is called with a unit and the number of the tensor that is about to be made."""
+    made = outputs()
+
+    def produce(unit: str) -> Iterable[tuple[str, Iterator[Piece]]]:
+        for number, output in enumerate(output for output in made if output.unit == unit):
+            before(unit, number)
+            data = content(output.name, output.nbytes)
+            yield output.name, iter([data[:7], memoryview(data)[7:]])
+
+    beside = {"config.json": b"{}", TEMPLATE: b"[1]", "compression.json": RECORD} if files is None else files
+    return OutputJob(made, UNITS, produce, beside, verify)
+
+
+def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", shard_bytes: int = 300) -> None:
+    """What a run of one stage does in its work folder."""
+    with workdir.held(out) as work:
+        workdir.check_target(out, overwrite)
+        workdir.check_space(out, job.nbytes)
+        work.resume(key)
+        stage = work.stage(0)
+        if stage.name not in work.written:
+            workdir.write_stage(job, stage, STEPS, lambda detail: None)
+            work.mark_written(stage)
+        workdir.assemble(stage, work.output, {}, shard_bytes)
+        job.verify(work.output)
+        workdir.publish(work, overwrite)
+
+
+def units_made(out: Path) -> set[str]:
+    """The units whose tensors are made when the output is written, which leaves no work folder."""
+    made: list[str] = []
+    write(a_job(lambda unit, _: made.append(unit)), out)
+    assert not work_folder(out).exists()
+    return set(made)
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def some_outputs(draw: st.DrawFn) -> tuple[OutputTensor, ...]:
+    dtypes = st.sampled_from(sorted(TORCH_DTYPES))
+    kinds = draw(st.lists(st.tuples(dtypes, st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=12))
+    return tuple(OutputTensor(f"t{n}.żółć", dtype, tuple(shape), "") for n, (dtype, shape) in enumerate(kinds))
+
+
+@given(some_outputs())
+def test_a_file_has_every_tensor_once_aligned_and_without_gaps(made: tuple[OutputTensor, ...]) -> None:
+    header, places = header_of(made, STEPS)
+    by_name = {output.name: output for output in made}
+    assert places.keys() == by_name.keys()
+    end = len(header)
+    assert end % 8 == 0 and int.from_bytes(header[:8], "little") == end - 8
+    for name, offset in sorted(places.items(), key=lambda place: (place[1], by_name[place[0]].nbytes)):
+        assert offset == end and offset % (DTYPE_BITS[by_name[name].dtype] // 8) == 0
+        end += by_name[name].nbytes
+    assert end == len(header) + sum(output.nbytes for output in made)
+    assert header_of(made, STEPS) == (header, places)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.integers(1, 200), st.integers(0, 60))
+def test_small_files_are_joined_in_order_and_large_ones_stay(sizes: list[int], most: int, small: int) -> None:
+    groups = shards(sizes, most, small)
+    assert [number for group in groups for number in group] == [*range(len(sizes))]
+    for group, after in zip(groups, [*groups[1:], []], strict=True):
+        own = [sizes[number] for number in group]
+        assert len(own) == 1 or (max(own) <= small and sum(own) <= most)
+        if after and max(*own, sizes[after[0]]) <= small:
+            assert sum(own) + sizes[after[0]] > most
+
+
+def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None:
+    job, out = a_job(), tmp_path / "out"
+    write(job, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {output.name for output in job.outputs}
+    assert index["metadata"] == {"total_parameters": sum(o.parameters for o in job.outputs), "total_size": job.nbytes}
+    for output in job.outputs:
+        with safe_open(str(out / index["weight_map"][output.name]), "pt") as shard:
+            tensor = shard.get_tensor(output.name)
+            assert shard.metadata() == {"format": "pt", "steps": '["0-prune"]'}
+        assert tuple(tensor.shape) == output.shape and tensor.dtype == TORCH_DTYPES[output.dtype]
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == content(output.name, output.nbytes)
+    found = sorted(path.name for path in out.glob("*.safetensors"))
+    assert found == [f"model-{n:05d}-of-{len(found):05d}.safetensors" for n in range(1, len(found) + 1)]
+    stored = [[output.nbytes for output in job.outputs if index["weight_map"][output.name] == file] for file in found]
+    assert all(len(sizes) == 1 or sum(sizes) <= 300 for sizes in stored)
+    assert len(found) > len(UNITS) and (out / TEMPLATE).read_bytes() == b"[1]"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_one_shard_has_the_plain_name_and_no_index(tmp_path: Path) -> None:
+    write(a_job(), tmp_path / "out", shard_bytes=10**9)
+    assert sorted(tree(tmp_path / "out")) == [TEMPLATE, "compression.json", "config.json", "model.safetensors"]
+
+
+def test_bytes_are_copied_out_of_another_file_unless_it_was_cut_off(tmp_path: Path) -> None:
+    source, data = tmp_path / "source", content("x", 5000)
+    source.write_bytes(data)
+    one = OutputTensor("x", "U8", (3000,), "")
+    job = OutputJob((one,), ("",), lambda unit: [("x", iter([FileRange(source, 900, 3000)]))], CONFIG, good)
+    write(job, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes()[-3000:] == data[900:3900]
+    source.write_bytes(data[:1000])
+    with pytest.raises(CompressionError, match="source ended while it was copied"):
+        write(job, tmp_path / "cut")
+    assert not (tmp_path / "cut").exists() and not work_folder(tmp_path / "cut").exists()
+
+
+# --- killed and run again ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    write(a_job(), out)
+    return tree(out)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_killed(work: Callable[[], Any]) -> None:
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("number", [0, 3])
+def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: write(a_job(lambda *at: die() if at == (unit, number) else None), out))
+    assert not out.exists() and work_folder(out).is_dir()
+    made, at = units_made(out), UNITS.index(unit)
+    assert tree(out) == whole
+    assert set(UNITS[at:]) <= made <= set(UNITS[max(0, at - 1) :])  # of the finished, one may wait for the disk
+
+
+SYSTEM_CALLS = ("replace", "pwrite", "fsync", "posix_fallocate", "close", "open")
+
+
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_killed_before_any_system_call(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    real, counted = getattr(os, call), [0]
+
+    def counting(*args: Any, **named: Any) -> Any:
+        counted[0] += 1
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, counting)
+        write(a_job(), tmp_path / "count")
+    total = counted[0]
+    assert total
+    for fatal in sorted({1, 2, total // 2, total - 1, total} & set(range(1, total + 1))):
+        out = tmp_path / f"out-{fatal}"
+        left = [fatal]
+
+        def killing(*args: Any, left: list[int] = left, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            return real(*args, **named)
+
+        def work(out: Path = out, killing: Any = killing) -> None:
+            setattr(os, call, killing)
+            write(a_job(), out)
+
+        run_killed(work)
+        if out.exists():  # killed after the last rename
+            assert tree(out) == whole
+        write(a_job(), out, overwrite=True)
+        assert tree(out) == whole and not work_folder(out).exists(), fatal
+
+
+def test_killed_at_random_moments(tmp_path: Path, whole: dict[str, str]) -> None:
+    dice = random.Random(7)
+    for attempt in range(6):
+        out = tmp_path / f"out-{attempt}"
+        for _ in range(3):
+            if out.exists():
+                break
+            process = FORK.Process(target=lambda out=out: write(a_job(lambda *at: time.sleep(0.004)), out))
+            process.start()
+            time.sleep(dice.uniform(0.0, 0.12))
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            assert not out.exists() or tree(out) == whole
+        if not out.exists():
+            write(a_job(), out)
+        assert tree(out) == whole
+
+
+def test_another_jobs_journal_is_not_resumed(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: write(a_job(lambda u, n: die() if u == UNITS[2] else None), out, key="other"))
+    assert units_made(out) == set(UNITS) and tree(out) == whole
+
+
+@pytest.mark.parametrize("journal", ["", "{", "[]", "5", '{"key": "one"}', '{"key": "one", "steps": 5}'])
+def test_a_broken_journal_is_not_resumed(journal: str, tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    run_killed(lambda: write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
+    (work_folder(out) / workdir.JOURNAL).write_text(journal)
+    write(a_job(), out)
+    assert tree(out) == whole
+
+
+def test_a_file_that_was_cut_short_is_made_again(tmp_path: Path, whole: dict[str, str]) -> None:
+    """As a loss of power may leave it, which a process that is killed does not."""
+    out = tmp_path / "out"
+    run_killed(lambda: write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
+    first = work_folder(out) / "stage-0" / "rest.safetensors"
+    first.write_bytes(first.read_bytes()[:-1])
+    made = units_made(out)
+    assert UNITS[0] in made and UNITS[1] not in made and tree(out) == whole
+
+
+def test_interrupted_by_the_keyboard_it_can_go_on(tmp_path: Path, whole: dict[str, str]) -> None:
+    def stop(unit: str, number: int) -> None:
+        if unit == UNITS[2]:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        write(a_job(stop), out)
+    assert set(UNITS[2:]) <= units_made(out) <= set(UNITS[1:]) and tree(out) == whole
+
+
+# --- faults leave nothing ---------------------------------------------------------------------------------------------
+
+
+def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
+    def fault(unit: str, number: int) -> None:
+        if unit == UNITS[2]:
+            raise CompressionError("tensor 'x' in y holds NaN")
+
+    def not_good(folder: Path) -> None:
+        raise CompressionError("the written config is wrong")
+
+    for job, message in ((a_job(fault), "holds NaN"), (a_job(verify=not_good), "config is wrong")):
+        with pytest.raises(CompressionError, match=message):
+            write(job, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_that_do_not_come_out_as_planned(tmp_path: Path) -> None:
+    sound = a_job()
+    cases: list[tuple[Callable[[str], Iterable[tuple[str, Iterator[Piece]]]], str]] = [
+        (lambda unit: [], "'head.t0' of the output was not made"),
+        (lambda unit: [("extra", iter([b""]))], "'extra' was made and has no place"),
+        (lambda unit: [("head.t0", iter([b"abc"]))], "'head.t0' came out with 3 bytes instead of 30"),
+    ]
+    for produce, message in cases:
+        with pytest.raises(AssertionError, match=message):
+            write(replace(sound, produce=produce), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(CompressionError, match=r"the output needs 0\.02 GB, .* has 0\.00 GB free; free some space"):
+        write(a_job(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = work_folder(tmp_path / "out")
+    work.mkdir()
+    (work / "big").write_bytes(bytes(3_000_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=workdir.SPARE_BYTES - 1_000_000))
+    workdir.check_space(tmp_path / "out", 1_500_000)
+    with pytest.raises(CompressionError, match="the output needs"):
+        workdir.check_space(tmp_path / "out", 3_500_000)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
+    call: str, code: int, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
+    before = tree(tmp_path)
+    real, calls = getattr(os, call), [0]
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in fatal:
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    message = "Input/output error" if code == errno.EIO else "is full; free some space and run the command again"
+    for fatal in ({1}, {2}, {3}, {4}, {5}, {6}, {7}):
+        calls[0] = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                write(a_job(), out, overwrite)
+                fault = ""
+            except (CompressionError, OSError) as error:
+                fault = str(error)
+        if not fault:
+            assert calls[0] < min(fatal)
+            break
+        assert calls[0] >= min(fatal) and message in fault
+        assert tree(tmp_path) == before, fatal
+        assert not work_folder(out).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        with pytest.raises(CompressionError, match="the output needs"):
+            write(a_job(), disk / "out")
+        assert list(disk.iterdir()) == []
+        monkeypatch.setattr(workdir, "check_space", lambda out, nbytes: None)
+        (disk / "filler").write_bytes(bytes(56 * 1024))
+        with pytest.raises(CompressionError, match="is full; free some space"):
+            write(a_job(), disk / "out")
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
+    for out in (tmp_path / "folder", tmp_path / "file", tmp_path / "link"):
+        _ = out.mkdir() if out.name == "folder" else out.touch() if out.name == "file" else out.symlink_to("nowhere")
+        with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
+            write(a_job(), out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+def test_overwrite_replaces_checkpoints_and_empty_folders_only(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write(a_job(), out, overwrite=True)
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
+    (tmp_path / "link").symlink_to(out)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").touch()
+    (tmp_path / "file").touch()
+    for name in ("link", "notes", "file"):
+        with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
+            write(a_job(), tmp_path / name, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes", "out"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stray", ["diary.txt", "taxes.json", "train.py", "notes.html", "notes/diary.txt", ".git/HEAD"])
+def test_overwrite_keeps_what_is_no_part_of_a_checkpoint(own: bool, stray: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(a_job(files={"config.json": b"{}", **({"compression.json": RECORD} if own else {})}), out)
+    (out / stray).parent.mkdir(exist_ok=True)
+    (out / stray).write_text("dear diary")
+    before = tree(tmp_path)
+    with pytest.raises(CompressionError, match=f"holds {stray.split('/')[0]}, which is no part .* --overwrite"):
+        write(a_job(), out, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwrite_names_what_it_would_lose_in_an_export_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(a_job(), out)
+    (out / "onnx").mkdir()
+    (out / "onnx" / "onnx_export.json").write_bytes(RECORD)
+    for name in ("a.txt", "b.txt", "c.txt", "onnx/notes.txt"):
+        (out / name).touch()
+    before = tree(tmp_path)
+    with pytest.raises(CompressionError, match=r"holds a.txt, b.txt, c.txt and 1 more, which are no part .* move them"):
+        write(a_job(), out, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwrite_replaces_what_the_commands_add_to_an_output(tmp_path: Path, whole: dict[str, str]) -> None:
+    added = {
+        **dict.fromkeys((*GATE, *ATTRIBUTION, *COMPARISON, *FIGURES, "onnx/onnx_export.json"), "{}"),
+        **{f"figures/{name}": "" for name in FIGURES},
+        "plan.wiki.json": '{"format": "moe-compressor-plan/1"}',
+        "page.html": f"<!DOCTYPE html>... {MADE_BY} out; plan 12.",
+        "terms.txt": "carried from the source",
+        ".cache/huggingface/.gitignore": "*",
+        "compression.json": '{"tool": "moe-compressor", "files": ["terms.txt", 5]}',
+    }
+    out = tmp_path / "out"
+    write(a_job(), out)
+    for name, text in added.items():
+        (out / name).parent.mkdir(exist_ok=True, parents=True)
+        (out / name).write_text(text)
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
+
+
+def test_overwrite_replaces_nothing_but_checkpoint_files(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    write(a_job(files={"config.json": b"{}"}), out)
+    usual = (
+        "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+        "vocab.json merges.txt tokenizer.model chat_template.jinja preprocessor_config.json README.md LICENSE "
+        "LICENSE.txt USE_POLICY.md .gitattributes modeling_deepseek.py pytorch_model-00001-of-00002.bin recipe.yaml"
+    )
+    for name in usual.split():
+        (out / name).touch()
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole
+    for files in ({}, {"compression.json": "{}"}, {"compression.json": "[" * 9_999}, {"onnx_export.json": "null"}):
+        out = tmp_path / f"app {len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        for name, text in {"config.json": '{"port": 80}', **files}.items():
+            (out / name).write_text(text)
+        with pytest.raises(CompressionError, match="is not a checkpoint folder, so --overwrite will not replace it"):
+            write(a_job(), out, overwrite=True)
+
+
+def test_an_output_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for overwrite, said in ((False, "exists already"), (True, "is not a checkpoint folder")):
+        with pytest.raises(CompressionError, match=said):
+            write(a_job(verify=lambda _: (out.mkdir(), (out / "diary.txt").touch())[1]), out, overwrite)
+        assert list(tree(tmp_path)) == ["out/diary.txt"]
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("inside", ["", "lock", "output", "moe-compressor-work.json", "output/config.json"])
+def test_nothing_is_written_through_a_link(inside: str, tmp_path: Path) -> None:
+    """A link in the place of the work folder, or in it, as someone may leave in a folder that many write to."""
+    work, aim = work_folder(tmp_path / "out"), tmp_path / "aim"
+    if inside in ("", "output"):
+        aim.mkdir()
+        (aim / "diary.txt").write_text("dear diary")
+    else:
+        aim.write_text("dear diary")
+    (work / inside).parent.mkdir(parents=True, exist_ok=True)
+    (work / inside).symlink_to(aim)
+    before = tree(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(CompressionError, match="is a link, and nothing is written through one; remove it"):
+            write(a_job(), tmp_path / "out", overwrite)
+        assert tree(tmp_path) == before and (work / inside).is_symlink()
+
+
+def test_a_parent_that_is_none_or_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for parent in (tmp_path / "gone", tmp_path / "file"):
+        with pytest.raises(CompressionError, match="is not a folder; create it or name another output folder"):
+            write(a_job(), parent / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CompressionError, match="cannot be written to"):
+        write(a_job(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_relative_outputs_and_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (Path("out"), Path("ausgabe żółć 模型"), Path("./a/../b")):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        write(a_job(), out)
+        assert tree(out) == whole
+    assert work_folder(Path(".")) == tmp_path.parent / f".{tmp_path.name}.moe-compressor"
+    with pytest.raises(CompressionError, match="exists already"):
+        write(a_job(), Path("."))
+
+
+def test_the_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
+    old = tree(out)
+    for at in (UNITS[0], UNITS[3]):
+        run_killed(lambda at=at: write(a_job(lambda u, n: die() if u == at else None), out, True))
+        assert tree(out) == old
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_killed_between_the_renames_where_folders_cannot_change_places(
+    after: int, tmp_path: Path, whole: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
+    old, real, renames = tree(out), os.replace, [0]
+
+    def killing(source: Any, target: Any) -> None:
+        if Path(target) == out or Path(source) == out:
+            if renames[0] == after:
+                die()
+            renames[0] += 1
+        real(source, target)
+        if renames[0] == 2 and after == 2:
+            die()
+
+    def work() -> None:
+        os.replace, whole_files._exchanged = killing, lambda one, two: False
+        write(a_job(), out, True)
+
+    run_killed(work)
+    assert out.exists() == (after != 1)
+    if after == 2:
+        assert tree(out) == whole
+    with pytest.raises(CompressionError, match="exists already"):  # the old output is back, or the new one is there
+        workdir.check_target(out, False)
+    assert tree(out) == (whole if after == 2 else old)
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_killed_at_the_exchange_of_an_overwrite(before: bool, tmp_path: Path, whole: dict[str, str]) -> None:
+    out, real = tmp_path / "out", whole_files._exchanged
+    write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
+    old = tree(out)
+
+    def work() -> None:
+        whole_files._exchanged = lambda one, two: die() if before else real(one, two) and die()
+        write(a_job(), out, True)
+
+    run_killed(work)
+    assert tree(out) == (old if before else whole)
+    write(a_job(), out, overwrite=True)
+    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_run_added_is_not_taken_over(tmp_path: Path, whole: dict[str, str]) -> None:
+    def add(folder: Path) -> None:
+        (folder / "gate.json").touch()
+        (folder / "onnx").mkdir()
+        die()
+
+    out = tmp_path / "out"
+    run_killed(lambda: write(a_job(verify=add), out))
+    write(a_job(), out)
+    assert tree(out) == whole
+
+
+def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
+    out, started, go_on = tmp_path / "out", FORK.Event(), FORK.Event()
+
+    def wait(unit: str, number: int) -> None:
+        if unit == UNITS[1]:
+            started.set()
+            go_on.wait(30)
+
+    process = FORK.Process(target=lambda: write(a_job(wait), out))
+    process.start()
+    try:
+        assert started.wait(30)
+        held = work_folder(out)
+        with pytest.raises(CompressionError, match=r"another run is writing .*out; wait for it"):
+            write(a_job(), out)
+        assert (held / workdir.JOURNAL).exists()
+    finally:
+        go_on.set()
+        process.join(30)
+    assert process.exitcode == 0 and tree(out) == whole
