@@ -41,8 +41,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
     "attribution": "which senders steer the routers",
     "comoe": "LoRA experts with a router beside linear layers",
-    "plugins": "the one import that a plugin's author needs",
-    "strategies": "one file each",
+    "strategies": "one file each; and `compressor/plugins.py`, the one import that a plugin's author needs",
     "exporters": "ONNX",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "report": "one page to look at; many plans in one table",
@@ -75,6 +74,8 @@ def package_of(module: str) -> str:
     head, *rest = module.split(".")
     if head != "compressor":
         return head
+    if rest == ["plugins"]:
+        return "strategies"
     if not rest:
         return TOP
     if rest[0] == "steps" and len(rest) > 1 and (ROOT / "compressor" / "steps" / rest[1]).is_dir():

@@ -8,7 +8,6 @@ from compressor.plugins import (
     CompressionError,
     LayerPlan,
     LayerStatistics,
-    Strategy,
     load_strategy,
     option,
     rescaled_error,
@@ -37,15 +36,10 @@ class Options:
     def names(self) -> list[str]:
         return [name.strip() for name in self.candidates.split(",")]
 
-    @property
-    def strategies(self) -> list[Strategy]:
-        """The candidates, each with its default options."""
-        return [load_strategy(name) for name in self.names]
-
 
 def needs(options: Options) -> frozenset[str]:
     """What the candidates need, and tokens that none of them sees."""
-    return HELDOUT.union(*(strategy.needs for strategy in options.strategies))
+    return HELDOUT.union(*(load_strategy(name).needs for name in options.names))
 
 
 def plan(
@@ -55,17 +49,14 @@ def plan(
 
     The error is `rescaled_error`. A layer that no held-out token reached is planned by the first candidate.
     """
-    plans, errors = dict[str, LayerPlan](), dict[str, float]()
-    refusals: list[CompressionError] = []
-    for strategy in options.strategies:
+    plans, errors, refusals = dict[str, LayerPlan](), dict[str, float](), list[CompressionError]()
+    for name in options.names:
         try:
-            layer_plan = strategy.plan_layer(stats, keep, protected)
+            plans[name] = load_strategy(name).plan_layer(stats, keep, protected)
         except CompressionError as refusal:  # others may fit the protected experts
             refusals.append(refusal)
             continue
-        same = next((name for name, other in plans.items() if other.groups == layer_plan.groups), None)
-        plans[strategy.name] = layer_plan
-        errors[strategy.name] = rescaled_error(stats.heldout, layer_plan) if same is None else errors[same]
+        errors[name] = rescaled_error(stats.heldout, plans[name])
     if not plans:
         raise refusals[0]
     won = [*errors][stable_argmin(errors.values(), SQUARED)]

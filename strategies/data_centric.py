@@ -6,14 +6,13 @@ import torch
 
 from compressor.plugins import (
     CLOSENESS,
-    METHODS,
     SQUARED,
     LayerPlan,
     LayerStatistics,
+    MergeOptions,
     closeness,
     linear_cka,
     mean_output_distances,
-    merge_needs,
     option,
     rbf_cka,
 )
@@ -28,28 +27,27 @@ SIMILARITIES = {  # with what a report calls them
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(MergeOptions):
     """How experts are compared and merged; `mix_tokens` augments the tokens by random mixtures."""
 
     similarity: str = option(
         "linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output", choices=SIMILARITIES
     )
     mix_tokens: bool = option(True, help="whether outputs are compared on random mixtures of tokens")
-    merge: str = option(
-        "uniform", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
-    )
-    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
-    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
-
-def needs(options: Options) -> frozenset[str]:
-    """Outputs of all experts, on mixtures or on the tokens themselves, and what the merging needs."""
-    return likeness_needs(options) | merge_needs(options.merge, options.merge_routers)
+    def distances(self, stats: LayerStatistics) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Distances [E, E] of a layer's experts, and their noise."""
+        return distances(stats.mixed_outputs if self.mix_tokens else stats.expert_outputs, self.similarity)
 
 
 def likeness_needs(options: Options) -> frozenset[str]:
-    """The outputs that are compared."""
+    """The outputs that are compared, on mixtures of tokens or on the tokens themselves."""
     return frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
+
+
+def needs(options: Options) -> frozenset[str]:
+    """The outputs that are compared, and what the merging needs."""
+    return likeness_needs(options) | options.merge_needs
 
 
 def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -66,10 +64,9 @@ def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, tor
 
 def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts' outputs are, for a report: a label, and [E, E] from 0 to 1."""
-    outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
-    table, _ = distances(outputs, options.similarity)
-    on = "random mixtures of tokens" if options.mix_tokens else "tokens"
-    label = f"{SIMILARITIES[options.similarity]}, {outputs.shape[1]} {on}"
+    table, _ = options.distances(stats)
+    sampled, on = (stats.mixed_outputs, "random mixtures of ") if options.mix_tokens else (stats.expert_outputs, "")
+    label = f"{SIMILARITIES[options.similarity]}, {sampled.shape[1]} {on}tokens"
     return label, closeness(table) if options.similarity == "mean-output" else 1 - table
 
 
@@ -78,6 +75,5 @@ def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
-    outputs = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
-    table, noise = distances(outputs, options.similarity)
+    table, noise = options.distances(stats)
     return merge_alike(stats, table.clamp(min=0).cpu(), noise, keep, protected, options, options.similarity)

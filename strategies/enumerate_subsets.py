@@ -56,40 +56,34 @@ def _ranked(errors: Mapping[Kept, float], noise: float) -> list[Kept]:
     return [kept for _, kept in sorted(zip(judged, errors, strict=True))]
 
 
-def _without(kept: Iterable[int], gone: Kept) -> Kept:
-    return tuple(expert for expert in kept if expert not in gone)
-
-
 def _dense(routed: Routed, experts: int) -> torch.Tensor:
     """Gate weights by expert: -> [S, E]."""
     weights = torch.zeros(len(routed.weights), experts, device=routed.weights.device)
     return weights.scatter_add_(1, routed.experts, routed.weights)
 
 
-def _is_local(errors: KeptErrors, routed: Routed, experts: int) -> bool:
-    """Return True if a router without one expert treats the tokens that did not choose it as before.
-
-    One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of expert
-    ids does, for a lost expert's place goes to the lowest kept ones.
-    """
-    everyone, before, strays, tokens = tuple(range(experts)), _dense(routed, experts), 0, 0
-    for expert in everyone[:: -(-experts // PROBES)]:
-        after = _dense(errors.kept(_without(everyone, (expert,))), experts)
-        others = (routed.experts != expert).all(1)
-        changed = (after - before).abs().amax(1) > 1e-4 * before.amax(1)
-        strays, tokens = strays + int((changed & others).sum()), tokens + int(others.sum())
-    return strays <= STRAY_SHARE * tokens
-
-
-class _Greedy:
+class Greedy:
     """Backward elimination: from all experts to the kept ones, each time without those whose loss costs least."""
 
     def __init__(self, errors: KeptErrors, experts: int, blocks: list[Block]) -> None:
-        self.errors, self.blocks = errors, blocks
-        self.start = tuple(range(experts))
-        self.steps = len(blocks[0].free) - blocks[0].take
-        self.tried = 0
-        self.local = len(blocks) == 1 and self.steps > 0 and _is_local(errors, errors.kept(self.start), experts)
+        self.errors, self.blocks, self.start = errors, blocks, tuple(range(experts))
+        self.steps, self.tried = len(blocks[0].free) - blocks[0].take, 0
+        self.local = len(blocks) == 1 and self.steps > 0 and self._is_local()
+
+    def _is_local(self) -> bool:
+        """Return True if a router without one expert treats the tokens that did not choose it as before.
+
+        One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of
+        expert ids does, for a lost expert's place goes to the lowest kept ones.
+        """
+        routed, strays, tokens = self.errors.kept(self.start), 0, 0
+        before = _dense(routed, len(self.start))
+        for gone in self.start[:: -(-len(self.start) // PROBES)]:
+            left = tuple(expert for expert in self.start if expert != gone)
+            changed = (_dense(self.errors.kept(left), len(self.start)) - before).abs().amax(1) > 1e-4 * before.amax(1)
+            others = (routed.experts != gone).all(1)
+            strays, tokens = strays + int((changed & others).sum()), tokens + int(others.sum())
+        return strays <= STRAY_SHARE * tokens
 
     def _expand(self, kept: Kept) -> dict[Kept, float]:
         """Errors without one expert of every routing group, first the least used, exchanged till none gets better.
@@ -105,7 +99,7 @@ class _Greedy:
             return float(routed.errors.index_copy(0, rows, self.errors.kept(smaller, rows).errors).sum())
 
         def best(tried: list[Kept]) -> Kept:
-            smaller = {_without(kept, gone): gone for gone in tried}
+            smaller = {tuple(expert for expert in kept if expert not in gone): gone for gone in tried}
             costs.update({left: error(left, gone) for left, gone in smaller.items() if left not in costs})
             return smaller[_ranked({left: costs[left] for left in smaller}, self.errors.noise)[0]]
 
@@ -123,23 +117,23 @@ class _Greedy:
         """The best set found along so many sets at once; equal ones count in lexicographic order."""
         level = [self.start]
         for _ in range(self.steps):
-            costs: dict[Kept, float] = {}
-            for kept in level:
-                costs |= self._expand(kept)
+            costs = {kept: error for each in level for kept, error in self._expand(each).items()}
             level = _ranked(costs, self.errors.noise)[:beam]
         return level[0]
 
 
-def _search(
+def search(
     errors: KeptErrors, experts: int, blocks: list[Block], options: Options, count: int
 ) -> tuple[Kept, dict[str, Any]]:
+    """The kept set of least error that all `count` subsets or greedy elimination lead to, and how it was found."""
+
     def best(tried: Iterable[Kept]) -> Kept:
         sets = sorted(tried)
         return sets[stable_argmin((float(errors.kept(kept).errors.sum()) for kept in sets), errors.noise)]
 
     if options.search == "all" or (options.search == "auto" and count <= options.most_subsets):
         return best(_subsets(blocks)), {"search": f"all {count} subsets"}
-    greedy = _Greedy(errors, experts, blocks)
+    greedy = Greedy(errors, experts, blocks)
     kept = best(greedy.search(beam) for beam in sorted({1, options.beam}))  # a beam may lose greedy's way
     wide = f", beam of {options.beam}" if options.beam > 1 else ""
     return kept, {"search": f"greedy backward{wide}", "subsets_tried": greedy.tried}
@@ -162,7 +156,7 @@ def plan(
             "choose search=greedy"
         )
     if len(stats.inputs):
-        kept, how = _search(KeptErrors(stats), stats.layer.experts, blocks, options, count)
+        kept, how = search(KeptErrors(stats), stats.layer.experts, blocks, options, count)
     else:
         kept, how = next(_subsets(blocks)), {"search": "none: no token reached the layer"}
     layer_plan = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")

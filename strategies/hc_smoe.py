@@ -9,16 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.plugins import (
-    METHODS,
-    LayerPlan,
-    LayerStatistics,
-    blocks_of,
-    merge_groups,
-    merge_needs,
-    option,
-    rounded,
-)
+from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, blocks_of, merge_option, option, rounded
 from strategies.data_centric import distances
 
 NEEDS = frozenset({"expert_outputs"})
@@ -26,22 +17,18 @@ LINKAGES = ("average", "complete", "single")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(MergeOptions):
     """How experts are merged, and how far apart two clusters of them count."""
 
-    merge: str = option(
-        "frequency", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
-    )
-    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
+    merge: str = merge_option("frequency")
     linkage: str = option(
         "average", help="how far apart two clusters count: average, complete or single", choices=LINKAGES
     )
-    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
 
 
 def needs(options: Options) -> frozenset[str]:
     """Outputs of all experts, and what the merging needs."""
-    return NEEDS | merge_needs(options.merge, options.merge_routers)
+    return NEEDS | options.merge_needs
 
 
 def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[list[int]]:
@@ -78,5 +65,4 @@ def plan(
             clusters += [[free[position] for position in own] for own in positions]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
-    by, how = f"mean outputs, {options.linkage} linkage", (options.merge, options.merge_routers, options.align)
-    return merge_groups(stats, clusters, *how, decided_by=by, figures=figures)
+    return options.merged(stats, clusters, decided_by=f"mean outputs, {options.linkage} linkage", figures=figures)

@@ -7,16 +7,14 @@ import torch
 
 from compressor.plugins import (
     CLOSENESS,
-    METHODS,
     LayerPlan,
     LayerStatistics,
     LayerWeights,
+    MergeOptions,
     closeness,
     competing,
     fast_squared_distances,
     group_experts,
-    merge_groups,
-    merge_needs,
     noise,
     option,
     projections,
@@ -24,32 +22,6 @@ from compressor.plugins import (
 
 NEEDS = frozenset({"weights"})
 LEAST_BLOCK = 32 * 2**20  # bytes of surrogate rows of all experts held at once: this, or half of the layer
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How experts are compared and merged."""
-
-    representation: str = option(
-        "surrogate",
-        help="of the weights that are compared: surrogate or vectorized",
-        choices=("surrogate", "vectorized"),
-    )
-    merge: str = option(
-        "uniform", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
-    )
-    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
-    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
-
-
-def needs(options: Options) -> frozenset[str]:
-    """Weights, and what the merging needs."""
-    return NEEDS | merge_needs(options.merge, options.merge_routers)
-
-
-def likeness_needs(options: Options) -> frozenset[str]:
-    """The weights alone."""
-    return NEEDS
 
 
 @torch.no_grad()
@@ -91,6 +63,25 @@ def vectorized_distances(weights: LayerWeights, count: int) -> tuple[torch.Tenso
 MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}  # by representation
 
 
+@dataclass(frozen=True, slots=True)
+class Options(MergeOptions):
+    """How experts are compared and merged."""
+
+    representation: str = option(
+        "surrogate", help="of the weights that are compared: surrogate or vectorized", choices=MEASURES
+    )
+
+
+def needs(options: Options) -> frozenset[str]:
+    """Weights, and what the merging needs."""
+    return NEEDS | options.merge_needs
+
+
+def likeness_needs(options: Options) -> frozenset[str]:
+    """The weights alone."""
+    return NEEDS
+
+
 def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
     table, _ = MEASURES[options.representation](stats.weights, stats.layer.experts)
@@ -98,13 +89,18 @@ def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tenso
 
 
 def merge_alike(
-    stats: LayerStatistics, table: torch.Tensor, noise: Any, keep: int, alone: frozenset[int], options: Any, by: str
+    stats: LayerStatistics,
+    table: torch.Tensor,
+    noise: Any,
+    keep: int,
+    alone: frozenset[int],
+    options: MergeOptions,
+    by: str,
 ) -> LayerPlan:
     """Group by equation 5 on these distances [E, E], which `by` names, and merge by equation 6."""
     grouping = group_experts(table, keep, seed=stats.seed, blocks=competing(stats.layer), alone=alone, noise=noise)
     figures = {"within_group_distance": round(grouping.objective, 6), "proved_best": grouping.exact}
-    how = (options.merge, options.merge_routers, options.align)
-    return merge_groups(stats, grouping.groups, *how, decided_by=by, figures=figures)
+    return options.merged(stats, grouping.groups, decided_by=by, figures=figures)
 
 
 @torch.no_grad()

@@ -105,14 +105,6 @@ def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: 
     return groups
 
 
-def shares(saliency: Tensor, members: list[int]) -> tuple[float, ...]:
-    """Coefficients of a group's members by saliency [E], which sum to 1; even where no expert has any."""
-    reached = saliency[saliency > 0]
-    least = float(reached.min()) if len(reached) else 1.0
-    weights = [float(saliency[member]) or least for member in members]
-    return tuple(weight / sum(weights) for weight in weights)
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
@@ -122,27 +114,31 @@ def plan(
     Where protected experts take every place, the others are dropped. Raises `CompressionError` where the groups of
     `group_size` have no room for all.
     """
-    layer = stats.layer
     saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
     table, order = similarities(stats, options.similarity), rounded(saliency)
-    groups: list[Group] = [Group.single(expert) for expert in sorted(kept & protected)]
-    joined: list[float] = []
-    for block in competing(layer):
+    reached = saliency[saliency > 0]
+    weights = saliency.where(saliency > 0, reached.min() if len(reached) else 1.0).tolist()
+    groups, joined = [Group.single(expert) for expert in sorted(kept & protected)], list[float]()
+    for block in competing(stats.layer):
         heads = sorted((e for e in block if e in kept - protected), key=lambda e: -float(order[e]))
         others = [expert for expert in block if expert not in kept]
         if heads and options.group_size and len(others) > len(heads) * (options.group_size - 1):
             raise CompressionError(
-                f"{layer.name}: {len(heads)} groups of at most {options.group_size} have no room for "
+                f"{stats.layer.name}: {len(heads)} groups of at most {options.group_size} have no room for "
                 f"{len(heads) + len(others)} experts; raise group_size or keep more"
             )
         for head, members in grouped(table, heads, others, options.group_size).items():
             members = sorted(members)
             joined += [float(table[head, expert]) for expert in members if expert != head]
-            of, own = shares(saliency, members), tuple(float(member == head) for member in members)
-            aligned = head if options.align and len(members) > 1 else None
-            groups.append(Group(tuple(members), of, of if options.merge_routers else own, head=aligned))
-    figures = {"largest_group": max(len(group.members) for group in groups)}
-    likeness_of_joined = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
+            total = sum(weights[expert] for expert in members)
+            shares = tuple(weights[expert] / total for expert in members)
+            rows = shares if options.merge_routers else tuple(float(expert == head) for expert in members)
+            groups.append(
+                Group(tuple(members), shares, rows, head=head if options.align and len(members) > 1 else None)
+            )
+    figures: dict[str, float] = {"largest_group": max(len(group.members) for group in groups)}
+    if joined:
+        figures["mean_similarity"] = round(sum(joined) / len(joined), 6)
     decided_by = f"REAP's saliency, {SIMILARITIES[options.similarity][0]}"
-    return LayerPlan.of(layer, groups, decided_by=decided_by, figures={**figures, **likeness_of_joined})
+    return LayerPlan.of(stats.layer, groups, decided_by=decided_by, figures=figures)

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from compressor.plugins import (
     FLOAT32,
-    METHODS,
-    CompressionError,
     LayerPlan,
     LayerStatistics,
+    MergeOptions,
     competing,
     keep_best,
-    merge_groups,
-    merge_needs,
+    merge_option,
     option,
     rounded,
 )
@@ -23,29 +21,17 @@ NEEDS = frozenset({"routed_count", "router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(MergeOptions):
     """`align` puts neurons in the dominant expert's order; unless `merge_routers`, only its router row stays."""
 
-    align: bool = option(True, help="whether neurons are first put in the order of the leading expert's")
-    merge: str = option(
-        "frequency", help="how a group becomes one expert: uniform, max, frequency or learned", choices=METHODS
-    )
+    merge: str = merge_option("frequency")
     merge_routers: bool = option(False, help="whether router rows are merged alike, or the leading expert's stays")
-    scope: str = option("layer", help="where dominant experts are chosen: in each layer")
-
-    def __post_init__(self) -> None:
-        if self.scope == "global":
-            raise CompressionError(
-                "scope 'global' would leave unequal numbers of experts in the layers, which no stock transformers "
-                "architecture loads; use scope=layer"
-            )
-        if self.scope != "layer":
-            raise CompressionError(f"there is no scope {self.scope!r}; use scope=layer")
+    align: bool = option(True, help="whether neurons are first put in the order of the leading expert's")
 
 
 def needs(options: Options) -> frozenset[str]:
-    """Visits, router logits, and what the merging needs."""
-    return NEEDS | merge_needs(options.merge, options.merge_routers)
+    """Counts of routed tokens, router logits, and what the merging needs."""
+    return NEEDS | options.merge_needs
 
 
 def similarities(logits: Tensor) -> Tensor:
@@ -76,8 +62,7 @@ def plan(
 ) -> LayerPlan:
     """Keep the experts with most routed tokens of each routing block and merge the others into them.
 
-    Neurons are matched when the plan is carried out. Without sampled tokens all are equally alike: the first dominant
-    expert takes them.
+    Without sampled tokens all are equally alike: the first dominant expert takes them.
     """
     kept = keep_best(stats, stats.routed_count, keep, protected)
     dominant = frozenset(group.members[0] for group in kept.groups)
@@ -85,5 +70,4 @@ def plan(
     groups = grouped(table, dominant, protected, competing(stats.layer))
     joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
     figures = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
-    how = (options.merge, options.merge_routers, options.align)
-    return merge_groups(stats, list(groups.values()), *how, decided_by="router_logits", figures=figures)
+    return options.merged(stats, list(groups.values()), decided_by="router_logits", figures=figures)

@@ -356,7 +356,7 @@ def test_splits_and_top_k_are_rows_whose_losses_are_those_of_what_compress_write
         (("--ratio", "half"), "--ratio 'half' should be shares separated by commas, as 0.25,0.5"),
         (("--ratio", "0.5", "--split", "5"), "do not divide into 5 equal parts"),
         (("--ratio", "0.5", "--top-k", "3"), "--top-k 3 is not between 1 and the 2 experts"),
-        (("--ratio", "0.5", "--split-by", "chance"), "there is no --split-by 'chance'"),
+        (("--ratio", "0.5", "--split-by", "chance"), "split: by is 'chance'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

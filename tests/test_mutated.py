@@ -41,7 +41,7 @@ from compressor.report.data import report_data
 from compressor.report.figures import figures
 from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
-from compressor.steps.prune.protecting import read_protected
+from compressor.steps.prune.protecting import given_protected
 from tests import gates, zoo
 from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.recipe.test_plan import moe_layer
@@ -281,7 +281,7 @@ def test_hubs(raw: bytes) -> None:
     record = json.dumps(compression())
     with folder_with(hubs__json=raw, compression__json=record) as folder:
         with only_sentences():
-            read_protected(folder / "hubs.json", [moe_layer(0), moe_layer(1)])
+            given_protected(folder / "hubs.json", [moe_layer(0), moe_layer(1)], 8)
         with only_sentences():
             data = report_data(folder, hubs=folder / "hubs.json")
             shown(hub_blocks(data))

@@ -132,9 +132,19 @@ def test_an_empty_list_changes_nothing(run: Run, model: Path, data: tuple[Any, .
 @pytest.mark.parametrize(
     ("which", "experts", "content", "message"),
     [
-        ("model", 2, [{"layer": 1, "expert": e} for e in (1, 2, 5)], "3 experts are protected in layer 1 .* only 2 "),
-        ("groups", 4, [{"layer": 1, "expert": e} for e in (0, 1, 3)], "3 .* in routing group 0 of layer 1 .* only 2 "),
-        ("model", 4, [{"layer": 7, "expert": 1}], "layer 7 has no experts; layers with experts are 0 to 1"),
+        (
+            "model",
+            2,
+            [{"layer": 1, "expert": e} for e in (1, 2, 5)],
+            "layers.1.mlp.experts: 3 protected experts do not fit into the 2 places",
+        ),
+        (
+            "groups",
+            4,
+            [{"layer": 1, "expert": e} for e in (0, 1, 3)],
+            "layers.1.mlp.experts: 3 .* the 2 places of experts 0 to 3",
+        ),
+        ("model", 4, [{"layer": 7, "expert": 1}], "layer 7 has no experts module; layers with experts are 0 to 1"),
         ("model", 4, None, "--protect .*absent.json is neither 'auto' nor a file"),
     ],
 )
@@ -187,7 +197,7 @@ def test_compare_protects_in_every_row(
     assert f"{EXPERTS.format(1)}: 2, 7" in (out / "comparison.md").read_text()
     hubs.write_text(json.dumps([{"layer": 0, "expert": e} for e in (7, 2, 1)]))
     several = run("compare", model, "-o", tmp_path / "no", "--experts", "3,2", "--protect", hubs, *data)
-    refused(several, "3 experts are protected in layer 0 .* only 2 stay there when 2 are kept")
+    refused(several, "layers.0.mlp.experts: 3 protected experts do not fit into the 2 places when 2 are kept")
 
 
 # --- auto -------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from compressor.pathways.reference import (
 )
 from compressor.pipeline.task import HELDOUT, find_model, open_run, sources_of
 from compressor.progress import Progress, Silent
+from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import TextOptions
 from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
@@ -44,7 +45,7 @@ from compressor.steps.prune.planning import (
 )
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
-from compressor.steps.split.opening import check_way, dealt, seen_as, with_top_k
+from compressor.steps.split.opening import dealt, seen_as, with_top_k
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def compare(
         raise CompressionError(
             "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
         )
-    check_way(split_by, True, "")
+    make_step("split", {"by": split_by})
     stock = corrections
     if constants and corrections is not None:  # of which one is for constants alone
         stock = [method for method in corrections if method != CONSTANTS] or ["none"]

@@ -146,7 +146,7 @@ def test_ties_by_hand(error: dict[int, float], won: str, ahead: float, monkeypat
     made = auto.plan(LayerStatistics(layer, values={"heldout": held}), 3, options=Options(",".join(KEPT)))
     assert made.figures["won"] == won and made.figures["ahead_by"] == ahead
     assert [group.members[0] for group in made.groups] == list(KEPT[won])
-    assert len(judged) == 3 and all(stats is held for stats in judged)
+    assert judged and all(stats is held for stats in judged)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])

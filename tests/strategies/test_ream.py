@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.plugins.testing import check_strategy
+from compressor.plugins import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy, option_fields

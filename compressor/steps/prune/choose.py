@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, check_count
+from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
@@ -39,13 +40,27 @@ def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
     return _NEEDS[method] | (frozenset() if merge_routers or method == "uniform" else frozenset({"routed_count"}))
 
 
-def _one_hot(members: Sequence[int], chosen: int) -> tuple[float, ...]:
-    return tuple(float(member == chosen) for member in members)
+def merge_option(default: str) -> str:
+    """The option `merge` of a strategy, with its help and choices."""
+    return option(default, "how a group becomes one expert: uniform, max, frequency or learned", METHODS)
 
 
-def _leading(members: Sequence[int], counts: torch.Tensor | None) -> int:
-    """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
-    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """How a group of experts becomes one; the options of a merging strategy derive from it."""
+
+    merge: str = merge_option("uniform")
+    merge_routers: bool = option(True, help="whether router rows are merged alike, or the leading expert's stays")
+    align: bool = option(False, help="whether neurons are first put in the order of the leading expert's")
+
+    @property
+    def merge_needs(self) -> frozenset[str]:
+        """Statistics that the merging needs beside those of the grouping."""
+        return merge_needs(self.merge, self.merge_routers)
+
+    def merged(self, stats: LayerStatistics, groups: Sequence[Sequence[int]], **details: Any) -> LayerPlan:
+        """The plan that merges these groups of experts so; singletons stay bit for bit."""
+        return merge_groups(stats, groups, self.merge, self.merge_routers, self.align, **details)
 
 
 def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | None) -> tuple[float, ...]:
@@ -53,16 +68,21 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
 
     With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
     """
-    even = (1.0 / len(members),) * len(members)
     if method == "uniform" or len(members) == 1:
-        return even
-    if counts is None:
+        own = [1.0] * len(members)
+    elif counts is None:
         raise CompressionError(f"merge {method!r} needs counts of routed tokens, which were not collected")
-    if method == "max":
-        return _one_hot(members, _leading(members, counts))
-    own = [float(counts[member]) for member in members]
-    total = sum(own)
-    return tuple(count / total for count in own) if total > 0 else even
+    elif method == "max":
+        own = [float(member == _leading(members, counts)) for member in members]
+    else:
+        own = [float(counts[member]) for member in members]
+        own = own if any(own) else [1.0] * len(members)
+    return tuple(share / sum(own) for share in own)
+
+
+def _leading(members: Sequence[int], counts: torch.Tensor | None) -> int:
+    """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
+    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
 
 def merge_groups(
@@ -85,7 +105,8 @@ def merge_groups(
     for members in (tuple(sorted(group)) for group in groups):
         shares = coefficients(members, "uniform" if method == "learned" else method, counts)
         leading = _leading(members, counts)
-        group = Group(members, shares, shares if merge_routers else _one_hot(members, leading), head=leading)
+        rows = shares if merge_routers else tuple(float(member == leading) for member in members)
+        group = Group(members, shares, rows, head=leading)
         merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
     return learn_coefficients(stats, plan, merge_routers) if method == "learned" else plan
@@ -95,22 +116,20 @@ class _Merge:
     """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
-        self.stats, self.plan, device = stats, plan, stats.inputs.device
-        sizes = [len(group.members) for group in plan.groups]
+        self.stats, self.experts, self.groups = stats, stats.weights.experts, plan.groups
+        sizes, device = [len(group.members) for group in plan.groups], stats.inputs.device
         self.logits = [torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes]
         self.log_scales = [torch.zeros((), device=device, requires_grad=size > 1) for size in sizes]
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [tensor for tensor in (*self.logits, *self.log_scales) if tensor.requires_grad]
-
-    def alphas(self) -> list[torch.Tensor]:
-        """Coefficients [members] of every group."""
-        return [logits.softmax(0) for logits in self.logits]
+    def shares(self, slot: int) -> torch.Tensor:
+        """Coefficients of a group's members, times its scale."""
+        return self.logits[slot].softmax(0) * self.log_scales[slot].exp()
 
     @torch.no_grad()
-    def _merged(self, slot: int) -> Parameters:
-        shares = (self.logits[slot].softmax(0) * self.log_scales[slot].exp()).tolist()
-        return mixed_parameters(self.stats.weights.experts, zip(self.plan.groups[slot].members, shares, strict=True))
+    def merged(self, slot: int) -> Parameters:
+        """The parameters of one merged expert."""
+        pairs = zip(self.groups[slot].members, self.shares(slot).tolist(), strict=True)
+        return mixed_parameters(self.experts, pairs)
 
     @torch.no_grad()
     def forward(self, weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,24 +137,23 @@ class _Merge:
         x = self.stats.inputs
         chosen = x.new_zeros(*index.shape, x.shape[1])
         for slot, rows, places in routed(weights, index):
-            chosen[rows, places] = apply_expert(self.stats.weights.experts, self._merged(slot), x[rows])
+            chosen[rows, places] = apply_expert(self.experts, self.merged(slot), x[rows])
         return (weights[..., None] * chosen).sum(1), chosen
 
     def backward(self, weights: torch.Tensor, index: torch.Tensor, slope: torch.Tensor) -> None:
         """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
-        experts = self.stats.weights.experts
         for slot, rows, places in routed(weights, index):
-            if len(self.plan.groups[slot].members) > 1:
-                merged = {name: value.requires_grad_() for name, value in self._merged(slot).items()}
-                output = apply_expert(experts, merged, self.stats.inputs[rows])
+            if len(self.groups[slot].members) > 1:
+                merged = {name: value.requires_grad_() for name, value in self.merged(slot).items()}
+                output = apply_expert(self.experts, merged, self.stats.inputs[rows])
                 above = weights[rows, places, None].detach() * slope[rows]
                 slopes = dict(zip(merged, torch.autograd.grad(output, list(merged.values()), above), strict=True))
                 with torch.no_grad():  # <dloss/dmerged, theta_i> of every member
-                    members = [expert_parameters(experts, expert) for expert in self.plan.groups[slot].members]
+                    members = [expert_parameters(self.experts, expert) for expert in self.groups[slot].members]
                     products = torch.stack(
                         [sum((slopes[name] * member[name].float()).sum() for name in slopes) for member in members]  # type: ignore[misc]
                     )
-                (self.log_scales[slot].exp() * self.logits[slot].softmax(0) * products).sum().backward()
+                (self.shares(slot) * products).sum().backward()
 
 
 @torch.enable_grad()
@@ -156,15 +174,16 @@ def learn_coefficients(
     aligned = replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
     stats = replace(stats, values={**stats.values, "weights": aligned})
     merge, router = _Merge(stats, plan), SmallerRouter(stats)
-    optimizer = torch.optim.Adam(merge.parameters(), lr=LEARNING_RATE)
+    learned = [*merge.logits, *merge.log_scales]
+    optimizer = torch.optim.Adam([tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE)
     losses, states = list[float](), list[list[torch.Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
-        weights, index = router.planned(plan, merge.alphas() if merge_routers else None)
+        weights, index = router.planned(plan, [each.softmax(0) for each in merge.logits] if merge_routers else None)
         output, chosen = merge.forward(weights.detach(), index)
         residual = output - target
         losses.append(float(residual.square().sum()) / size)
-        states.append([tensor.detach().clone() for tensor in (*merge.logits, *merge.log_scales)])
+        states.append([tensor.detach().clone() for tensor in learned])
         if step == steps:
             break
         slope = 2 * residual / size
@@ -200,23 +219,16 @@ class Block:
 
 
 def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
-    """Blocks of a layer that keeps so many experts; refuses counts and protected experts that do not fit."""
-    check_count(layer, keep, layer.name)
-    if strangers := sorted(protected - set(range(layer.experts))):
-        raise CompressionError(
-            f"{layer.name}: protected expert {strangers[0]} does not exist; experts are numbered 0 to "
-            f"{layer.experts - 1}"
-        )
+    """Blocks of a layer that keeps so many experts; refuses protected experts that do not fit."""
     blocks, places = list[Block](), keep // layer.routing_groups
     for experts in competing(layer):
-        fixed = tuple(expert for expert in experts if expert in protected)
+        fixed, free = (tuple(e for e in experts if (e in protected) == wanted) for wanted in (True, False))
         if len(fixed) > places:
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
-                f"{layer.name}: {len(fixed)} protected experts do not fit into {places}{where}; protect fewer or keep "
-                "more"
+                f"{layer.name}: {len(fixed)} protected experts do not fit into the {places} places{where} when {keep} "
+                "are kept; protect fewer or keep more"
             )
-        free = tuple(expert for expert in experts if expert not in protected)
         blocks.append(Block(fixed, free, places - len(fixed)))
     return blocks
 
@@ -231,16 +243,10 @@ def keep_best(
     stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
-    layer = stats.layer
-    blocks = blocks_of(layer, keep, protected)
-    if scores.shape != (layer.experts,):
-        raise CompressionError(
-            f"{layer.name}: scores of the shape {list(scores.shape)} cannot rank {layer.experts} experts; give one each"
-        )
     if wrong := scores.isnan().nonzero().flatten().tolist():  # an infinite score may mean always or never
-        raise CompressionError(f"{layer.name}: the score of expert {wrong[0]} is not a number; mend how it is computed")
+        raise CompressionError(f"{stats.layer.name}: the score of expert {wrong[0]} is not a number")
     ranked, kept = rounded(scores).cpu(), list[int]()
-    for block in blocks:
+    for block in blocks_of(stats.layer, keep, protected):
         order = ranked[list(block.free)].argsort(descending=True, stable=True).tolist()
         kept += (*block.fixed, *(block.free[position] for position in order[: block.take]))
-    return LayerPlan.keep(layer, kept, **details)
+    return LayerPlan.keep(stats.layer, kept, **details)

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from compressor.errors import CompressionError
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan import CLUSTERS, CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
@@ -27,7 +28,6 @@ from compressor.steps.correct.step import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.prune.step import Prune, protector_of
-from compressor.steps.split.opening import check_way
 from compressor.steps.state import State
 
 
@@ -105,34 +105,35 @@ class Planner:
         `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers. With
         `per_source` each calibration source gets a plan of its own after the one for all.
         """
-        calibration, rank_changes = self.calibration, self.rank_changes([spec.strategy for spec in specs])
+        data, rank_changes = self.calibration, self.rank_changes([spec.strategy for spec in specs])
         needs = frozenset[str]().union(*(spec.strategy.needs for spec in specs))
         layers, seconds = defaultdict[_Key, list[LayerPlan]](list), defaultdict[_Key, float](float)
         accepted: dict[str, Any] = {}
+
+        def decide(stats: LayerStatistics) -> list[tuple[_Key, LayerPlan]]:
+            decided = list[tuple[_Key, LayerPlan]]()
+            for number, spec in enumerate(specs):
+                for source, seen in enumerate((stats, *stats.by_source), start=-1):
+                    begin, key = time.perf_counter(), (number, source)
+                    decided.append((key, _layer_plan(seen, spec, protected, rank_changes)))
+                    seconds[key] += time.perf_counter() - begin
+            return decided
+
         run = (self.progress, self.seed, per_source, accepted)
-        for stats in statistics_with_heads(self.model, heads, needs, calibration, *run):
-
-            def decide(stats: LayerStatistics = stats) -> list[tuple[_Key, LayerPlan]]:
-                decided = list[tuple[_Key, LayerPlan]]()
-                for number, spec in enumerate(specs):
-                    for source, seen in enumerate((stats, *stats.by_source), start=-1):
-                        begin, key = time.perf_counter(), (number, source)
-                        decided.append((key, _layer_plan(seen, spec, protected, rank_changes)))
-                        seconds[key] += time.perf_counter() - begin
-                return decided
-
-            for key, plan in here().broadcast(decide):
+        for stats in statistics_with_heads(self.model, heads, needs, data, *run):
+            for key, plan in here().broadcast(partial(decide, stats)):
                 layers[key].append(plan)
-            del stats, decide  # samples need not outlive the layer
+            del stats  # samples need not outlive the layer
         planned = []
         for (number, source), plans in sorted(layers.items()):
-            data = calibration if source < 0 or calibration is None else calibration.only(source)
-            name = None if source < 0 or calibration is None else calibration.source_names[source]
             for place, layer in enumerate(plans):
                 if layer.module in accepted:  # before anything is made smaller
                     plans[place] = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
-            plan = self._plan(specs[number], data, plans, protected)
-            planned.append(Planned(plan, number, seconds[number, source], name, data))
+            own, name = data, None
+            if source >= 0 and data is not None:
+                own, name = data.only(source), data.source_names[source]
+            plan = self._plan(specs[number], own, plans, protected)
+            planned.append(Planned(plan, number, seconds[number, source], name, own))
         return planned
 
     def plan_in_order(
@@ -165,18 +166,12 @@ class Planner:
     ) -> CompressionPlan:
         model = self.model
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
-        return CompressionPlan(
-            source=Source.of(model),
-            experts=spec.experts,
-            strategy=spec.strategy.name,
-            options=dict(spec.options),
-            calibration=None if calibration is None else calibration.identity,
-            layers=tuple(sorted(layers, key=lambda layer: order.get(layer.module, len(order)))),
-            seed=self.seed,
-            protected=listed(protected),
-            split=model.split,
-            top_k=model.top_k,
+        identity = None if calibration is None else calibration.identity
+        ordered = sorted(layers, key=lambda layer: order.get(layer.module, len(order)))
+        made = CompressionPlan(
+            Source.of(model), spec.experts, spec.strategy.name, dict(spec.options), identity, tuple(ordered)
         )
+        return replace(made, seed=self.seed, protected=listed(protected), split=model.split, top_k=model.top_k)
 
 
 def fit_batches(calibration: Calibration) -> Calibration:
@@ -236,9 +231,10 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
         return Needs(experts=experts)
     needs = spec.strategy.needs
     reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
-    if split is not None:
-        corrected = any(step.name == "correct" for step in steps)
-        check_way(split.by, reads or corrected, "choose a strategy or a correction that reads it")
+    if split is not None and split.by == CLUSTERS and not reads and all(step.name != "correct" for step in steps):
+        raise CompressionError(
+            "--split-by clusters needs text on which neurons fire; choose a strategy or a correction that reads it"
+        )
     return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts)
 
 

@@ -20,9 +20,8 @@ from compressor.model.experts import Watch, expert_parameters, intermediate, pro
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
-from compressor.recipe.plan import CLUSTERS, ENERGY
+from compressor.recipe.plan import ENERGY
 
-WAYS = (ENERGY, CLUSTERS)
 SAMPLE = 256  # tokens of each expert whose activations are kept
 
 

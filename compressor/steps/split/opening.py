@@ -27,7 +27,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, CompressionPlan, check_source, check_split
 from compressor.recipe.step import Step
 from compressor.steps.configuration import fields_set
-from compressor.steps.split.neurons import WAYS, measured, order_of, order_of_parts, parts_of
+from compressor.steps.split.neurons import measured, order_of, order_of_parts, parts_of
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.step import Split
 from compressor.steps.split.stored import stored_parts
@@ -117,14 +117,6 @@ def resolved_parts(split: Split, model: OpenModel, steps: Sequence[Step]) -> int
         for each, parts in ((model, 1), (split_model, PARTS))
     )
     return PARTS if after <= before else 1
-
-
-def check_way(by: str, with_data: bool, remedy: str) -> None:
-    """Refuse a way of dealing neurons out that does not exist, or that needs text where none is read."""
-    if by not in WAYS:
-        raise CompressionError(f"there is no --split-by {by!r}; known are {', '.join(WAYS)}")
-    if by == CLUSTERS and not with_data:
-        raise CompressionError(f"--split-by clusters needs text on which neurons fire; {remedy}")
 
 
 def dealt(

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.plugins import LayerStatistics
-from compressor.plugins.testing import fake_statistics
+from compressor.plugins import LayerStatistics, fake_statistics
 from compressor.statistics.meters import ExpertsCall, Sum
 from compressor.statistics.statistics import STATISTICS, Collector, Statistic, combined
 

@@ -22,7 +22,7 @@ from compressor.statistics.statistics import ALL, collect
 from compressor.steps.prune import choose
 from compressor.steps.prune.choose import METHODS, competing
 from compressor.steps.prune.planning import fit_batches
-from compressor.steps.prune.protecting import check_protected, given_protected, read_protected, strongest_that_fit
+from compressor.steps.prune.protecting import given_protected, strongest_that_fit, with_list
 from tests.opened import batches, calibration, opened
 from tests.plans import make_plan
 
@@ -39,55 +39,52 @@ def moe_layer(index: int, groups: int = 1, part: str = "mlp", experts: int = 8) 
 LAYERS = (moe_layer(1), moe_layer(2), moe_layer(4), moe_layer(6, part="text"), moe_layer(6, part="vision"))
 
 
-def write(folder: Path, content: Any) -> Path:
-    path = folder / "hubs.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return path
-
-
 def test_entries_are_read_by_the_number_of_the_decoder_layer(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        [
-            {"layer": 6, "expert": 0, "module": "model.layers.6.vision.experts"},
-            {"layer": 4, "expert": 7, "influence": 3.5, "aarv": None, "module": "model.layers.4.mlp.experts"},
-            {"layer": 1, "expert": 2},
-            {"layer": 1, "expert": 0, "module": None},
-            {"layer": 1, "expert": 2},
-        ],
-    )
-    found = read_protected(path, LAYERS)
+    path = tmp_path / "hubs.json"
+    entries = [
+        {"layer": 6, "expert": 0, "module": "model.layers.6.vision.experts"},
+        {"layer": 4, "expert": 7, "influence": 3.5, "aarv": None, "module": "model.layers.4.mlp.experts"},
+        {"layer": 1, "expert": 2},
+        {"layer": 1, "expert": 0, "module": None},
+        {"layer": 1, "expert": 2},
+    ]
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    found = given_protected(path, LAYERS, 4)
+    assert found == given_protected(with_list(str(path)), LAYERS, 4)
     assert found == {LAYERS[0].name: {0, 2}, LAYERS[2].name: {7}, LAYERS[4].name: {0}}
     assert list(found) == [LAYERS[0].name, LAYERS[2].name, LAYERS[4].name]  # in the order of the layers
-    assert read_protected(write(tmp_path, []), LAYERS) == {}
-    assert given_protected(None, LAYERS, 2) == given_protected("auto", LAYERS, 2) == {}
+    assert [given_protected(protect, LAYERS, 2) for protect in ([], None, "auto")] == [{}, {}, {}]
+    assert with_list(str(path))[1:3] == (
+        {"layer": 4, "expert": 7, "module": "model.layers.4.mlp.experts"},
+        {"layer": 1, "expert": 2},
+    )
+    assert (with_list([]), with_list("graph:3")) == (None, "graph:3")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[{", "hubs.json is not valid JSON .*; mend it"),
-        ("[" * 100_000, "is not valid JSON"),
+        (b"[{", "hubs.json is not valid JSON .*; mend it"),
+        (b"\xff\xfe[", "is not valid JSON"),
         ({"layer": 1, "expert": 2}, "should hold a JSON list of experts, such as"),
-        ([[1, 2]], r"entry 1: \[1, 2\] stands where an object with layer and expert should"),
-        ([{"layer": 1, "expert": 1}, {"layer": 1}], "entry 2 has no 'expert'; give both"),
-        ([{"expert": 1}], "entry 1 has no 'layer'"),
-        ([{"layer": True, "expert": 1}], "entry 1: layer should be a whole number, it is True"),
-        ([{"layer": 1, "expert": False}], "expert should be a whole number, it is False"),
+        ([[1, 2]], r"entry 1 should be an object, it is \[1, 2\]"),
+        ([{"layer": 1, "expert": 1}, {"layer": 1}], r"entry 2\.expert is missing"),
+        ([{"layer": True, "expert": 1}], r"entry 1\.layer should be a whole number, it is True"),
         ([{"layer": 1, "expert": 2.0}], r"expert should be a whole number, it is 2\.0"),
-        ([{"layer": "1", "expert": 2}], "layer should be a whole number, it is '1'"),
-        ([{"layer": 0, "expert": 2}], "layer 0 has no experts; layers with experts are 1 to 2, 4, 6"),
+        ([{"layer": 0, "expert": 2}], "layer 0 has no experts module; layers with experts are 1 to 2, 4, 6"),
         ([{"layer": 1, "expert": 8}], r"model\.layers\.1\.mlp\.experts has no expert 8; .* numbered 0 to 7"),
         ([{"layer": 1, "expert": -1}], "has no expert -1"),
-        ([{"layer": 1, "expert": 1, "module": "mlp"}], "no experts module 'mlp'; they are called like model.layers.1"),
-        ([{"layer": 1, "expert": 1, "module": 3}], "no experts module 3"),
-        ([{"layer": 1, "expert": 1, "module": LAYERS[1].name}], "is in layer 2, not 1; correct one of the two"),
+        ([{"layer": 1, "expert": 1, "module": "mlp"}], "no experts module called 'mlp'; .* like model.layers.1"),
+        ([{"layer": 1, "expert": 1, "module": 3}], "module should be text, it is 3"),
+        ([{"layer": 1, "expert": 1, "module": LAYERS[1].name}], "layer 1 has no experts module called 'model.layers.2"),
         ([{"layer": 6, "expert": 1}], "6 has several experts modules, .*6.text.experts and .*vision.* as 'module'"),
     ],
 )
 def test_a_faulty_list_is_refused_in_one_sentence(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "hubs.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(CompressionError, match=message):
-        read_protected(write(tmp_path, content), LAYERS)
+        given_protected(path, LAYERS, 8)
 
 
 def test_a_word_that_names_nothing_is_refused_with_both_possibilities(tmp_path: Path) -> None:
@@ -96,24 +93,19 @@ def test_a_word_that_names_nothing_is_refused_with_both_possibilities(tmp_path: 
             given_protected(name, LAYERS, 4)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "hubs.json"
-    path.write_bytes(b"\xff\xfe[")
-    with pytest.raises(CompressionError, match="is not valid JSON"):
-        read_protected(path, LAYERS)
-
-
 def test_more_protected_experts_than_stay_are_refused() -> None:
-    name = LAYERS[1].name
-    check_protected({name: frozenset({1, 2, 3})}, LAYERS, 3)
+    entries = [{"layer": 2, "expert": expert} for expert in (1, 2, 3)]
+    assert given_protected(entries, LAYERS, 3) == {LAYERS[1].name: {1, 2, 3}}
+    message = f"{LAYERS[1].name}: 3 protected experts do not fit into the 2 places when 2 are kept; protect fewer or"
+    with pytest.raises(CompressionError, match=message):
+        given_protected(entries, LAYERS, 2)
+    grouped = [moe_layer(3, groups=2)]
+    fitting, crowded = ([{"layer": 3, "expert": expert} for expert in experts] for experts in ((2, 3, 4, 7), (4, 5, 6)))
+    assert given_protected(fitting, grouped, 4) == {grouped[0].name: {2, 3, 4, 7}}
     with pytest.raises(
-        CompressionError, match=rf"3 experts are protected in layer 2 \({name}\), but only 2 stay there when 2 are kept"
+        CompressionError, match=r"3 protected experts .* the 2 places of experts 4 to 7 when 4 are kept"
     ):
-        check_protected({name: frozenset({1, 2, 3})}, LAYERS, 2)
-    grouped = moe_layer(3, groups=2)
-    check_protected({grouped.name: frozenset({2, 3, 4, 7})}, [grouped], 4)
-    with pytest.raises(CompressionError, match=r"3 experts are protected in routing group 1 of layer 3 .* only 2 stay"):
-        check_protected({grouped.name: frozenset({4, 5, 6})}, [grouped], 4)
+        given_protected(crowded, grouped, 4)
 
 
 @given(
@@ -133,7 +125,6 @@ def test_the_strongest_hubs_that_fit_are_protected(
         taken += [(index, expert)] if len(here) < places else []
     found = strongest_that_fit(hubs, layers, places * groups, "auto")
     assert sorted((index, e) for index in range(2) for e in found.get(layers[index].name, ())) == sorted(taken)
-    check_protected(found, layers, places * groups)
 
 
 def test_hubs_that_are_let_go_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,14 +198,3 @@ def test_a_strategy_that_does_not_heed_protection_is_refused(tmp_path: Path) -> 
     assert made.protected == {layers[0].name: (0, 3)}
     with pytest.raises(CompressionError, match=f"{layers[1].name}: strategy 'deaf' does not keep protected expert 6"):
         make_plan(model, deaf, 4, {}, None, Silent(), protected={layers[1].name: frozenset({1, 6})})
-
-
-def test_layers_are_numbered_as_the_model_numbers_them(tmp_path: Path) -> None:
-    """Two experts modules in each decoder layer."""
-    _, model = opened("ernie4_5_vl_moe", tmp_path / "two")
-    layers = model.architecture.layers
-    index = layers[0].index
-    with pytest.raises(CompressionError, match=f"layer {index} has several experts modules, {layers[0].name} and "):
-        read_protected(write(tmp_path, [{"layer": index, "expert": 1}]), layers)
-    entry = {"layer": index, "expert": 1, "module": layers[1].name}
-    assert read_protected(write(tmp_path, [entry]), layers) == {layers[1].name: {1}}

@@ -1,0 +1,161 @@
+"""Public API for authors of plugins: everything imported here, and nothing else need be.
+
+A step of a recipe is a class that derives from `Step`, a strategy a module with `NEEDS` and
+`plan(stats, keep, protected[, options])`, an exporter one with `export(checkpoint, output, options, progress)`; entry
+points announce them. docs/plugins.md has the contract, and the built-in strategies are written with this.
+
+A strategy is tested on a fake layer, without a model and calibration data:
+
+    def test_my_strategy() -> None:
+        check_strategy(my_strategy)
+        assert my_strategy.plan(fake_statistics(experts=8), keep=4).dropped == (1, 2, 5, 7)
+"""
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import itertools
+import typing
+
+import torch
+
+from compressor.entry_points import option
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer, check_count
+from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
+from compressor.progress import Progress
+from compressor.recipe.plan import Group, LayerPlan
+from compressor.recipe.registry import Exporter, Strategy, load_strategy
+from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
+from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
+from compressor.steps.prune.choose import (
+    METHODS,
+    Block,
+    MergeOptions,
+    blocks_of,
+    competing,
+    keep_best,
+    kept_share,
+    merge_groups,
+    merge_needs,
+    merge_option,
+)
+from compressor.steps.prune.partition import Grouping, group_experts
+from compressor.steps.prune.reconstruction import (
+    KeptErrors,
+    Routed,
+    original,
+    reconstruct,
+    relative_error,
+    rescaled_error,
+)
+from compressor.steps.prune.similarity import (
+    CLOSENESS,
+    closeness,
+    fast_squared_distances,
+    linear_cka,
+    mean_output_distances,
+    noise,
+    pairwise_distances,
+    rbf_cka,
+)
+from compressor.tolerance import FLOAT32, SQUARED, exceeds, rounded, stable_argmin
+
+
+def fake_statistics(
+    experts: int = 8,
+    top_k: int = 2,
+    hidden: int = 16,
+    intermediate: int = 12,
+    tokens: int = 64,
+    sampled: int = 32,
+    routing_groups: int = 1,
+    seed: int = 0,
+) -> LayerStatistics:
+    """Every statistic of a stock layer with random weights on random tokens; the same for the same arguments.
+
+    They are collected as calibration does; only the effect on later routers is made up. With no `tokens` sums are zero
+    and samples empty. Of each of the `routing_groups` equally many experts have to stay.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from compressor.data.batches import sample_positions
+    from compressor.model.architecture import discover
+    from compressor.statistics.statistics import ALL, Collector, smaller_routers
+
+    config = Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=16,
+        initializer_range=0.2,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: typing.Any = Qwen3MoeForCausalLM(config).float().eval()
+        model.set_experts_implementation("eager")  # the others do not take every width
+        architecture = discover(config)
+        layer = dataclasses.replace(architecture.layers[0], routing_groups=routing_groups, chosen_groups=routing_groups)
+
+        def observed(needs: frozenset[str]) -> Collector:
+            collector = Collector(layer, model, needs, seed)
+            if tokens:
+                collector.enter(tokens, sample_positions(tokens, sampled, seed))
+                with torch.no_grad():
+                    model.get_submodule(layer.block)(torch.randn(1, tokens, hidden))
+                collector.detach()
+            return collector
+
+        routers = functools.partial(smaller_routers(architecture), layer)
+        heldout = observed(RECONSTRUCTION).finish(routers)
+        stats = observed(ALL).finish(routers, heldout)
+        return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
+
+
+def check_strategy(
+    module: typing.Any, settings: collections.abc.Mapping[str, typing.Any] | None = None, name: str = ""
+) -> None:
+    """Hold a strategy's module to the contract, with these settings of its options; raises `CompressionError`.
+
+    On layers with and without routing groups and tokens it must plan as many experts as it is asked to, leave protected
+    ones as they are, read no statistic but those it needs, write to none, and plan alike twice, whatever the state of
+    torch's random generator. Its likeness, if it has one, must be a label and a finite matrix [E, E].
+    """
+    from compressor.recipe.plan import touched
+    from compressor.recipe.registry import strategy_of
+
+    strategy = strategy_of(module, name or getattr(module, "__name__", "strategy").rpartition(".")[2], settings)
+    who = f"strategy {strategy.name!r}"
+
+    def only(stats: LayerStatistics, needs: frozenset[str]) -> LayerStatistics:
+        return dataclasses.replace(stats, values={name: stats.values[name] for name in stats.values.keys() & needs})
+
+    for groups, tokens in itertools.product((1, 2), (64, 0)):
+        full = fake_statistics(routing_groups=groups, tokens=tokens)
+        for keep, protected in itertools.product((4, 6, 8), (frozenset[int](), frozenset({1, 7}))):
+            plans = list[LayerPlan]()
+            for seed in range(2):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    plans.append(strategy.plan_layer(only(full, strategy.needs), keep, protected))
+            if plans[0] != plans[1]:
+                raise CompressionError(
+                    f"{who} plans the same layer in two ways; draw from a torch.Generator with stats.seed"
+                )
+            if changed := touched(plans[0], protected):
+                raise CompressionError(f"{who} does not keep protected expert {changed[0]}")
+        if strategy.likeness is not None and tokens:
+            label, table = strategy.likeness(only(full, strategy.likeness_needs), strategy.options)
+            if not isinstance(label, str) or table.shape != (8, 8) or not bool(table.isfinite().all()):
+                raise CompressionError(f"{who}: likeness should return a label and a matrix [8, 8]")
+
+
+__all__ = [name for name, value in globals().items() if not (name.startswith("_") or inspect.ismodule(value))]
