@@ -30,9 +30,9 @@ def row(name: str, experts: int, loss: float, **others: Any) -> Row:
     return Row(name=name, experts=experts, loss=loss, **{**fields, **others})
 
 
-def original(loss: float = 1.25, experts: int = EXPERTS, **others: Any) -> Row:
+def base(loss: float = 1.25, experts: int = EXPERTS, **others: Any) -> Row:
     """The row of the model as it is."""
-    return row("original", experts, loss, **{"kl": 0.0, "flips": 0.0, "error": None, "seconds": 0.0, **others})
+    return row("base", experts, loss, **{"kl": 0.0, "flips": 0.0, "error": None, "seconds": 0.0, **others})
 
 
 def comparison(rows: Sequence[Row], **others: Any) -> Comparison:
@@ -50,7 +50,7 @@ def comparison(rows: Sequence[Row], **others: Any) -> Comparison:
 
 def full(counts: Sequence[int] = (12, 8), experts: int = EXPERTS) -> Comparison:
     """Fifteen lines and three random drops at each count, the increases spread over orders of magnitude."""
-    rows = [original(experts=experts)]
+    rows = [base(experts=experts)]
     for count in counts:
         gone = 1 - count / experts
         for place, name in enumerate(STRATEGIES):
@@ -62,14 +62,14 @@ def full(counts: Sequence[int] = (12, 8), experts: int = EXPERTS) -> Comparison:
 
 @st.composite
 def comparisons(draw: st.DrawFn) -> Comparison:
-    """An original and up to 12 rows of any order, each way of making one at most once for each count."""
+    """A base and up to 12 rows of any order, each way of making one at most once for each count."""
     losses = st.floats(-5, 5, width=32)
     ways = st.tuples(
         st.sampled_from(["random", *STRATEGIES]), st.sampled_from(CORRECTIONS), st.integers(1, EXPERTS),
         st.sampled_from([None, "wiki"]), st.integers(0, 2),
     )  # fmt: skip
     chosen = draw(st.lists(ways, max_size=12, unique_by=lambda way: way if way[0] == "random" else way[:4]))
-    rows = [original(draw(losses))]
+    rows = [base(draw(losses))]
     for name, correction, count, source, seed in chosen:
         drop = {"seed": seed} if name == "random" else {}
         rows.append(row(name, count, draw(losses), correction=correction, source=source, **drop))

@@ -65,8 +65,8 @@ def stock_loss(folder: Path, rows: torch.Tensor) -> float:
     return float(cross_entropy(stock_logits(folder, rows).flatten(0, 1), rows[:, 1:].flatten()))
 
 
-def stock_kl(original: Path, folder: Path, rows: torch.Tensor) -> float:
-    ours, theirs = (stock_logits(each, rows).log_softmax(-1).flatten(0, 1) for each in (folder, original))
+def stock_kl(base: Path, folder: Path, rows: torch.Tensor) -> float:
+    ours, theirs = (stock_logits(each, rows).log_softmax(-1).flatten(0, 1) for each in (folder, base))
     return float(kl_div(ours, theirs, log_target=True, reduction="batchmean"))
 
 
@@ -97,7 +97,7 @@ def compared(home: Path) -> dict[str, Any]:
 
 def test_every_promised_row_is_there(compared: dict[str, Any]) -> None:
     rows = [(row["name"], row["correction"], row["experts"], row["seed"]) for row in compared["rows"]]
-    expected: list[Any] = [("original", "none", 8, None)]
+    expected: list[Any] = [("base", "none", 8, None)]
     for count in (6, 4):
         expected += [
             ("auto", "none", count, None),
@@ -117,7 +117,7 @@ def test_a_comparison_names_no_folder(compared: dict[str, Any], home: Path) -> N
     assert str(home) not in (home / "comparison" / "comparison.md").read_text(encoding="utf-8")
 
 
-def test_the_original_row_is_the_stock_model(compared: dict[str, Any], home: Path) -> None:
+def test_the_base_row_is_the_stock_model(compared: dict[str, Any], home: Path) -> None:
     row, tokens = compared["rows"][0], packed(home / "e.jsonl")
     assert row["loss"] == pytest.approx(stock_loss(home / "model", tokens), rel=1e-5)
     assert row["kl"] == row["error"] == row["loss_increase"] == 0
@@ -139,11 +139,11 @@ def test_a_row_is_what_compress_writes(
     out = tmp_path / "out"
     assert run("compress", home / "model", "-o", out, "--experts", 4, *options, *sources).status == 0
     row, tokens = pick(compared["rows"], name=name, correction=correction, experts=4), packed(home / "e.jsonl")
-    original = compared["rows"][0]
+    base = compared["rows"][0]
     loss = stock_loss(out, tokens)
-    assert abs(row["loss"] - original["loss"]) > 1e-4
+    assert abs(row["loss"] - base["loss"]) > 1e-4
     assert row["loss"] == pytest.approx(loss, rel=1e-6)
-    assert row["loss_increase"] == pytest.approx(loss - original["loss"], abs=1e-5)
+    assert row["loss_increase"] == pytest.approx(loss - base["loss"], abs=1e-5)
     assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert row["kl"] == pytest.approx(stock_kl(home / "model", out, tokens), rel=1e-3)
     stock = transformers.AutoModelForCausalLM.from_pretrained(out)
@@ -211,9 +211,7 @@ def test_all_installed_strategies_are_compared_a_third_partys_too(
     assert result.status == 0 and "their-reap" in result.out
     rows = read(tmp_path / "found")["rows"]
     found = [row["name"] for row in rows]
-    assert (
-        found == ["original", *entry_points.names(entry_points.STRATEGIES), "random (seed 0)"] and "their-reap" in found
-    )
+    assert found == ["base", *entry_points.names(entry_points.STRATEGIES), "random (seed 0)"] and "their-reap" in found
     ours, theirs = pick(rows, name="reap"), pick(rows, name="their-reap")
     assert theirs["loss"] == pytest.approx(ours["loss"])
 

@@ -4,7 +4,6 @@ Jinja2 escapes whatever is not `Markup`; the template and the style sheet are th
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from compressor.document import blocks
-from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Words
+from compressor.document.blocks import Block, Facts, Heading, Words
 from compressor.document.picture import inline_svgs
 from compressor.formatting import readable
 
@@ -20,49 +19,22 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-NARROW, PHONE = 5.0, 3.9  # inches of a figure that fits beside text, and on a phone
-MOST_COLUMNS = 7  # of a table that fits beside a figure
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A level 2 heading with what stands below it, the figure that leads it apart."""
-
-    heading: Heading
-    figure: Figure | None
-    blocks: tuple[Block, ...]
-
-    @property
-    def shape(self) -> str:
-        """How the style sheet places the figure: above the rest if it is wide, else beside it; 'around' wide tables."""
-        if self.figure is None:
-            return "plain"
-        if self.figure.is_many or self.figure.width > NARROW:
-            return "wide"
-        most = max((len(block.columns) for block in self.blocks if isinstance(block, Table)), default=0)
-        return "beside" if most <= MOST_COLUMNS else "around"
+PHONE = 3.9  # inches of a figure that fits on a phone
 
 
 def page(title: str, kind: str, lead: str, tiles: Facts, document: Iterable[Block], made_by: str) -> str:
-    """The page: its title and what kind of page it is, a sentence, the facts one looks for first, then sections."""
-    content = {"title": title, "kind": kind, "lead": lead, "tiles": tiles, "sections": sections(document)}
-    return _template().render(**content, made_by=made_by, policy=POLICY, style=Markup(stylesheet())) + "\n"
+    """The page: its title and what kind of page it is, a sentence, the facts one looks for first, then sections.
 
-
-def sections(document: Iterable[Block]) -> tuple[Section, ...]:
-    """The blocks below each heading of level 2; a figure directly after the heading leads its section."""
-    parts: list[tuple[Heading, list[Block]]] = []
+    Each heading of level 2 begins a section; a figure directly below it stands beside or above the rest.
+    """
+    sections: list[tuple[Heading, list[Block]]] = []
     for block in document:
         if isinstance(block, Heading) and block.level == 2:
-            parts.append((block, []))
+            sections.append((block, []))
         else:
-            parts[-1][1].append(block)
-    return tuple(
-        Section(heading, below[0], tuple(below[1:]))
-        if below and isinstance(below[0], Figure)
-        else Section(heading, None, tuple(below))
-        for heading, below in parts
-    )
+            sections[-1][1].append(block)
+    content = {"title": title, "kind": kind, "lead": lead, "tiles": tiles, "sections": sections}
+    return _template().render(**content, made_by=made_by, policy=POLICY, style=Markup(stylesheet())) + "\n"
 
 
 def words_html(words: Words) -> Markup:

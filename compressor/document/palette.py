@@ -95,21 +95,11 @@ def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], 
     return words
 
 
-Look = Mapping[str, Any]  # of a line if it has a marker, of a patch otherwise
-
-
-def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Look | Sequence[Look]]], **style: Any) -> None:
-    """A line for each label, or `ncols` in one; several looks of a label lie on one another."""
-    from matplotlib.legend_handler import HandlerTuple
+def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Mapping[str, Any]]], **style: Any) -> None:
+    """A legend: each label with its look, of a line if that has a marker, of a patch otherwise."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: Any = [
-        tuple(
-            Line2D([], [], **each) if "marker" in each else Patch(**each)
-            for each in ([look] if isinstance(look, Mapping) else look)
-        )
-        for _, look in looks
-    ]
+    handles: Any = [Line2D([], [], **look) if "marker" in look else Patch(**look) for _, look in looks]
     style = {"loc": "center left", "handlelength": 1.2, "columnspacing": 1.2, **style}
-    canvas.legend(handles, [label for label, _ in looks], handler_map={tuple: HandlerTuple(1)}, **style)
+    canvas.legend(handles, [label for label, _ in looks], **style)

@@ -1,8 +1,7 @@
 """Blocks on a terminal, through rich; nothing of what they say is taken for rich's markup."""
 
-import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -15,7 +14,7 @@ from compressor.document.blocks import Block, Table, Words, plain_words
 from compressor.formatting import readable
 
 PIPED_WIDTH = 120  # columns of a table that no terminal limits
-LEAST_WORDS = 20  # letters of a column of words that stay on one line while there are columns to leave out
+LEAST_WORDS = 20  # letters of a word that is not broken while there are columns to leave out
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": ""}
 
 
@@ -40,8 +39,8 @@ def show(document: Iterable[Block]) -> None:
             case blocks.Facts():
                 out.print(_facts(block, above))
             case blocks.Table():
-                left_out, heads = _fitting(block, out.width)
-                out.print(_table(block, block.caption or above, heads))
+                grid, left_out = _table(block, block.caption or above, out.width)
+                out.print(grid)
                 if left_out:
                     out.print(RichText(f"In a wider terminal, or with --json: {', '.join(left_out)}."), soft_wrap=True)
             case blocks.Text(words, tone):
@@ -86,30 +85,21 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
     return grid
 
 
-def _fitting(block: Table, room: int) -> tuple[tuple[str, ...], Mapping[int, str]]:
-    """Optional columns to leave out, and the headers of the others by place: broken at spaces before a column goes."""
-    least = [max((_width(plain_words(row[n])) for row in block.rows), default=0) for n in range(len(block.columns))]
-    least = [min(width, LEAST_WORDS) if block.is_text(place) else width for place, width in enumerate(least)]
+def _table(block: Table, title: str, room: int) -> tuple[RichTable, tuple[str, ...]]:
+    """The table and the optional columns that it leaves out, so that words and numbers stay whole if that is enough."""
     for gone in range(len(block.optional) + 1):
-        kept = {place: name for place, name in enumerate(block.columns) if name not in block.optional[:gone]}
-        broken = {
-            place: textwrap.fill(name, max(least[place], 1), break_long_words=False, break_on_hyphens=False)
-            for place, name in kept.items()
-        }
-        for heads in (kept, broken):
-            if sum(max(least[place], _width(head)) + 3 for place, head in heads.items()) < room:
-                return block.optional[:gone], heads
-    return block.optional, broken
-
-
-def _width(text: str) -> int:
-    return max(map(cell_len, text.splitlines()), default=0)
-
-
-def _table(block: Table, title: str, heads: Mapping[int, str]) -> RichTable:
-    grid = _titled(title)
-    for place, head in heads.items():
-        grid.add_column(_words(head), justify="left" if block.is_text(place) else "right", overflow="fold")
+        left_out = block.optional[:gone]
+        places = [place for place, name in enumerate(block.columns) if name not in left_out]
+        grid, needed = _titled(title), 1
+        for place in places:
+            cells = [block.columns[place], *(plain_words(row[place]) for row in block.rows)]
+            words = (cell_len(word) for cell in cells for word in cell.split())
+            least = min(max(words, default=0), LEAST_WORDS if block.is_text(place) else 1_000)
+            side: Literal["left", "right"] = "left" if block.is_text(place) else "right"
+            grid.add_column(_words(block.columns[place]), justify=side, overflow="fold", min_width=least)
+            needed += least + 3
+        if needed <= room:
+            break
     for number, row in enumerate(block.rows):
-        grid.add_row(*(_words(row[place]) for place in heads), end_section=number in block.ruled)
-    return grid
+        grid.add_row(*(_words(row[place]) for place in places), end_section=number in block.ruled)
+    return grid, left_out

@@ -39,7 +39,6 @@ from compressor.run_record import (
     request_key,
 )
 from compressor.steps.correct.heads import acceptance_of
-from compressor.steps.cutting import LayerChange
 from compressor.steps.job import check_plan, left_out_of, make_job, output_size
 from compressor.steps.state import Observer, State
 from compressor.steps.tensors import OutputJob
@@ -111,10 +110,9 @@ def run(
             before = earlier_plan(model) if plan is None else None
             task = prepare(recipe, model, base, before, plan)
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
-                logger.warning(
-                    "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model",
-                    model.source.label, before.source.label, base.source.label,
-                )  # fmt: skip
+                names = model.source.label, before.source.label, base.source.label
+                what = "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model"
+                logger.warning(what, *names)
             check_carried(model.source.folder)
             refuse_places(terms, (model, base))
             key = here().broadcast(task.key)
@@ -308,7 +306,21 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
     state.number = numbers[0]
     if job is None:
         cut = state.cut() if state.step_of("correct") is not None else None
-        job = make_job(state.model, plan, cut, _change(state, steps))
+        changing = [step for step in steps if type(step).layer is not Step.layer]
+
+        def change(name: str, tensors: Tensors) -> Tensors:
+            """What steps that only change tensors do to a decoder layer, one after the other."""
+            moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
+            current = dict(tensors)
+            for step in changing:
+                for key, value in (step.layer(LayerAt(name, moe_layers, current), state) or {}).items():
+                    if key not in current or value.shape != current[key].shape:
+                        fault = f"gives {key} of {name}, which is no tensor of that shape"
+                        raise CompressionError(f"step {step.name} {fault}; mend its layer()")
+                    current[key] = value
+            return {key: value for key, value in current.items() if value is not tensors[key]}
+
+        job = make_job(state.model, plan, cut, change if changing else None)
     if folder.name not in work.written:
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
         state.progress.start("write", len(job.units))
@@ -318,27 +330,6 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         if not any(step.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
     return Stage(folder, job, state.model, plan, heads)
-
-
-def _change(state: State, steps: Sequence[Step]) -> LayerChange | None:
-    """What steps that only change tensors do to each decoder layer, one after the other."""
-    changing = [step for step in steps if type(step).layer is not Step.layer]
-    if not changing:
-        return None
-
-    def change(name: str, tensors: Tensors) -> Tensors:
-        moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
-        current = dict(tensors)
-        for step in changing:
-            changed = step.layer(LayerAt(name, moe_layers, current), state) or {}
-            for key, value in changed.items():
-                if key not in current or value.shape != current[key].shape:
-                    fault = f"gives {key} of {name}, which is no tensor of that shape"
-                    raise CompressionError(f"step {step.name} {fault}; mend its layer()")
-            current |= changed
-        return {key: value for key, value in current.items() if value is not tensors[key]}
-
-    return change
 
 
 def _whole_step(state: State, stage: Stage, work: Workdir) -> None:

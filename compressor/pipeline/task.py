@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
@@ -62,21 +61,17 @@ def open_run(
     With `deterministic` torch keeps to deterministic operations, and warns where it has none.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
     clock = Clock()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which CUDA's products may differ
             torch.use_deterministic_algorithms(True, warn_only=True)
-            memory.fill_uninitialized_memory = False  # nothing is read that was not written
         with PeakMemory() as peak:
             with clock.phase("open"):
                 opened = open_model(find_model(model, revision, progress), dtype, device)
             yield Run(opened, progress or Silent(), clock, peak)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filled
 
 
 @dataclass(slots=True)
@@ -232,7 +227,21 @@ def read_texts(task: Task) -> Texts:
         if repeated is not None:
             text = repeat_text(repeated, tokenizer(), task.model.vocabulary)
         else:
-            text = read_text(_spec(options, needs, task.recipe.seed), tokenizer(), task.model.vocabulary)
+            fit = any(need.text for need in needs.values())
+            fewest = max(need.heldout for need in needs.values()) if fit else 0
+            spec = TextSpec(
+                sources_of(options),
+                samples=options.samples if fit else 0,
+                sequence_length=options.sequence_length,
+                seed=task.recipe.seed,
+                heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
+                parts={
+                    name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
+                    for name, need in needs.items()
+                    if (part := need.part) is not None
+                },
+            )
+            text = read_text(spec, tokenizer(), task.model.vocabulary)
         here().assert_same_on_all(text.identity["sha256"], "calibration text")
         return text
 
@@ -245,25 +254,6 @@ def read_texts(task: Task) -> Texts:
             if (found := read(step.calibration, {number: OWN}, known)) is not None:
                 own[number] = found
     return text, own
-
-
-def _spec(options: TextOptions, needs: Mapping[str, Needs], seed: int) -> TextSpec:
-    parts = {
-        name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
-        for name, need in needs.items()
-        if (part := need.part) is not None
-    }
-    fit = any(need.text for need in needs.values())
-    fewest = max((need.heldout for need in needs.values()), default=0) if fit else 0
-    heldout = max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0
-    return TextSpec(
-        sources_of(options),
-        samples=options.samples if fit else 0,
-        sequence_length=options.sequence_length,
-        seed=seed,
-        heldout=heldout,
-        parts=parts,
-    )
 
 
 def first_plan(task: Task, text: Text | None) -> Plan:

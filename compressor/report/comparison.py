@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A strategy with options, as it is named in the table."""
+    """A strategy with options and corrections, by its name in the table."""
 
     name: str
     strategy: Strategy
@@ -159,30 +160,28 @@ class _Table:
                 corrections = [correction for correction in corrections if correction.wanted]
         if not corrections:
             return []
-        rows = list[Row]()
-        plain, uncorrected = self._carried_out(planned, contender, Correct(method="none"))
+        none = Correct(method="none")
+        plain, uncorrected = self._carried_out(planned, contender, none)
+        rows = {none.method: plain}
         for correction in corrections:
-            if not correction.wanted:
-                rows.append(plain)
-                continue
-            row, corrected = self._carried_out(planned, contender, correction)
-            if accepts(corrected.of(heldout), uncorrected.of(heldout)):
-                undone = replace(plain, correction=row.correction, undone=True)
-                row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
-            rows.append(row)
-        return rows
+            if correction.wanted:
+                row, figures = self._carried_out(planned, contender, correction)
+                if accepts(figures.of(heldout), uncorrected.of(heldout)):
+                    undone = replace(plain, correction=correction.method, undone=True)
+                    row = replace(undone, seconds=row.seconds, peak_memory=row.peak_memory)
+                rows[correction.method] = row
+        return [rows[correction.method] for correction in corrections]
 
     def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
         plan, data, begin = planned.plan, planned.calibration or self.calibration, time.perf_counter()
-        plans = {layer.module: layer for layer in plan.layers}
+        plans, seconds = {layer.module: layer for layer in plan.layers}, planned.seconds
+        phase = f"{contender.name}{f' + {correction.method}' if correction.wanted else ''}, {plan.experts}"
         work = LayerWork(
             plan.experts, lambda stats: plans[stats.layer.name], correction=correction, seed=self.seed, measure=True
         )
         if not correction.wanted:  # nothing is fitted, and errors are those of what is held out
             held = data.heldout_batches
             data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
-        method = f" + {correction.method}" if correction.wanted else ""
-        phase = f"{contender.name}{method}, {plan.experts}"
         with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as riding:
             layers = compress_in_order(self.model, work, data, self.progress, riding=riding, phase=phase)
         row = self.row(
@@ -192,7 +191,7 @@ class _Table:
             strategy=plan.strategy,
             correction=correction.method,
             error=_layer_error(layer.figures["correction"] for layer in layers),
-            seconds=planned.seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
+            seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
             peak_memory=peak.anonymous,
             source=planned.source,
             seed=contender.seed,
@@ -213,45 +212,40 @@ class _Table:
         if (held := sum(map(len, heldout))) < FEWEST:
             logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
             budgets = [EVEN]
-        for count in counts:
-            removed = sum(layer.experts - count for layer in layers)
+        for count, budget in product(counts, budgets):
+            removed, begin = sum(layer.experts - count for layer in layers), time.perf_counter()
             if sum(most) < removed:
                 raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
-            for budget in budgets:
-                begin = time.perf_counter()
-                numbers = even_numbers(removed, most)
-                if budget == UNEVEN:
-                    numbers, _ = divide(model, measured, removed, protected, heldout, self.progress)
-                variant = replacing(layers, measured, numbers, protected)
-                seconds = shared + time.perf_counter() - begin
-                for correction in corrections:
-                    begin, name = time.perf_counter(), f"{CONSTANTS}, {budget}"
-                    with PeakMemory() as peak:
-                        figures, error = self._substituted(variant, correction, f"{name}, {count}")
-                    yield self.row(
-                        figures,
-                        count,
-                        stored_substituted(model, variant),
-                        name=name,
-                        strategy=CONSTANTS,
-                        correction=correction.method,
-                        error=error,
-                        seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
-                        peak_memory=peak.anonymous,
-                    )
-
-    def _substituted(self, variant: Substitutes, correction: Correct, phase: str) -> tuple[Figures, float | None]:
-        """Figures and layer error of the model with these constants, refitted by the correction."""
-        if not correction.wanted:
-            visitor = Substituting(self.model, [variant])
-            return self.evaluator.measure(self.model, visitor, 1, self.progress, phase)[0], None
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            self.evaluator.measuring(self.model.partial.model) as riding,
-        ):
-            work = (correction, Path(folder), self.progress, self.seed)
-            layers = InOrder(self.model, self.calibration, variant, *work).run(riding)
-        return riding.figures[0], _layer_error(layers.values())
+            numbers = even_numbers(removed, most)
+            if budget == UNEVEN:
+                numbers, _ = divide(model, measured, removed, protected, heldout, self.progress)
+            variant, name = replacing(layers, measured, numbers, protected), f"{CONSTANTS}, {budget}"
+            deciding = shared + time.perf_counter() - begin
+            for correction in corrections:
+                begin, error = time.perf_counter(), None
+                with PeakMemory() as peak:
+                    if correction.wanted:
+                        with (
+                            tempfile.TemporaryDirectory() as made,
+                            self.evaluator.measuring(model.partial.model) as riding,
+                        ):
+                            work = (correction, Path(made), self.progress, self.seed)
+                            error = _layer_error(InOrder(model, self.calibration, variant, *work).run(riding).values())
+                        (figures, *_), seconds = riding.figures, time.perf_counter() - begin
+                    else:
+                        visitor, phase = Substituting(model, [variant]), f"{name}, {count}"
+                        (figures, *_), seconds = self.evaluator.measure(model, visitor, 1, self.progress, phase), 0.0
+                yield self.row(
+                    figures,
+                    count,
+                    stored_substituted(model, variant),
+                    name=name,
+                    strategy=CONSTANTS,
+                    correction=correction.method,
+                    error=error,
+                    seconds=deciding + seconds,
+                    peak_memory=peak.anonymous,
+                )
 
 
 def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
@@ -264,7 +258,7 @@ def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
 
 
 def compare_models(
-    original: OpenModel,
+    base: OpenModel,
     variants: Sequence[Variant],
     contenders: Sequence[Contender],
     calibration: Calibration,
@@ -285,12 +279,12 @@ def compare_models(
         for place, name in enumerate(calibration.source_names):
             own = (calibration.batches[number] for number in numbers if calibration.source_of(number) == place)
             held.append(EvaluationSet(name, tuple(own)))
-    evaluator = Evaluator(original, [*sets, *held])
-    table = _Table(original, calibration, evaluator, sets, progress, seed)
+    evaluator = Evaluator(base, [*sets, *held])
+    table = _Table(base, calibration, evaluator, sets, progress, seed)
     with PeakMemory() as peak:
-        figures = evaluator.keep(progress, "original")
-    unchanged: dict[str, Any] = {"strategy": "original", "correction": "none", "error": 0.0, "seconds": 0.0}
-    rows = [table.row(figures, original.architecture.experts, name="original", peak_memory=peak.anonymous, **unchanged)]
+        figures = evaluator.keep(progress, "base")
+    unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
+    rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0
     for variant in variants:
         pairs = [(contender, count) for count in variant.counts for contender in contenders]
@@ -302,10 +296,10 @@ def compare_models(
         table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
         for planned in plans:
             rows += table.planned(planned, pairs[planned.spec][0])
-        if constants and variant.model is original:
+        if constants and variant.model is base:
             rows += table.constants(variant.counts, variant.protected or {}, constants)
     return Comparison(
-        model=original.source.label,
+        model=base.source.label,
         rows=tuple(rows),
         calibration=calibration.identity,
         evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},

@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each way of making the model smaller, beside the original and random drops.
+"""What a comparison found: a row for each way of making the model smaller, beside the base and random drops.
 
 Tables and pictures show rows as entries, which have a label and in which random drops share one line.
 """
@@ -6,10 +6,9 @@ Tables and pictures show rows as entries, which have a label and in which random
 import json
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
-from compressor.document.marks import LABEL_LENGTH, Line, colour, draw_lines, legend_beside, mark, spaced
-from compressor.document.palette import ROLES, scale_axis
+from compressor.document.marks import colour, spaced
+from compressor.document.palette import MARKERS, ROLES, scale_axis
 from compressor.document.picture import Drawing, png
 from compressor.files import whole_folder
-from compressor.formatting import human_bytes, human_count, joined
+from compressor.formatting import human_bytes, human_count, joined, readable
 from compressor.records import finite, plain_json
 
 if TYPE_CHECKING:
@@ -30,23 +29,20 @@ NAMES = ("comparison.json", "comparison.md", "comparison.png", "active.png")  # 
 # columns, the least important first
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 LEGEND = (
-    "Loss and KL (of the original's next-token distribution to the model's) are in nats per token. Flips is the share "
-    "of positions whose greedy token is not the original's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
+    "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. Flips is the share "
+    "of positions whose greedy token is not the base's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
     "tokens weighted, on calibration text that no plan saw. Seconds are those of "
     "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
     "among models of its size."
 )
-AXES_WIDTH, LEAST_HEIGHT = 6.6, 5.0  # inches
-LINE_HEIGHT, LETTER_WIDTH = 0.185, 0.068  # inches of legend text
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
-DECADES = 4  # of the logarithmic scale at the most
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One model of the comparison. Losses are in nats per evaluated token, on text that no part of a plan saw."""
 
-    name: str  # the strategy with its options, or "original"
+    name: str  # the strategy with its options, or "base"
     strategy: str
     correction: str  # none, ridge or tune
     experts: int  # per MoE layer
@@ -54,33 +50,33 @@ class Row:
     bytes: int
     loss: float
     perplexity: float
-    kl: float  # of the original's next-token distribution to this model's, nats per token
-    flips: float  # share of the positions at which the greedy token is not the original's
+    kl: float  # of the base's next-token distribution to this model's, nats per token
+    flips: float  # share of the positions at which the greedy token is not the base's
     error: float | None  # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
     seconds: float  # deciding, and correcting with the evaluation on the way; not the pass that all plans share
     peak_memory: int  # bytes of anonymous memory at the highest while it was corrected and evaluated
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
     source: str | None = None  # the calibration source that it was planned for, if for one alone
     seed: int | None = None  # of a random drop
-    split: int = 1  # parts that each expert became before; `experts` then counts parts
-    top_k: int | None = None  # experts that a token visits, where that was chosen
+    split: int = 1  # sub-experts that each expert became before; `experts` then counts those
+    top_k: int | None = None  # experts that a token is routed to, where that was chosen
     active: int | None = None  # parameters that a token passes; None where stored elements are no parameters
     undone: bool = False  # the correction took the whole model further away on held-out calibration text
 
     @property
     def kept(self) -> float:
-        """Experts of the source's size that stay in each layer."""
+        """Experts of the base's size that stay in each layer."""
         return self.experts / self.split
 
     @property
     def is_random(self) -> bool:
-        """Whether experts were dropped at random."""
+        """Return True if experts were dropped at random."""
         return self.strategy == "random"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All rows, the original first, with what they were measured on."""
+    """All rows, the base first, with what they were measured on."""
 
     model: str
     rows: tuple[Row, ...]
@@ -92,20 +88,21 @@ class Comparison:
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
 
     @property
-    def original(self) -> Row:
+    def base(self) -> Row:
         """The model as it is."""
         return self.rows[0]
 
-    def increase(self, row: Row) -> float:
-        """Loss above the original's, nats per token."""
-        return row.loss - self.original.loss
+    @property
+    def with_active(self) -> bool:
+        """Return True if rows differ in top-k, and it is known what that comes to in parameters."""
+        return any(row.top_k is not None for row in self.rows) and all(row.active is not None for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types without folders; None for a number that JSON cannot write."""
         content = asdict(self)
         content["calibration"] = without_folders(self.calibration) if self.calibration else {}
-        for entry, row in zip(content["rows"], self.rows, strict=True):
-            entry["loss_increase"] = self.increase(row)
+        for row in content["rows"]:
+            row["loss_increase"] = row["loss"] - self.base.loss
         found: dict[str, Any] = plain_json(content, finite)
         return found
 
@@ -126,14 +123,14 @@ def label(row: Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: a model, or the random drops to one expert count that differ in their seed alone."""
+    """One line: a model, or the random drops to one expert count, which are alike but in seed and figures."""
 
     label: str
     rows: tuple[Row, ...]
 
     @property
     def first(self) -> Row:
-        """One of the rows, which are alike but in their seeds and what was measured."""
+        """One of the rows."""
         return self.rows[0]
 
     @property
@@ -145,12 +142,6 @@ class Entry:
     def loss(self) -> float:
         """Mean over the rows."""
         return fmean(self.losses)
-
-    @property
-    def error(self) -> float | None:
-        """Mean layer error, or None if a row has none."""
-        errors = [row.error for row in self.rows if row.error is not None]
-        return fmean(errors) if len(errors) == len(self.rows) else None
 
 
 def sort_key(loss: float) -> float:
@@ -169,35 +160,14 @@ def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
 
 
 def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
-    """All entries but the original: many experts first, and the least loss first among equally many."""
+    """All entries but the base: many experts first, and the least loss first among equally many."""
     return tuple(
         sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.first.kept, sort_key(entry.loss)))
     )
 
 
-def with_active(comparison: Comparison) -> bool:
-    """Whether rows differ in how many experts a token visits, and it is known what that comes to."""
-    rows = comparison.rows
-    return any(row.top_k is not None for row in rows) and all(row.active is not None for row in rows)
-
-
-def data_line(comparison: Comparison) -> str:
-    """What was calibrated with and evaluated on, and the seed, as a sentence."""
-    calibrated = without_folders(comparison.calibration) if comparison.calibration else {}
-    sources = calibrated.get("sources") or ([calibrated] if calibrated else [])
-
-    def listed(tokens: Iterable[tuple[str, Any]]) -> str:
-        return joined([f"{name} ({n:,} tokens)" if isinstance(n, int) else name for name, n in tokens]) or "no data"
-
-    return (
-        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in "
-        f"{comparison.calibration_seconds:.1f} s, evaluated on {listed(comparison.evaluation.items())}, "
-        f"seed {comparison.seed}."
-    )
-
-
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
+    """Write JSON, Markdown and pictures into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
@@ -218,7 +188,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
     made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
     return (
         Heading(f"{comparison.model}: comparison", level=1),
-        Text(data_line(comparison)),
+        _data_line(comparison),
         *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
         *_tables(comparison, apart=True),
         Text(LEGEND),
@@ -228,13 +198,27 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
-    """What a terminal shows: the original, then each expert count's models; means of random drops."""
-    return *_tables(comparison), Text(data_line(comparison))
+    """What a terminal shows: the base, then each expert count's models; means of random drops."""
+    return *_tables(comparison), _data_line(comparison)
+
+
+def _data_line(comparison: Comparison) -> Text:
+    calibrated = without_folders(comparison.calibration) if comparison.calibration else {}
+    sources = calibrated.get("sources") or ([calibrated] if calibrated else [])
+
+    def listed(tokens: Iterable[tuple[str, Any]]) -> str:
+        return joined([f"{name} ({n:,} tokens)" if isinstance(n, int) else name for name, n in tokens]) or "no data"
+
+    return Text(
+        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in "
+        f"{comparison.calibration_seconds:.1f} s, evaluated on {listed(comparison.evaluation.items())}, "
+        f"seed {comparison.seed}."
+    )
 
 
 def _tables(comparison: Comparison, apart: bool = False) -> list[Table]:
-    """The original, then each expert count's models, the best in bold; loss on each evaluation source if several."""
-    shown = (Entry("original", (comparison.original,)), *ranked(comparison, apart))
+    """The base, then each expert count's models, the best in bold; loss on each evaluation source if several."""
+    shown = (Entry("base", (comparison.base,)), *ranked(comparison, apart))
     ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.first.kept != other.first.kept}
     cells = [_cells(comparison, entry) for entry in shown]
     rows: list[tuple[Words, ...]] = [
@@ -244,15 +228,14 @@ def _tables(comparison: Comparison, apart: bool = False) -> list[Table]:
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     tables = [Table(caption, tuple(cells[0]), tuple(rows), frozenset(), OPTIONAL, ruled)]
     if len(sources := tuple(comparison.evaluation)) > 1:
-        by_source = [
-            [[row.loss_by_source[name] for row in entry.rows if name in row.loss_by_source] for name in sources]
-            for entry in shown
-        ]
-        losses = tuple(
-            (row["model"], row["experts"], *(f"{fmean(each):.4f}" if each else "-" for each in found))
-            for row, found in zip(cells, by_source, strict=True)
-        )
-        tables.append(Table("Loss by evaluation source", ("model", "experts", *sources), losses, ruled=ruled))
+        losses = []
+        for row, entry in zip(cells, shown, strict=True):
+            found = (
+                [each.loss_by_source[name] for each in entry.rows if name in each.loss_by_source] for name in sources
+            )
+            losses.append((row["model"], row["experts"], *(f"{fmean(each):.4f}" if each else "-" for each in found)))
+        columns = ("model", "experts", *sources)
+        tables.append(Table("Loss by evaluation source", columns, tuple(losses), ruled=ruled))
     return tables
 
 
@@ -261,122 +244,118 @@ def _cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
     rows, name = entry.rows, entry.label
     if len(rows) > 1:
         name += f" ({len(rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
-    increase = fmean(map(comparison.increase, rows))
+    means = {
+        each: fmean(getattr(row, each) for row in rows)
+        for each in ("parameters", "perplexity", "kl", "flips", "seconds")
+    }
+    errors = [row.error for row in rows if row.error is not None]
     return {
         "model": name,
         "experts": str(entry.first.experts),
-        "parameters": human_count(fmean(row.parameters for row in rows)),
-        **({"active": human_count(fmean(row.active or 0 for row in rows))} if with_active(comparison) else {}),
+        "parameters": human_count(means["parameters"]),
+        **({"active": human_count(fmean(row.active or 0 for row in rows))} if comparison.with_active else {}),
         "loss": f"{entry.loss:.4f}",
-        "increase": "-" if entry.first is comparison.original else f"{increase:+.4f}",
-        "perplexity": f"{fmean(row.perplexity for row in rows):.4g}",
-        "KL": f"{fmean(row.kl for row in rows):.4f}",
-        "flips": f"{fmean(row.flips for row in rows):.4f}",
-        "layer error": "-" if entry.error is None else f"{entry.error:.4f}",
-        "seconds": f"{fmean(row.seconds for row in rows):.1f}",
+        "increase": "-" if entry.first is comparison.base else f"{entry.loss - comparison.base.loss:+.4f}",
+        "perplexity": f"{means['perplexity']:.4g}",
+        "KL": f"{means['kl']:.4f}",
+        "flips": f"{means['flips']:.4f}",
+        "layer error": f"{fmean(errors):.4f}" if len(errors) == len(rows) else "-",
+        "seconds": f"{means['seconds']:.1f}",
         "peak memory": human_bytes(max(row.peak_memory for row in rows)),
     }
 
 
 def comparison_figures(comparison: Comparison) -> list[Figure]:
     """Loss by experts kept, and by active parameters where rows differ in top-k."""
-    return [comparison_figure(comparison), *([active_figure(comparison)] if with_active(comparison) else [])]
-
-
-def comparison_figure(comparison: Comparison) -> Figure:
-    """Loss by experts kept, a line for each label; the x axis falls from the original's count, so lines fan out."""
-    shown, original = ranked(comparison), comparison.original
-    by_label: dict[str, list[Entry]] = {}
-    for entry in shown:
+    rows, base = comparison.rows, comparison.base
+    by_label = dict[str, list[Entry]]()
+    for entry in ranked(comparison):
         by_label.setdefault(entry.label, []).append(entry)
-    alt = [f"Loss above the original's {original.loss:.4f}, the least first."]
-    for count, entries in groupby(shown, lambda entry: entry.first.kept):
-        increases = (f"{entry.label} {entry.loss - original.loss:+.4f}" for entry in entries)
-        alt.append(f"With {count:g} experts: {', '.join(increases)}.")
-    parts = ", parts counted as parts of one" if any(row.split > 1 for row in comparison.rows) else ""
-    draw = partial(
-        _draw,
-        comparison=comparison,
-        lines=(lines := _lines(comparison, by_label, lambda row: row.kept)),
-        axis=f"experts kept in each MoE layer{parts} (the original has {original.experts})",
-        ticks={row.kept for row in comparison.rows},
-    )
-    title = f"{comparison.model}: loss with fewer experts"
+    parts = ", parts counted as parts of one" if any(row.split > 1 for row in rows) else ""
+    axis = f"experts kept in each MoE layer{parts} (the base has {base.experts})"
     caption = (
-        "Loss above the original's by the experts kept in each MoE layer; the legend lists lines in the order in which "
+        "Loss above the base's by the experts kept in each MoE layer; the legend lists lines in the order in which "
         "they end. Colour is the strategy, line style the correction, and the grey band random drops."
     )
-    return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), _size(lines), draw),))
-
-
-def active_figure(comparison: Comparison) -> Figure:
-    """Loss by the parameters that a token passes, a line for each model that was cut to several top-k."""
-    by_model, original = dict[str, list[Entry]](), comparison.original
-    for row in sorted(comparison.rows[1:], key=lambda row: -(row.active or 0)):
-        if not row.is_random:
-            model = f"{label(replace(row, top_k=None))}, {row.experts} experts"
-            by_model.setdefault(model, []).append(Entry(model, (row,)))
-    alt = [f"Loss above the original's {original.loss:.4f} by active parameters."]
-    for model, entries in by_model.items():
-        increases = (f"{human_count(each.first.active or 0)} {each.loss - original.loss:+.4f}" for each in entries)
-        alt.append(f"{model}: {', '.join(increases)}.")
-    draw = partial(
-        _draw,
-        comparison=comparison,
-        lines=(lines := _lines(comparison, by_model, lambda row: row.active or 0)),
-        axis=f"parameters that a token passes (of the original's: {human_count(original.active or 0)})",
-    )
-    title = f"{comparison.model}: loss with fewer active parameters"
-    caption = "Loss above the original's by the parameters that a token passes."
-    return Figure("active", title, caption, (Drawing(title, " ".join(alt), _size(lines), draw),))
-
-
-def _lines(comparison: Comparison, named: Mapping[str, Sequence[Entry]], x: Callable[[Row], float]) -> list[Line]:
-    """Lines from the original, in the order of their ends; random drops in a band from the least to the greatest."""
-    original, lines = comparison.original, []
-    strategies = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
-    for number, (text, entries) in enumerate(named.items()):
-        row, drops = entries[0].first, max(len(entry.rows) for entry in entries)
-        line = Line(
-            text,
-            [x(original), *(x(entry.first) for entry in entries)],
-            [0.0, *(entry.loss - original.loss for entry in entries)],
-            ROLES["muted"] if row.is_random else colour(strategies.index(row.name)),
-            "dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
-            **mark(number),
+    figures = [_figure(comparison, "comparison", by_label, lambda row: row.kept, "experts", axis, caption)]
+    if comparison.with_active:
+        by_model = dict[str, list[Entry]]()
+        for row in sorted(rows[1:], key=lambda row: -(row.active or 0)):
+            if not row.is_random:
+                model = f"{label(replace(row, top_k=None))}, {row.experts} experts"
+                by_model.setdefault(model, []).append(Entry(model, (row,)))
+        axis = f"parameters that a token passes (of the base's: {human_count(base.active or 0)})"
+        caption = "Loss above the base's by the parameters that a token passes."
+        active = _figure(
+            comparison, "active", by_model, lambda row: row.active or 0, "active parameters", axis, caption
         )
-        if row.is_random:
-            low, high = ([0.0, *(end(entry.losses) - original.loss for entry in entries)] for end in (min, max))
-            drawn = f"{text} ({f'mean and range of {drops}' if drops > 1 else 'one drop'})"
-            line = replace(line, label=drawn, low=low, high=high)
-        lines.append(line)
-    return sorted(lines, key=lambda line: -sort_key(line.y[-1]))
+        figures.append(active)
+    return figures
 
 
-def _size(lines: Sequence[Line]) -> tuple[float, float]:
-    texts = [
-        part for text in ("original", *(line.label for line in lines)) for part in textwrap.wrap(text, LABEL_LENGTH)
-    ]
-    return AXES_WIDTH + 0.7 + LETTER_WIDTH * max(map(len, texts)), max(LEAST_HEIGHT, 0.6 + LINE_HEIGHT * len(texts))
+def _figure(
+    comparison: Comparison,
+    name: str,
+    lines: Mapping[str, Sequence[Entry]],
+    x: Callable[[Row], float],
+    unit: str,
+    axis: str,
+    caption: str,
+) -> Figure:
+    """Losses upwards over a falling x, a line for each label from the base's size on; random drops in a band."""
+    base = comparison.base
+    strategies = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
+    wrapped, alt = dict[str, str](), [f"Loss above the base's {base.loss:.4f}."]
+    for text, points in lines.items():
+        drops = max(len(entry.rows) for entry in points)
+        band = f"mean and range of {drops}" if drops > 1 else "one drop"
+        shown = f"{text} ({band})" if points[0].first.is_random else text
+        wrapped[text] = "\n".join(textwrap.wrap(readable(shown), 44))
+        increases = (f"{human_count(x(each.first))} {each.loss - base.loss:+.4f}" for each in points)
+        alt.append(f"{text}, by {unit}: {', '.join(increases)}.")
 
+    def draw(canvas: "FigureBase") -> None:
+        axes = canvas.add_subplot()
+        handles = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
+        for number, (text, points) in enumerate(lines.items()):
+            row, xs = points[0].first, [x(base), *(x(entry.first) for entry in points)]
+            shade = ROLES["muted"] if row.is_random else colour(strategies.index(row.name))
+            is_hollow = number // len(MARKERS) % 2 == 1
+            mean, low, high = ([0.0, *(end(entry.losses) - base.loss for entry in points)] for end in (fmean, min, max))
+            if row.is_random:
+                axes.fill_between(xs, low, high, color=shade, alpha=0.2, linewidth=0)
+            (line,) = axes.plot(
+                xs,
+                mean,
+                color=shade,
+                linewidth=1.4,
+                linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
+                marker=MARKERS[number % len(MARKERS)],
+                markersize=6,
+                markerfacecolor="white" if is_hollow else shade,
+                markeredgecolor=shade if is_hollow else "white",
+                markeredgewidth=1.2 if is_hollow else 0.5,
+                markevery=slice(1, None),  # all lines start at the base, where a marker says nothing
+            )
+            handles.append((sort_key(mean[-1]), wrapped[text], line))
+        handles.sort(key=lambda each: -each[0])
+        canvas.legend(
+            [line for *_, line in handles],
+            [text for _, text, _ in handles],
+            loc="outside right upper",
+            handlelength=3.2,
+        )
+        scale = scale_axis(axes, "y", [row.loss - base.loss for row in comparison.rows], 4)
+        axes.set_ylabel("\n".join(filter(None, (f"loss above the base's {base.loss:.4f} (nats per token)", scale))))
+        axes.set_xlabel(axis)
+        axes.invert_xaxis()
+        axes.grid(axis="y")
+        if name == "comparison":
+            counts = {x(row) for row in comparison.rows}
+            axes.set_xticks(spaced([*counts]))
+            axes.set_xticks(sorted(counts), minor=True)
 
-def _draw(
-    canvas: "FigureBase", comparison: Comparison, lines: Sequence[Line], axis: str, ticks: Collection[float] = ()
-) -> None:
-    """Losses upwards, the original's size on the left, and its loss a line across."""
-    axes = canvas.add_subplot()
-    zero = axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0)
-    ends = [(sort_key(line.y[-1]), line.label) for line in lines]
-    handles = list(zip(ends, draw_lines(axes, lines), strict=True))
-    handles.append(((0.0, "original"), zero))
-    handles.sort(key=lambda each: -each[0][0])
-    legend_beside(canvas, [handle for _, handle in handles], [text for (_, text), _ in handles])
-    scale = scale_axis(axes, "y", [comparison.increase(row) for row in comparison.rows], DECADES)
-    loss = f"loss above the original's {comparison.original.loss:.4f} (nats per token)"
-    axes.set_ylabel(f"{loss}\n{scale}" if scale else loss)
-    axes.invert_xaxis()
-    axes.grid(axis="y")
-    if ticks:
-        axes.set_xticks(spaced([*ticks]))
-        axes.set_xticks(sorted(ticks), minor=True)
-    axes.set_xlabel(axis)
+    texts = "\n".join(["base", *wrapped.values()]).splitlines()
+    size = 7.3 + 0.068 * max(map(len, texts)), max(5.0, 0.6 + 0.185 * len(texts))
+    title = f"{comparison.model}: loss with fewer {unit}"
+    return Figure(name, title, caption, (Drawing(title, " ".join(alt), size, draw),))

@@ -85,18 +85,18 @@ class LayerReport(LayerMeasures):
     @property
     def heldout_error_before(self) -> float | None:
         """Error on tokens that the reconstruction did not see, before it."""
-        return heldout_errors(self.plan)[0]
+        return heldout_error(self.plan, "heldout_error_before")
 
     @property
     def heldout_error_after(self) -> float | None:
         """Error on tokens that the reconstruction did not see, after it."""
-        return heldout_errors(self.plan)[1]
+        return heldout_error(self.plan, "heldout_error")
 
 
-def heldout_errors(layer: LayerPlan) -> tuple[float | None, float | None]:
-    """Errors on tokens that the reconstruction did not see, before and after it; None where it recorded none."""
-    before, after = (correction_of(layer).get(name) for name in ("heldout_error_before", "heldout_error"))
-    return before if isinstance(before, int | float) else None, after if isinstance(after, int | float) else None
+def heldout_error(layer: LayerPlan, name: str) -> float | None:
+    """An error that a layer's reconstruction recorded; None where it recorded none."""
+    error = correction_of(layer).get(name)
+    return error if isinstance(error, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,8 @@ def dispositions(layer: LayerReport) -> dict[int, str]:
 
 def roles(layer: LayerReport) -> list[str]:
     """Kept, merged or dropped, also for a constant: [E]."""
-    merged = {expert for group in layer.plan.merged for expert in group}
-    dropped = set(layer.plan.dropped)
-    return [
-        "merged" if each in merged else "dropped" if each in dropped else "kept" for each in range(layer.plan.experts)
-    ]
+    words = {"merged": "merged", "dropped": "dropped", "replaced": "dropped"}
+    return [words.get(disposition.split()[0], "kept") for disposition in dispositions(layer).values()]
 
 
 def gone(layers: Iterable[LayerPlan]) -> str:
@@ -211,15 +208,13 @@ def all_dispositions(layers: Sequence[LayerPlan]) -> str:
     """'40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
     groups = [group for layer in layers for group in layer.groups]
     kept, merged = sum(group.untouched for group in groups), [group for layer in layers for group in layer.merged]
-    dropped = sum(len(layer.dropped) for layer in layers)
-    rescaled = len(groups) - len(merged) - kept
-    found = [
-        *([f"{counted(kept, 'expert')} kept"] if kept else []),
-        *([f"{rescaled:,} rescaled"] if rescaled else []),
-        *([f"{sum(map(len, merged)):,} merged into {len(merged):,}"] if merged else []),
-        *([f"{dropped:,} {gone(layers)}"] if dropped else []),
-    ]
-    return joined(found)
+    counts = {
+        f"{counted(kept, 'expert')} kept": kept,
+        f"{len(groups) - len(merged) - kept:,} rescaled": len(groups) - len(merged) - kept,
+        f"{sum(map(len, merged)):,} merged into {len(merged):,}": len(merged),
+        f"{sum(len(layer.dropped) for layer in layers):,} {gone(layers)}": sum(len(layer.dropped) for layer in layers),
+    }
+    return joined([words for words, count in counts.items() if count])
 
 
 def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
@@ -228,32 +223,30 @@ def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
     An expert that stands alone among the merged ones was rescaled.
     """
     often = Counter(layer.layer for layer in plan.layers)
-
-    def merged(layer: LayerPlan) -> str:
-        changed = [sorted(group.members) for group in layer.groups if not group.untouched]
-        return ", ".join("+".join(map(str, members)) for members in changed) or "-"
-
-    def decided_by(layer: LayerPlan) -> str:
+    is_corrected = any(map(correction_of, plan.layers))
+    gone = "dropped" if plan.constants is None else "constants"
+    columns = ["layer", "kept", "merged", gone, *(["protected"] if plan.protected else []), "decided by"]
+    columns += ["held-out error"] if is_corrected else []
+    rows = []
+    for layer in plan.layers:
+        changed = ["+".join(map(str, sorted(group.members))) for group in layer.groups if not group.untouched]
         won = layer.figures.get("won")  # where several strategies were tried
-        return one_line(f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by or "-")
-
-    def error(layer: LayerPlan) -> str:
-        (before, after), kept = heldout_errors(layer), correction_of(layer).get("kept")
-        if before is None or after is None:
-            return "-"
-        return f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
-
-    columns = {
-        "layer": lambda each: f"{each.layer} ({one_line(each.module)})" if often[each.layer] > 1 else str(each.layer),
-        "kept": lambda layer: ranges(group.members[0] for group in layer.groups if group.untouched),
-        "merged": merged,
-        "dropped" if plan.constants is None else "constants": lambda layer: ranges(layer.dropped),
-        **({"protected": lambda layer: ranges(plan.protected.get(layer.module, ()))} if plan.protected else {}),
-        "decided by": decided_by,
-        **({"held-out error": error} if any(map(correction_of, plan.layers)) else {}),
-    }
-    rows = tuple(tuple(cell(layer) for cell in columns.values()) for layer in plan.layers)
-    return Table(caption, tuple(columns), rows, frozenset(columns))
+        decided_by = f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by
+        before, after = heldout_error(layer, "heldout_error_before"), heldout_error(layer, "heldout_error")
+        kept, error = correction_of(layer).get("kept"), "-"
+        if before is not None and after is not None:
+            error = f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
+        cells = {
+            "layer": f"{layer.layer} ({one_line(layer.module)})" if often[layer.layer] > 1 else str(layer.layer),
+            "kept": ranges(group.members[0] for group in layer.groups if group.untouched),
+            "merged": ", ".join(changed) or "-",
+            gone: ranges(layer.dropped),
+            "protected": ranges(plan.protected.get(layer.module, ())),
+            "decided by": one_line(decided_by or "-"),
+            "held-out error": error,
+        }
+        rows.append(tuple(cells[name] for name in columns))
+    return Table(caption, tuple(columns), tuple(rows), frozenset(columns))
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:

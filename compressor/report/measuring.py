@@ -28,13 +28,14 @@ from compressor.model.architecture import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
+from compressor.recipe.document import entries
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as
 from compressor.report.data import FORMAT, LayerMeasures, Measured
-from compressor.report.measuring_pass import Likeness, compared, likeness_of, measure_layers, own_likeness, shares
+from compressor.report.measuring_pass import Similarity, measure_layers, own_similarity, shares, similarity_of
 from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
 from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics
 from compressor.steps.job import check_plan
@@ -66,35 +67,45 @@ def measure(
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
-    plan, record, listener = read_outcome(folder).plan, read_record(folder), progress or Silent()
-    base = _base(folder, plan, record, (model, revision), (dtype, device), listener)
-    output = _output(folder, base, (dtype, device))
-    opened, text = base or output, None
-    if opened is not None:
-        text = _text(opened, plan, record, calibration, samples, sequence_length)
+    plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
+    base = _base(folder, plan, record, model, revision, dtype, device, progress)
+    output = _output(folder, base, dtype, device)
+    text = None
+    if (opened := base or output) is not None:
+        if calibration is None:
+            text = _recorded_text(opened, plan, record, samples)
+        else:
+            length = DEFAULT_LENGTH if sequence_length is None else sequence_length
+            sources, tokenizer = parse_sources(calibration), load_tokenizer(opened.source.folder)
+            wanted = samples or max(len(sources), TOKENS // max(length, 1))
+            text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
     run = (kept_measures(folder, "run") if calibration is None and dtype == "auto" else None) or Measured()
-    key = _digest(base, output, text, run)
+    models = [
+        each and [*map(list, each.checkpoint.stamp()), str(each.partial.dtype), str(each.partial.device)]
+        for each in (base, output)
+    ]
+    read = text and [_name(text.identity), *(batch.tolist() for batch in text.batches)]
+    facts = [FORMAT, models, read, plain_json(run), versions()]  # all that the measures depend on
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if (kept := kept_measures(folder, "report", key)) is not None:
         return kept
     layers, tokens, name = {layer.module: layer for layer in run.layers}, run.tokens, run.text
     planned = {layer.module: layer for layer in plan.stage.layers}
 
     @cache
-    def likeness(module: str) -> Likeness:
+    def similarity(module: str) -> Similarity:
         """How a layer's experts are compared; a matrix that the run kept stands."""
         if module not in layers or layers[module].similarity is None:
-            return likeness_of(plan.stage, planned.get(module))
+            return similarity_of(plan.stage, planned.get(module))
         known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
-        return Likeness(frozenset(), lambda stats: known)
+        return Similarity(frozenset(), lambda stats: known)
 
     fresh: Iterator[LayerMeasures] = iter(())
     if text is not None and output is not None:
         tokens, name = text.tokens, _name(text.identity)
-        fresh = measure_layers(output, base, text.batches, likeness, listener, plan.seed)
-        if base is None and any(layer.visits_before for layer in run.layers):
-            name += f" (visits before: {run.tokens:,} tokens, as the run itself counted them)"
+        fresh = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
     elif base is not None:
-        fresh = by_weights(base, likeness, listener)
+        fresh = by_weights(base, similarity, progress)
     for layer in fresh:  # beside what the run kept
         known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
         layers[layer.module] = replace(layers.get(layer.module, layer), **known)
@@ -104,20 +115,10 @@ def measure(
     return measured
 
 
-def _digest(base: OpenModel | None, output: OpenModel | None, text: Calibration | None, run: Measured) -> str:
-    """A digest of everything that the measures depend on, the output folder's own files excepted."""
-    models = [
-        model and [*map(list, model.checkpoint.stamp()), str(model.partial.dtype), str(model.partial.device)]
-        for model in (base, output)
-    ]
-    read = text and [_name(text.identity), *(batch.tolist() for batch in text.batches)]
-    return hashlib.sha256(json.dumps([FORMAT, models, read, plain_json(run), versions()]).encode()).hexdigest()
-
-
 def _missing(
     folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None, beyond: str
 ) -> Iterator[str]:
-    lost = f"so neither routed tokens nor errors are measured{beyond}"
+    lost = f"so routed tokens, errors and similarities of outputs are not measured{beyond}"
     if base is None:
         yield (
             f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
@@ -132,18 +133,18 @@ def _missing(
         yield f"{folder.name} holds no weights that can be run, {lost}."
 
 
-def by_weights(base: OpenModel, likeness: Callable[[str], Likeness], progress: Progress) -> Iterator[LayerMeasures]:
-    """The similarity of the base's experts by its weights alone, a layer at a time."""
+def by_weights(base: OpenModel, similarity: Callable[[str], Similarity], progress: Progress) -> Iterator[LayerMeasures]:
+    """The similarity of the base's experts where its weights alone say it, a layer at a time."""
     layers, partial = base.architecture.layers, base.partial
     progress.start("measure", len(layers))
     for layer in layers:
-        needs = likeness(layer.name).needs
-        whole = needs == WEIGHTS  # otherwise the router's tensors do
-        partial.load(tensor.key for tensor in layer.tensors if whole or not tensor.key.startswith(f"{layer.name}."))
-        stats = Collector(layer, partial.model, needs & WEIGHTS, 0).finish(None)
-        yield LayerMeasures(layer.name, *compared(likeness(layer.name), stats, partial.model))
-        partial.release(layer.block)
-        give_back()
+        needs = similarity(layer.name).needs
+        if needs <= WEIGHTS:
+            partial.load(tensor.key for tensor in layer.tensors if needs)
+            stats = Collector(layer, partial.model, needs, 0).finish(None)
+            yield LayerMeasures(layer.name, *similarity(layer.name).compare(stats))
+            partial.release(layer.block)
+            give_back()
         progress.advance(layer.name)
 
 
@@ -151,41 +152,39 @@ def _base(
     folder: Path,
     plan: Plan,
     record: RunRecord | None,
-    named: tuple[str | None, str | None],
-    how: tuple[str, str],
+    model: str | None,
+    revision: str | None,
+    dtype: str,
+    device: str,
     progress: Progress,
 ) -> OpenModel | None:
     """The base model, opened; None if it is not named and not to be found, or is no longer what it was."""
-
-    def opened(name: str, commit: str | None) -> OpenModel:
-        model = open_model(locate(name, commit, progress), *how)
-        if model.fingerprint != plan.source.fingerprint:
-            raise CompressionError(
-                f"{model.source.name} is not the model that {folder} was made from: its fingerprint is "
-                f"{model.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
-            )
-        model = as_planned(model, plan.stage)
-        if plan.stage.layers:
-            check_plan(plan.stage, model)
-        return model
-
-    if named[0] is not None:
-        return opened(named[0], named[1])
-    name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
-    if commit is None and (record is None or not Path(name).is_dir()):
-        return None
-    if commit is not None and is_local(name):  # a folder here that happens to be called like the Hub's model
-        return None
+    name, commit = model, revision
+    if name is None:
+        name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
+        # a folder here may be called like the Hub's model
+        if is_local(name) if commit is not None else record is None or not Path(name).is_dir():
+            return None
     try:
-        return opened(name, commit)
+        opened = open_model(locate(name, commit, progress), dtype, device)
+        if opened.fingerprint != plan.source.fingerprint:
+            raise CompressionError(
+                f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
+                f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
+            )
+        opened = as_planned(opened, plan.stage)
+        if plan.stage.layers:
+            check_plan(plan.stage, opened)
+        return opened
     except (CompressionError, OSError) as error:
+        if model is not None:
+            raise
         logger.debug("the base of %s cannot be opened: %s", folder, error)
         return None
 
 
-def _output(folder: Path, base: OpenModel | None, how: tuple[str, str]) -> OpenModel | None:
+def _output(folder: Path, base: OpenModel | None, dtype: str, device: str) -> OpenModel | None:
     """The compressed model, opened in the dtype that the base is computed in; None if it has no weights here."""
-    dtype, device = how
     if base is not None:
         same = str(base.partial.dtype).removeprefix("torch.")
         dtype, device = (same if same in DTYPES else dtype), str(base.partial.device)
@@ -196,44 +195,26 @@ def _output(folder: Path, base: OpenModel | None, how: tuple[str, str]) -> OpenM
         return None
 
 
-def _text(
-    model: OpenModel,
-    plan: Plan,
-    record: RunRecord | None,
-    named: Sequence[str] | None,
-    samples: int | None,
-    sequence_length: int | None,
-) -> Calibration | None:
-    """The text to run: one that is named, or a part of the plan's own, which must give the same tokens as it did."""
-    if named is not None:
-        sources = parse_sources(named)
-        length = DEFAULT_LENGTH if sequence_length is None else sequence_length
-        wanted = samples or max(len(sources), TOKENS // max(length, 1))
-        return calibrate(
-            sources,
-            load_tokenizer(model.source.folder),
-            samples=wanted,
-            length=length,
-            seed=plan.seed,
-            vocab=model.vocabulary,
-        )
+def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, samples: int | None) -> Calibration | None:
+    """A part of the plan's own text, which must give the same tokens as it did; None where it cannot be read.
+
+    The run's record, which knows folders, repeats it, or the plan itself if that needs none.
+    """
+    identity, recorded = plan.calibration, record.calibration if record else None
+    if identity is None:
+        return None
+    if recorded is not None and recorded.get("sha256") == identity.get("sha256"):
+        identity = recorded
+    else:
+        names = [entry.get("source") for entry in entries(identity.get("sources"))]
+        if not names or not all(name == DEMO_SOURCE or isfile(str(name)) for name in names):
+            return None
     try:
-        identity = _identity(plan, record)
-        made = identity and repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
+        text = repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
     except (CompressionError, OSError) as error:
         logger.debug("the calibration text cannot be read: %s", error)
         return None
-    return Calibration(part_of(made, samples), made.identity) if made and made.batches else None
-
-
-def _identity(plan: Plan, record: RunRecord | None) -> Mapping[str, Any] | None:
-    """What repeats the plan's calibration: the record's, which knows folders, or the plan's own if that needs none."""
-    own, recorded = plan.calibration, record.calibration if record else None
-    if own is None or (recorded is not None and recorded.get("sha256") == own.get("sha256")):
-        return own and recorded
-    stored = own.get("sources")
-    names = [entry.get("source") for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
-    return own if names and all(name == DEMO_SOURCE or isfile(str(name)) for name in names) else None
+    return Calibration(part_of(text, samples), text.identity) if text.batches else None
 
 
 def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tensor, ...]:
@@ -303,16 +284,14 @@ class RunStats:
 
         def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
             made = strategy.plan(stats, *more)
-            try:
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    if "routed_count" in stats.values:
-                        self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
-                    won = made.figures.get("won")  # by a strategy that tries several, each with its default options
-                    own = own_likeness(strategy if won is None else load_strategy(str(won)))
-                    if own and own.needs <= set(stats.values) and (found := own.tell(stats)):
-                        self._record(stats.layer, stats.tokens, similarity=found[0], similarity_label=found[1])
-            except Exception as error:  # of a plugin: a report calls it again, and says so
-                logger.debug("%s: nothing is recorded for reports: %s", stats.layer.name, error)
+            if "routed_count" in stats.values:
+                self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
+            won = made.figures.get("won")  # by a strategy that tries several, each with its default options
+            own = own_similarity(strategy if won is None else load_strategy(str(won)))
+            if own and own.needs <= set(stats.values):
+                with torch.random.fork_rng(devices=[]):
+                    matrix, label = own.compare(stats)
+                self._record(stats.layer, stats.tokens, similarity=matrix, similarity_label=label)
             return made
 
         return replace(strategy, plan=plan)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial as bind
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from compressor.data.batches import sample_rows
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
-from compressor.model.loading import parent_and_name
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
@@ -36,7 +35,6 @@ from compressor.steps.prune.similarity import linear_cka
 logger = logging.getLogger(__name__)
 
 DIGITS = 4  # of a matrix's entries
-ROUTER_LABEL = "cosine of the centred router rows, negative ones as 0"
 
 
 def sample_size(experts: int) -> int:
@@ -50,31 +48,37 @@ def shares(counts: Tensor) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class Similarity:
     """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E, E], 0 to 1."""
 
     needs: frozenset[str]
     measure: Callable[[LayerStatistics], tuple[str, Tensor]]
 
-    def tell(self, stats: LayerStatistics) -> tuple[Matrix, str] | None:
-        """The matrix and its label; None without any tokens. A strategy's own may raise anything."""
+    @torch.no_grad()
+    def compare(self, stats: LayerStatistics) -> tuple[Matrix | None, str]:
+        """The matrix and its label; None without tokens, or where a plugin's own measure fails."""
         sampled = self.needs & (SAMPLED | DENSE) - {"router_arguments"}
         sizes = (getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled)
         if self.needs - WEIGHTS and not (stats.tokens and all(sizes)):
-            return None
-        (label, table), experts = self.measure(stats), stats.layer.experts
-        if table.shape != (experts, experts) or not bool(table.isfinite().all()):
-            raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
-        return _matrix(table), str(label)
+            return None, ""
+        try:
+            (label, table), experts = self.measure(stats), stats.layer.experts
+            if table.shape != (experts, experts) or not bool(table.isfinite().all()):
+                raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
+        except Exception as error:  # of a plugin: a report can do without
+            logger.warning("%s: its strategy cannot compare its experts: %s", stats.layer.name, reason_of(error))
+            return None, ""
+        rows = table.cpu().clamp(0, 1).tolist()
+        return tuple(tuple(round(value, DIGITS) for value in row) for row in rows), str(label)
 
 
-def own_likeness(strategy: Strategy) -> Likeness | None:
+def own_similarity(strategy: Strategy) -> Similarity | None:
     """How a strategy itself compares experts; None if it does not say."""
     measure = strategy.likeness
-    return measure and Likeness(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
+    return measure and Similarity(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
 
 
-def likeness_of(plan: CompressionPlan, layer: LayerPlan | None) -> Likeness:
+def similarity_of(plan: CompressionPlan, layer: LayerPlan | None) -> Similarity:
     """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
 
     def by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
@@ -84,43 +88,10 @@ def likeness_of(plan: CompressionPlan, layer: LayerPlan | None) -> Likeness:
     won = layer and layer.figures.get("won")  # by a strategy that tries several, each with its default options
     name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
     try:
-        own = own_likeness(load_strategy(name, options))
+        own = own_similarity(load_strategy(name, options))
     except CompressionError:  # it need not be installed where a report is made
         own = None
-    return own or Likeness(frozenset({"expert_outputs"}), by_outputs)
-
-
-@torch.no_grad()
-def compared(likeness: Likeness, stats: LayerStatistics, model: Any) -> tuple[Matrix | None, str]:
-    """The matrix and its label; where no token reached the layer, of its router's rows, which must be loaded.
-
-    Those are compared by their cosine, less their mean over experts; None where the router has no matrix.
-    """
-    layer = stats.layer
-    try:
-        if told := likeness.tell(stats):
-            return told
-    except Exception as error:  # of a plugin: a report can do without
-        logger.warning(
-            "%s: its strategy cannot compare its experts (%s), so its router rows are compared",
-            layer.name,
-            reason_of(error),
-        )
-    rows = []
-    for tensor in layer.tensors:
-        if not tensor.key.startswith(f"{layer.name}."):
-            value = getattr(*parent_and_name(model, tensor.key))
-            if value.dim() > 1:
-                rows.append(value.detach().movedim(tensor.dim, 0)[: layer.experts].flatten(1).double())
-    if not rows:
-        return None, ""
-    centred = torch.cat(rows, dim=1)
-    centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
-    return _matrix((centred @ centred.T).clamp(0, 1).fill_diagonal_(1)), ROUTER_LABEL
-
-
-def _matrix(table: Tensor) -> Matrix:
-    return tuple(tuple(round(value, DIGITS) for value in row) for row in table.cpu().clamp(0, 1).tolist())
+    return own or Similarity(frozenset({"expert_outputs"}), by_outputs)
 
 
 VISITS = frozenset({"routed_count"})
@@ -160,23 +131,27 @@ class Gap:
         return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
 
 
-class _Watch:
+class _Watched:
     """One MoE layer of the models, base and output or the output alone, while the batches pass it."""
 
     def __init__(
         self,
         layers: Sequence[MoeLayer],
         models: Sequence[Any],
-        collectors: Sequence[Collector],
-        rows: Sequence[tuple[int, Tensor]],
+        needs: Sequence[frozenset[str]],
+        sizes: Sequence[int],
+        seed: int,
     ) -> None:
-        self.layer, self.collectors = layers[0], collectors  # in the order of the models' turns
-        self.rows = rows  # of each batch its number of tokens, and which are sampled
-        self.block, self.stream, self.width = Gap(), Gap(), int(models[0].config.get_text_config().hidden_size)
-        self.outputs = [torch.empty(0), torch.empty(0)]
+        self.layer, self.block, self.stream = layers[0], Gap(), Gap()
+        self.collectors = [Collector(*one, seed) for one in zip(layers, models, needs, strict=True)]
+        self.rows = list(zip(sizes, sample_rows(sizes, sample_size(self.layer.experts), seed), strict=True))
+        self.width = int(models[0].config.get_text_config().hidden_size)
+        self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
         self.watches = [
-            Watch(model, self.layer, on_output=bind(self._experts_ran, turn), on_block=bind(self._block_ran, turn))
+            Watch(
+                model, self.layer, on_output=partial(self._experts_ran, turn), on_block=partial(self._block_ran, turn)
+            )
             for turn, model in enumerate(models)
         ]
         for watch in self.watches:
@@ -196,27 +171,25 @@ class _Watch:
                 self.block.add(base, self.outputs[1], self.width)
 
     def stop_collecting(self) -> None:
-        """Detach the collectors of both models."""
         for collector in self.collectors:
             collector.detach()
 
-    def measures(self, likeness: Likeness, model: Any) -> LayerMeasures:
-        """What was measured of the layer, which is still loaded."""
+    def measures(self, similarity: Similarity) -> LayerMeasures:
         *before, after = [collector.finish(None) for collector in self.collectors]
         found = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
-        for stats in before:
-            similarity, label = compared(likeness, stats, model)
-            found = replace(
-                found,
-                similarity=similarity,
-                similarity_label=label,
-                visits_before=shares(stats.routed_count),
-                error=self.block.error,
-                cosine=self.block.cosine,
-                stream_error=self.stream.error,
-                stream_cosine=self.stream.cosine,
-            )
-        return found
+        if not before:
+            return found
+        matrix, label = similarity.compare(before[0])
+        return replace(
+            found,
+            similarity=matrix,
+            similarity_label=label,
+            visits_before=shares(before[0].routed_count),
+            error=self.block.error,
+            cosine=self.block.cosine,
+            stream_error=self.stream.error,
+            stream_cosine=self.stream.cosine,
+        )
 
 
 def _first(output: Any) -> Tensor:
@@ -228,11 +201,11 @@ class _SideBySide(LayerVisitor):
     """Lets every second batch pass the output's layers, and compares both; a single model is watched alone."""
 
     def __init__(
-        self, models: Sequence[OpenModel], sizes: list[int], likeness: Callable[[str], Likeness], seed: int
+        self, models: Sequence[OpenModel], sizes: list[int], similarity: Callable[[str], Similarity], seed: int
     ) -> None:
-        self.models, self.sizes, self.likeness, self.seed = models, sizes, likeness, seed
-        self.watches: list[_Watch] = []
-        self.turn, self.held, self.random = 0, torch.empty(0), torch.get_rng_state()
+        self.models, self.sizes, self.similarity, self.seed = models, sizes, similarity, seed
+        self.watches: list[_Watched] = []
+        self.turn, self.held = 0, torch.empty(0)
 
     def loaded(self, unit: str) -> None:
         for model in self.models[1:]:
@@ -241,20 +214,14 @@ class _SideBySide(LayerVisitor):
         by_model = ([layer for layer in model.architecture.layers if layer.unit == unit] for model in self.models)
         self.watches = []
         for layers in zip(*by_model, strict=True):
-            rows = sample_rows(self.sizes, sample_size(layers[0].experts), self.seed)
-            needs = [VISITS | self.likeness(layers[0].name).needs, VISITS][-len(models) :]
-            collectors = [Collector(*one, self.seed) for one in zip(layers, models, needs, strict=True)]
-            self.watches.append(_Watch(layers, models, collectors, list(zip(self.sizes, rows, strict=True))))
+            needs = [VISITS | self.similarity(layers[0].name).needs, VISITS][-len(models) :]
+            self.watches.append(_Watched(layers, models, needs, self.sizes, self.seed))
 
     def entering(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))
         for watch in self.watches:
             watch.stop_collecting()
             watch.collectors[self.turn].enter(*watch.rows[number])
-        if self.turn:  # each model draws the same numbers
-            torch.set_rng_state(self.random)
-        else:
-            self.random = torch.get_rng_state()
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         forward = self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
@@ -283,7 +250,7 @@ def measure_layers(
     output: OpenModel,
     base: OpenModel | None,
     batches: Sequence[Tensor],
-    likeness: Callable[[str], Likeness],
+    similarity: Callable[[str], Similarity],
     progress: Progress,
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
@@ -296,12 +263,12 @@ def measure_layers(
             "output; name the base with --model"
         )
     doubled = [batch for batch in batches for _ in models]
-    both = _SideBySide(models, [batch.numel() for batch in batches], likeness, seed)
+    both = _SideBySide(models, [batch.numel() for batch in batches], similarity, seed)
     with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
         try:
             for unit in passed:
                 for watch in both.watches:
-                    yield watch.measures(likeness(watch.layer.name), models[0].partial.model)
+                    yield watch.measures(similarity(watch.layer.name))
                 both.clear(unit)
         finally:
             both.clear()

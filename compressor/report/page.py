@@ -4,10 +4,9 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from compressor.attribution.figures import expert_label
 from compressor.document import html
@@ -33,7 +32,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.gate_report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
-from compressor.recipe.document import changed, entries, step_blocks, step_line
+from compressor.recipe.document import changed, entries, first_of, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures, phases
@@ -42,8 +41,6 @@ FIGURES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
-MOST_NAMED = 8  # of a list of tensors
-MOST_OPEN = 8  # layers whose tables are not folded away together
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
 ERROR_COLUMNS = {
     "error": "error of the block",
@@ -63,9 +60,9 @@ def made_with(data: Report) -> Facts:
     rows: list[tuple[str, Words | Items]] = [
         ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
         ("Strategy", data.strategy),
-        *([("Options", setting(stage.options))] if stage.options else []),
+        ("Options", setting(stage.options) if stage.options else ""),
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
-        *([("Split", describe_split(stage.split))] if stage.split else []),
+        ("Split", describe_split(stage.split) if stage.split else ""),
         ("MoE layers", f"{len(data.layers):,}"),
         ("Reconstruction", setting(stage.correction) if stage.correction else "none"),
         *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
@@ -73,32 +70,30 @@ def made_with(data: Report) -> Facts:
     ]
     if data.plan.calibration is None:
         rows.append(("Calibration", "none; no text was read" + (" to choose experts" if data.steps else "")))
-    texts = [("Calibration", data.plan.calibration)]
-    texts += [(f"Text of the step {step.name}", step.text) for step in data.plan.steps]
-    for name, text in texts:
-        rows += [] if text is None else _text(name, text)
-    rows += [("Measured for this report", data.measured_on)] if data.measured_tokens else []
-    if names := data.left_out:
-        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-        said = f"{counted(len(names), 'tensor')} that stock transformers does not load"
-        rows.append(("Left out of the output", f"{said}: {', '.join(names[:MOST_NAMED])}{more}"))
+    texts = {"Calibration": data.plan.calibration}
+    texts |= {f"Text of the step {step.name}": step.text for step in data.plan.steps}
+    for name, text in texts.items():
+        if text is None:
+            continue
+        size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
+        parts = tuple(
+            setting({**part, "source": label(str(part.get("source")))}) for part in entries(text.get("sources"))
+        )
+        rows += [
+            (name, label(str(text.get("source", "unnamed text")))),
+            (f"{name}: size", setting(size)),
+            (f"{name}: sources", Items(parts) if len(parts) > 1 else ""),
+            (f"{name}: SHA-256 of the token ids", Code(str(text["sha256"])) if "sha256" in text else ""),
+        ]
+    if data.measured_tokens:
+        rows.append(("Measured for this report", data.measured_on))
+    if data.left_out:
+        tensors = f"{counted(len(data.left_out), 'tensor')} that stock transformers does not load"
+        rows.append(("Left out of the output", f"{tensors}: {first_of(data.left_out)}"))
     if data.zeroed_fields:
         rows.append(("Config fields set to zero, as their tensors are left out", setting(data.zeroed_fields)))
-    return Facts((*rows, ("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))))
-
-
-def _text(name: str, identity: Mapping[str, Any]) -> list[tuple[str, Words | Items]]:
-    """A text that was read, its size, its sources where there are several, and the digest of its token ids."""
-    skipped = ("source", "sources", "sha256", "asked")
-    size = {str(key).replace("_", " "): value for key, value in identity.items() if key not in skipped}
-    parts = entries(identity.get("sources"))
-    said = tuple(setting({**part, "source": label(str(part.get("source")))}) for part in parts)
-    return [
-        (name, label(str(identity.get("source", "unnamed text")))),
-        (f"{name}: size", setting(size)),
-        *([(f"{name}: sources", Items(said))] if len(said) > 1 else []),
-        *([(f"{name}: SHA-256 of the token ids", Code(str(identity["sha256"])))] if "sha256" in identity else []),
-    ]
+    rows += [("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))]
+    return Facts(tuple((name, value) for name, value in rows if value != ""))
 
 
 def done(data: Report) -> list[Block]:
@@ -169,98 +164,75 @@ def experts(plan: CompressionPlan) -> tuple[Table, Text]:
 
 def similarity(data: Report) -> list[Block]:
     """The groups of each layer, with the similarities in and between them."""
-    measured = [layer.plan.experts**2 for layer in data.layers if layer.similarity]
-    with_matrices = sum(measured) <= MOST_CELLS
-    folds = []
+    with_matrices = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
+    blocks = _unmeasured(data, "similarity", "similarity of experts")
+    if not with_matrices:
+        blocks.append(Text("The matrices have too many numbers for tables; those of the groups are below.", "note"))
     for layer in data.layers:
-        plan, alone = layer.plan, [group.members[0] for group in layer.plan.groups if len(group.members) == 1]
-        lost = gone([plan])
+        plan, lost = layer.plan, gone([layer.plan])
+        rows: list[tuple[str, str, str, str]] = []
+        for slot, group in enumerate(plan.groups):
+            if len(group.members) > 1:
+                pairs = within(layer, group.members)
+                figures = short(mean(pairs)), short(min(pairs, default=None))
+                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
+        alone = {group.members[0] for group in plan.groups if len(group.members) == 1}
         others = {
-            "protected": [expert for expert in alone if expert in layer.protected],
-            "kept alone": [expert for expert in alone if expert not in layer.protected],
-            lost: plan.dropped,
+            "protected": alone & set(layer.protected),
+            "kept alone": alone - set(layer.protected),
+            lost: set(plan.dropped),
         }
-        rows: list[tuple[str, str, str, str]] = [
-            (
-                f"merged, slot {slot}",
-                listed(group.members),
-                short(mean(pairs := within(layer, group.members))),
-                short(min(pairs, default=None)),
-            )
-            for slot, group in enumerate(plan.groups)
-            if len(group.members) > 1
-        ]
         rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
         decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
         decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
         columns = ("", "experts", "mean similarity", "least similarity")
-        blocks: list[Block] = [
+        below: list[Block] = [
             Facts(tuple(decided.items())),
             Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})),
         ]
         if with_matrices and layer.similarity is not None:
             numbers = ("expert", *map(str, range(len(layer.similarity))))
             lines = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
-            blocks.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", numbers, lines))
+            below.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", numbers, lines))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
             f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {lost}"
         )
-        folds.append(Details((Strong(layer.name), " ", Note(note)), tuple(blocks)))
-    too_large = "The matrices have too many numbers for tables; those of the groups are below."
-    return [
-        *_unseen(data, "similarity", "similarity of experts"),
-        *([] if with_matrices else [Text(too_large, "note")]),
-        *_together(folds, "groups of each layer"),
-    ]
+        blocks.append(Details((Strong(layer.name), " ", Note(note)), tuple(below)))
+    return blocks
 
 
-def _together(folds: Sequence[Details], what: str) -> Sequence[Block]:
-    return folds if len(folds) <= MOST_OPEN else [Details(f"All {len(folds)} layers: {what}", tuple(folds))]
-
-
-def _unseen(data: Report, field: str, what: str) -> list[Block]:
+def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
+    """Which layers lack a measure, and where the page says what it takes to measure it."""
     lacking = [layer.name for layer in data.layers if not getattr(layer, field)]
     if lacking and len(lacking) == len(data.layers):
-        return [Text((f"The {what} was not measured", *_remedy(data)))]
+        remedy = ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
+        return [Text((f"The {what} was not measured", *remedy))]
     return [Text(f"Without a measured {what}: {', '.join(lacking)}.")] if lacking else []
-
-
-def _remedy(data: Report) -> tuple[Words, ...]:
-    return ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
 
 
 def visits(data: Report) -> list[Block]:
     """How evenly tokens spread, and each expert's share."""
+    blocks = _unmeasured(data, "visits_before", "share of tokens")
     layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
-    if not layers:
-        return _unseen(data, "visits_before", "share of tokens")
-    rows, folds, what = [], [], "shares of experts and slots"
+    rows, folds = [], []
     for layer in layers:
         loads = load_of(layer.visits_before), load_of(layer.visits_after)
-        spread = [short(getattr(load, field, None)) for field in Load._fields for load in loads]
-        rows.append((layer.name, *spread))
+        rows.append((layer.name, *(short(getattr(load, field, None)) for field in Load._fields for load in loads)))
+        before, after = (dict(enumerate(shares or ())) for shares in (layer.visits_before, layer.visits_after))
         slots, became = layer.plan.slots(), dispositions(layer)
-        before, after = layer.visits_before or (), layer.visits_after or ()
         shares = tuple(
-            (str(expert), _at(before, expert), became.get(expert, "-"), _at(after, slots.get(expert)))
-            for expert in range(max(layer.plan.experts, len(before)))
+            (str(expert), percent(before.get(expert)), became[expert], percent(after.get(slots.get(expert, -1))))
+            for expert in range(layer.plan.experts)
         )
         columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
         table = Table(f"{layer.name}: routed tokens", columns, shares, frozenset({"what became of it"}))
-        folds.append(Details((Strong(layer.name), " ", Note(what)), (table,)))
+        folds.append(Details((Strong(layer.name), " ", Note("shares of experts and slots")), (table,)))
+    if not layers:
+        return blocks
     heads = ("", "maximum to mean, before", "after", "entropy, before", "after")
     note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
-    return [
-        *_unseen(data, "visits_before", "share of tokens"),
-        Table("How evenly the routed tokens spread", heads, tuple(rows)),
-        Text(note, "note"),
-        *_together(folds, what),
-    ]
-
-
-def _at(shares: Sequence[float], place: int | None) -> str:
-    return percent(shares[place]) if place is not None and place < len(shares) else "-"
+    return [*blocks, Table("How evenly the routed tokens spread", heads, tuple(rows)), Text(note, "note"), *folds]
 
 
 def errors(data: Report) -> list[Block]:
@@ -270,16 +242,14 @@ def errors(data: Report) -> list[Block]:
         for field, head in ERROR_COLUMNS.items()
         if any(getattr(layer, field) is not None for layer in data.layers)
     }
-    if not heads:
-        return [Text(("The reconstruction error was not measured", *_remedy(data)))]
-    rows = tuple((layer.name, *(short(getattr(layer, field), 4) for field in heads)) for layer in data.layers)
-    alone = "Only the held-out errors of the reconstruction are known; the block's error was not measured"
-    own = "The stream is the decoder layer's output when each model runs on its own, so its error adds up over layers."
-    return [
-        *([] if "error" in heads else [Text((alone, *_remedy(data)))]),
-        Table("Errors by layer", ("", *heads.values()), rows),
-        *([Text(own, "note")] if "stream_error" in heads else []),
-    ]
+    blocks = [] if "error" in heads else _unmeasured(data, "error", "reconstruction error")
+    if heads:
+        rows = tuple((layer.name, *(short(getattr(layer, field), 4) for field in heads)) for layer in data.layers)
+        blocks.append(Table("Errors by layer", ("", *heads.values()), rows))
+    if "stream_error" in heads:
+        note = "The stream is the decoder layer's output when each model runs on its own, so its error adds up."
+        blocks.append(Text(note, "note"))
+    return blocks
 
 
 def hubs(data: Report) -> list[Block]:
@@ -287,21 +257,20 @@ def hubs(data: Report) -> list[Block]:
     protected = tuple((layer.name, listed(layer.protected)) for layer in data.layers if layer.protected)
     layers, rows = {layer.module: layer for layer in data.layers}, []
     for hub in data.hubs:
-        expert, layer = hub.get("expert"), layers.get(str(hub.get("module")))
-        place = hub.get("layer", layer and layer.plan.layer)
-        became = "not in the plan"
+        layer, expert = layers.get(str(hub.get("module"))), hub["expert"]
+        became, name = "not in the plan", setting(expert)
         if layer is not None and isinstance(expert, int):
-            became = dispositions(layer).get(expert, "-")
+            became, name = dispositions(layer).get(expert, "-"), expert_label(layer.plan.layer, expert)
         figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-        said = expert_label(place, expert) if isinstance(place, int) and isinstance(expert, int) else setting(expert)
-        rows.append((said, became, *map(short, figures), percent(hub.get("share"))))
+        rows.append((name, became, *map(short, figures), percent(hub.get("share"))))
+    texts = frozenset({"what became of it", "experts"})
     return [
         Heading("Hubs", 3),
-        Table("Routing hubs", HUB_COLUMNS, tuple(rows), frozenset({"what became of it"}))
+        Table("Routing hubs", HUB_COLUMNS, tuple(rows), texts)
         if rows
         else Text("None: no hubs were named to this report."),
         Heading("Protected experts", 3),
-        Table("Protected experts", ("", "experts"), protected, frozenset({"experts"}))
+        Table("Protected experts", ("", "experts"), protected, texts)
         if protected
         else Text("None: the plan protects no expert."),
     ]
@@ -330,15 +299,10 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
         blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
     later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step["name"]))]
     ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.stage.correction else []), *later])
-    said = (
+    lead = (
         f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
         f"each MoE layer, by {joined([*ways])}."
     )
-    made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
-    return html.page(data.title, "Compression report", said, Facts(_tiles(data)), blocks, made_by)
-
-
-def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
@@ -352,7 +316,9 @@ def _tiles(data: Report) -> tuple[tuple[str, Words], ...]:
         "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
         "Accuracy gate": verdict,
     }
-    return tuple((name, (value, " ", Note(note))) for name, (value, note) in tiles.items())
+    shown = Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in tiles.items()))
+    made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
+    return html.page(data.title, "Compression report", lead, shown, blocks, made_by)
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:

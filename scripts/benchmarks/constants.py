@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.constants MODEL --experts 6 4 --calibration train.jsonl --evaluate valid.jsonl
 
-Prints the increase of the loss over the original's, in nats per token, a row for each way and correction and a column
+Prints the increase of the loss over the base's, in nats per token, a row for each way and correction and a column
 for each number of experts that is kept in each layer, on average where layers keep different numbers.
 """
 
@@ -33,13 +33,13 @@ def main() -> None:
         evaluation_samples=given.evaluation_samples,
         random_seeds=0,
     )
-    print(f"original: loss {found.original.loss:.4f} on {sum(found.evaluation.values()):,} tokens", flush=True)
+    print(f"base: loss {found.base.loss:.4f} on {sum(found.evaluation.values()):,} tokens", flush=True)
     by_way: dict[tuple[str, str], dict[int, Row]] = {}
     for each in found.rows[1:]:
         by_way.setdefault((each.name, each.correction), {})[each.experts] = each
     head("way", "correction", *(f"{count} experts" for count in given.experts))
     for way, rows in by_way.items():
-        row(*way, *(f"{found.increase(rows[count]):.4f}" if count in rows else "" for count in given.experts))
+        row(*way, *(f"{rows[count].loss - found.base.loss:.4f}" if count in rows else "" for count in given.experts))
 
 
 if __name__ == "__main__":

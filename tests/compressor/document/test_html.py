@@ -24,7 +24,7 @@ from compressor.document.blocks import (
     Words,
     plain_words,
 )
-from compressor.document.html import page, sections, stylesheet, words_html
+from compressor.document.html import page, stylesheet, words_html
 from compressor.document.picture import Drawing
 from compressor.formatting import readable
 from tests.reported import HOSTILE, Tree
@@ -93,15 +93,11 @@ def test_words_keep_their_text(words: Words) -> None:
 
 
 def test_sections_hold_what_stands_below_their_heading() -> None:
-    wide = Figure("wide", "W", "c", (DRAWING, DRAWING))
-    broad = Table("t", tuple("abcdefgh"), ())
-    found = sections((
-        Heading("A", 2, "a"), Text("1"), Heading("inner", 3), Heading("B", 2, "b"),
-        Figure("f", "F", "c", (DRAWING,)), Text("2"), Heading("C", 2, "c"), wide, Heading("D", 2, "d"),
-        Figure("g", "G", "c", (DRAWING,)), broad,
-    ))  # fmt: skip
-    assert [each.shape for each in found] == ["plain", "beside", "wide", "around"]
-    assert [len(each.blocks) for each in found] == [2, 1, 0, 1]
+    figure = Figure("f", "F", "c", (DRAWING,))
+    tree = made(Text("1"), Heading("inner", 3), Heading("B", 2, "b"), figure, Text("2"))
+    told = [text.split() for each, text in tree.named("div") if each.get("class") == "told"]
+    assert told == [["1", "inner"], ["2"]]  # a figure that leads its section stands before
+    assert [(each["id"], "F. c" in text) for each, text in tree.named("section")] == [("first", False), ("b", True)]
 
 
 def test_wide_figures_scroll_by_keyboard_and_groups_name_themselves() -> None:

@@ -1,35 +1,19 @@
-"""Dots, bars, lines, cells and heat maps: what matplotlib was told is what was given."""
+"""Dots, bars and heat maps: what matplotlib gets is what was given."""
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import PathPatch, Rectangle, StepPatch
+from matplotlib.patches import StepPatch
 
 from compressor.document.heatmaps import Panel, draw_heat, draw_panels, log_scale
-from compressor.document.marks import (
-    Cell,
-    Dots,
-    Line,
-    colour,
-    draw_bars,
-    draw_cells,
-    draw_dots,
-    draw_left,
-    draw_lines,
-    draw_parts,
-    mark,
-    spaced,
-)
-from compressor.document.palette import COLOURS, MARKERS, ROLES, ink_on
+from compressor.document.marks import Dots, draw_bars, draw_dots, spaced
+from compressor.document.palette import COLOURS, ROLES, ink_on
 
 SHARES = st.floats(0.0, 1.0)
 
@@ -55,26 +39,6 @@ def test_bars_have_their_values_and_roles(bars: list[tuple[float, str]]) -> None
     assert [found[place] for place in range(len(bars))] == bars
 
 
-def test_what_is_left_is_as_long_as_its_share() -> None:
-    axes = fresh()
-    draw_left(axes, [("experts", 0.75, "16 → 12"), ("more than all", 1.5, "")])
-    widths = [patch.get_width() for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert widths == [1.0, 0.75, 1.0, 1.0]
-    assert [text.get_text() for text in axes.texts] == ["experts", "16 → 12", "more than all", ""]
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9))
-def test_parts_follow_one_another_and_add_up(parts: list[float]) -> None:
-    axes = fresh()
-    draw_parts(axes, parts, "s")
-    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert [bar.get_width() for bar in bars] == pytest.approx(parts)
-    assert [bar.get_x() for bar in bars] == pytest.approx([math.fsum(parts[:place]) for place in range(len(parts))])
-    numbered = {int(text.get_text()) for text in axes.texts}
-    assert numbered == {place for place, part in enumerate(parts, 1) if part / math.fsum(parts) >= 0.06}
-
-
 NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
 
 
@@ -95,15 +59,6 @@ def test_dots_lie_at_their_values(rows: list[tuple[float | None, float | None]],
     low, high = axes.get_xlim()
     assert all(low <= value <= high for row in rows for value in row if value is not None) or scaled
     assert axes.get_ylim() == (len(rows) - 0.5, -0.5)  # from above
-
-
-def test_lines_differ_in_colour_marker_or_filling() -> None:
-    looks = {(colour(number), *mark(number).values()) for number in range(18)}
-    assert len(looks) == 18 and len(COLOURS) == len(MARKERS)
-    axes = fresh()
-    (handle,) = draw_lines(axes, [Line("one", [16, 12], [0.0, 0.25], colour(0), low=[0, 0.1], high=[0, 0.4])])
-    assert list(handle.get_xdata()) == [16, 12] and list(handle.get_ydata()) == [0.0, 0.25]
-    assert len(axes.collections) == 1
 
 
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=20))
@@ -134,29 +89,6 @@ def test_panels_share_their_scale_and_have_room() -> None:
     images = [image for axes in canvas.axes for image in axes.images]
     assert len(images) == 2 and images[0].norm.vmin == images[1].norm.vmin == 1e-6
     assert np.asarray(images[0].get_array())[1, 1] == 1e-6  # what is smaller has the first colour
-
-
-def corners(patch: PathPatch) -> Any:
-    """Places of the squares in one path, [squares, 2]."""
-    return np.asarray(patch.get_path().vertices).reshape(-1, 5, 2)[:, :4].mean(axis=1)
-
-
-def test_cells_are_filled_marked_and_framed() -> None:
-    grid: Sequence[Sequence[Cell]] = [
-        [Cell("#ffffff", "x"), Cell("#332288", "o", 3), Cell("#332288", "o", 3)],
-        [Cell("#dddddd", is_framed=True), Cell("#332288", "o", 1)],
-    ]
-    for is_numbered in (True, False):
-        axes = fresh()
-        draw_cells(axes, grid, 0.2, is_numbered)
-        patches = [patch for patch in axes.patches if isinstance(patch, PathPatch)]
-        filled = {
-            to_hex(patch.get_facecolor()): corners(patch).round().tolist() for patch in patches if patch.get_fill()
-        }
-        assert filled == {"#ffffff": [[0, 0]], "#332288": [[1, 0], [2, 0], [1, 1]], "#dddddd": [[0, 1]]}
-        assert [corners(patch).round().tolist() for patch in patches if not patch.get_fill()] == [[[0, 1]]]
-        assert [text.get_text() for text in axes.texts] == (["3", "3", "1"] if is_numbered else [])
-        assert sum(len(np.asarray(each.get_offsets())) for each in axes.collections) == (1 if is_numbered else 4)
 
 
 def test_ink_is_seen_on_every_colour() -> None:

@@ -29,11 +29,11 @@ def heat(canvas: Any) -> None:
 
 
 def key(canvas: Any) -> None:
-    draw_key(canvas, [("kept", {"facecolor": "#dddddd"}), ("dropped", {"marker": "x"}), ("both", [{}, {}])])
+    draw_key(canvas, [("kept", {"facecolor": "#dddddd"}), ("dropped", {"marker": "x"})])
 
 
 DRAWINGS = (
-    Drawing("Key", "Three looks.", (2.0, 0.6), key, is_legend=True, margins=(0, 0, 0, 0)),
+    Drawing("Key", "Two looks.", (2.0, 0.6), key, is_legend=True, margins=(0, 0, 0, 0)),
     Drawing("Bars", "Three bars.", (2.5, 1.5), bars),
     Drawing("Heat <b>", "Four & more.", (2.0, 2.0), heat, margins=(0.4, 0.3, 0.1, 0.1)),
 )

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.document.markdown import markdown
-from compressor.document.marks import group_look
 from compressor.formatting import joined, label, one_line, ranges, without_paths
 from compressor.hub.card import experts_details
 from compressor.model.architecture import MoeLayer
@@ -103,10 +102,6 @@ def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionP
                     assert (drawn[one].colour, drawn[one].mark) != (drawn[other].colour, drawn[other].mark) or (
                         both[0] == both[1]
                     )
-
-
-def test_72_groups_of_a_row_differ_without_their_numbers() -> None:
-    assert len({group_look(number) for number in range(72)}) == 72
 
 
 @given(st.sets(st.integers(0, 60)))

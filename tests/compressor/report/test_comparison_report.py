@@ -14,7 +14,7 @@ from compressor.document import markdown as rendered
 from compressor.errors import CompressionError
 from compressor.report import comparison_report
 from compressor.report.comparison_report import Comparison, Row, comparison_blocks, entries, label, write_reports
-from tests.comparisons import EXPERTS, comparison, comparisons, full, original, row
+from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
 
@@ -76,8 +76,8 @@ def assert_bold_is_best(made: Comparison) -> None:
 
 def test_bold_is_the_least_loss_of_its_count() -> None:
     assert_bold_is_best(full())
-    tie = comparison([original(), row("reap", 8, 2.0), row("auto", 8, 2.0), row("hc-smoe", 8, math.nan)])
-    assert [cells["model"] for cells in table(markdown(tie))] == ["original", "**reap**", "auto", "hc-smoe"]
+    tie = comparison([base(), row("reap", 8, 2.0), row("auto", 8, 2.0), row("hc-smoe", 8, math.nan)])
+    assert [cells["model"] for cells in table(markdown(tie))] == ["base", "**reap**", "auto", "hc-smoe"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,7 +85,7 @@ def test_bold_is_the_least_loss_of_its_count() -> None:
 def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Comparison) -> None:
     shown = table(markdown(made))
     assert len(shown) == len(made.rows)
-    assert shown[0]["model"] == "original"
+    assert shown[0]["model"] == "base"
     order = [(-int(cells["experts"].strip("*")), float(cells["loss"].strip("*"))) for cells in shown[1:]]
     assert order == sorted(order)
     assert_bold_is_best(made)
@@ -114,7 +114,7 @@ def test_equal_names_are_joined_for_random_drops_alone() -> None:
 
 def test_each_of_several_evaluation_sources_has_a_column() -> None:
     rows = [
-        original(loss_by_source={"wiki": 1.0, "code": 1.5}),
+        base(loss_by_source={"wiki": 1.0, "code": 1.5}),
         row("reap", 8, 2.0, loss_by_source={"wiki": 1.75, "code": 2.25}, source="code"),
         row("auto", 8, 2.5, loss_by_source={"wiki": 2.5}),
     ]
@@ -122,22 +122,22 @@ def test_each_of_several_evaluation_sources_has_a_column() -> None:
     shown = table(text.partition("Loss by evaluation source")[2])
     assert [cells["wiki"] for cells in shown] == ["1.0000", "1.7500", "2.5000"]
     assert [cells["code"] for cells in shown] == ["1.5000", "2.2500", "-"]
-    assert [cells["model"] for cells in shown] == ["original", "reap for code", "auto"]
+    assert [cells["model"] for cells in shown] == ["base", "reap for code", "auto"]
     assert "evaluated on wiki (4,096 tokens) and code (2,048 tokens), seed 7" in text
     assert "evaluation source" not in markdown(comparison([rows[0], rows[2]]))
 
 
 def test_data_is_named_without_folders() -> None:
-    assert "Calibrated with wiki.txt (65,536 tokens) in 34.6 s" in markdown(comparison([original()]))
+    assert "Calibrated with wiki.txt (65,536 tokens) in 34.6 s" in markdown(comparison([base()]))
     parts = [{"source": "/a/one.txt", "tokens": 10}, {"source": "/b/two.txt", "tokens": 20}, {"source": "demo"}]
     several = {"source": "/a/one.txt + /b/two.txt + demo", "sources": parts}
-    text = markdown(comparison([original()], calibration=several))
+    text = markdown(comparison([base()], calibration=several))
     assert "Calibrated with one.txt (10 tokens), two.txt (20 tokens) and demo in" in text
-    assert "Calibrated with no data" in markdown(comparison([original()], calibration={}))
+    assert "Calibrated with no data" in markdown(comparison([base()], calibration={}))
 
 
 def test_names_that_mean_something_in_markdown_stay_in_their_cell() -> None:
-    made = comparison([original(), row("a|b *c*\n[d]", 8, 2.0), row("reap", 8, 1.5)])
+    made = comparison([base(), row("a|b *c*\n[d]", 8, 2.0), row("reap", 8, 1.5)])
     assert table(markdown(made))[2]["model"] == r"a\|b \*c\* \[d\]"
 
 
@@ -156,7 +156,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = comparison([original(), row("reap", 8, math.nan), row("auto", 8, 800.0)])
+    made = comparison([base(), row("reap", 8, math.nan), row("auto", 8, 800.0)])
     show_comparison(made, as_json=True)
     write_reports(made, tmp_path / "out")
     for text in (capsys.readouterr().out, (tmp_path / "out" / "comparison.json").read_text()):
@@ -188,7 +188,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeyp
 
 
 def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = comparison([original()]), comparison([original(), row("reap", 8, 2.0)])
+    old, new = comparison([base()]), comparison([base(), row("reap", 8, 2.0)])
     written = write_reports(old, tmp_path / "out")
     before = [path.read_bytes() for path in written]
     with pytest.raises(CompressionError, match="exists already; name a new folder for the reports or pass --overwrite"):
@@ -231,7 +231,7 @@ def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
     made = full()
     show_comparison(made, as_json=False)
     lines = [cells for cells in printed(capsys) if len(cells) == 11]
-    assert [lines[0][0], *lines[0][1:4:2]] == ["original", str(EXPERTS), "1.2500"]
+    assert [lines[0][0], *lines[0][1:4:2]] == ["base", str(EXPERTS), "1.2500"]
     order = [(-int(cells[1]), float(cells[3])) for cells in lines]
     assert order == sorted(order) and len(lines) == 1 + 2 * (15 + 1)
     mean = 1.25 + 0.5 * 8
@@ -245,7 +245,7 @@ def test_a_narrow_terminal_shows_whole_numbers(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
     monkeypatch.setenv("COLUMNS", "80")
-    rows = [original(loss_by_source={"a": 1.0, "b": 1.5}), row("[bold] " + "long " * 12, 8, 2.125)]
+    rows = [base(loss_by_source={"a": 1.0, "b": 1.5}), row("[bold] " + "long " * 12, 8, 2.125)]
     show_comparison(comparison(rows, evaluation={"a": 1, "b": 2}), as_json=False)
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "2.1250 │  +0.8750" in text and "[bold]" in text

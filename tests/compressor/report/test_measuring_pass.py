@@ -20,7 +20,7 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring_pass import Gap, likeness_of, measure_layers, shares
+from compressor.report.measuring_pass import Gap, measure_layers, shares, similarity_of
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import by_hand, make_plan
@@ -52,7 +52,7 @@ class Case:
     def measured(self, progress: Progress | None = None, source: bool = True) -> dict[str, LayerMeasures]:
         plans = {layer.module: layer for layer in self.plan.layers}
         found = measure_layers(
-            self.out, self.model if source else None, self.parts, lambda name: likeness_of(self.plan, plans[name]),
+            self.out, self.model if source else None, self.parts, lambda name: similarity_of(self.plan, plans[name]),
             progress or Silent(),
         )  # fmt: skip
         return {layer.module: layer for layer in found}
@@ -205,7 +205,7 @@ def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
     loaded: list[set[str]] = []
     plans = {layer.module: layer for layer in case.plan.layers}
     for _ in measure_layers(
-        case.out, case.model, case.parts, lambda name: likeness_of(case.plan, plans[name]), Silent()
+        case.out, case.model, case.parts, lambda name: similarity_of(case.plan, plans[name]), Silent()
     ):
         for model in (case.model, case.out):
             held = model.partial.model.named_parameters()
@@ -222,7 +222,7 @@ def test_models_of_different_depth_are_refused(tmp_path: Path) -> None:
     flat = open_model(locate(str(tmp_path / "flat")), "float32", "cpu")
     plans = {layer.module: layer for layer in case.plan.layers}
     with pytest.raises(CompressionError, match="flat and out have different layers"):
-        list(measure_layers(case.out, flat, case.parts, lambda name: likeness_of(case.plan, plans[name]), Silent()))
+        list(measure_layers(case.out, flat, case.parts, lambda name: similarity_of(case.plan, plans[name]), Silent()))
 
 
 def test_a_gap_by_hand() -> None:
