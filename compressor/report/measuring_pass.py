@@ -205,7 +205,7 @@ class _SideBySide(LayerVisitor):
     ) -> None:
         self.models, self.sizes, self.similarity, self.seed = models, sizes, similarity, seed
         self.watches: list[_Watched] = []
-        self.turn, self.held = 0, torch.empty(0)
+        self.turn, self.held, self.random = 0, torch.empty(0), torch.get_rng_state()
 
     def loaded(self, unit: str) -> None:
         for model in self.models[1:]:
@@ -222,6 +222,10 @@ class _SideBySide(LayerVisitor):
         for watch in self.watches:
             watch.stop_collecting()
             watch.collectors[self.turn].enter(*watch.rows[number])
+        if self.turn:  # each model draws the same numbers
+            torch.set_rng_state(self.random)
+        else:
+            self.random = torch.get_rng_state()
 
     def replaced(self, unit: str, own: Forward) -> Forward:
         forward = self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
