@@ -126,21 +126,22 @@ def experts(data: Report) -> Figure | None:
     )
 
     def draw(canvas: "FigureBase") -> None:
-        from matplotlib.colors import to_rgb
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path
 
-        axes, image, signs = canvas.subplots(), np.ones((rows, columns, 3)), dict[tuple[str, str], list[Any]]()
+        axes, fills, signs = canvas.subplots(), dict[str, list[Any]](), dict[tuple[str, str], list[Any]]()
         for row, layer in enumerate(layers):
             for column, (colour, mark, number) in enumerate(cells(layer)):
-                image[row, column] = to_rgb(colour)
+                fills.setdefault(colour, []).append((column, row))
                 if is_numbered and number is not None:
                     style: dict[str, Any] = {"fontsize": min(FONT, 30 * cell), "color": ink_on(colour)}
                     axes.text(column, row, str(number), ha="center", va="center_baseline", **style)
                 elif mark:
                     signs.setdefault((mark, ink_on(colour)), []).append((column, row))
-        axes.imshow(image, interpolation="none", aspect="auto")
-        axes.set_xticks(np.arange(0.5, columns), minor=True)
-        axes.set_yticks(np.arange(0.5, rows), minor=True)
-        axes.grid(which="minor", color=ROLES["paper"], linewidth=5 * cell)
+        square = 0.46 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)])
+        for colour, places in fills.items():  # one path for all cells of a colour keeps a page small
+            path = Path.make_compound_path(*(Path(square + place, closed=True) for place in places))
+            axes.add_artist(PathPatch(path, facecolor=colour, edgecolor="none"))
         for (mark, colour), places in signs.items():
             xs, ys = zip(*places, strict=True)
             axes.scatter(xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell))
@@ -149,9 +150,9 @@ def experts(data: Report) -> Figure | None:
             frame: dict[str, Any] = {"facecolors": "none", "edgecolors": ink, "linewidths": width}
             xs, ys = zip(*framed, strict=True)
             axes.scatter(xs, ys, s=(66 * cell - width) ** 2, marker="s", **frame)
+        axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
         names = [str(layer.plan.layer) for layer in layers]
         label_axes(axes, names, list(map(str, range(columns))), cell * columns, cell * rows)
-        axes.tick_params(which="minor", length=0)
         axes.set_ylabel("layer")
         axes.set_xlabel("expert of the base", loc="left")
 
