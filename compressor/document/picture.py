@@ -17,7 +17,6 @@ from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
-    from PIL import Image
 
 PNG_WIDTH = 11.0  # inches at the most, unless one drawing alone is wider
 SETTINGS: Any = {
@@ -90,36 +89,32 @@ def _drawn(drawing: Drawing, **style: Any) -> Any:
 
 def inline_svgs(name: str, drawings: Sequence[Drawing]) -> list[str]:
     """An SVG element for each drawing, with a title and a description; every id in it begins with `name`."""
-    return [_inline_svg(drawing, f"{name}-{number}") for number, drawing in enumerate(drawings)]
-
-
-def _inline_svg(drawing: Drawing, prefix: str) -> str:
-    content = io.StringIO()
-    with drawing_settings():
-        _drawn(drawing, facecolor="none").savefig(
-            content, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    found = []
+    for number, drawing in enumerate(drawings):
+        prefix, content = f"{name}-{number}", io.StringIO()
+        with drawing_settings():
+            bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            _drawn(drawing, facecolor="none").savefig(content, format="svg", metadata=bare)
+        start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
+        (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
+        width, height = map(float, size)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+            f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
+            f'aria-labelledby="{prefix}-title {prefix}-desc">'
+            f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
+            f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
         )
-    start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
-    width, height = map(float, found.groups() if found else drawing.size)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
-        f'aria-labelledby="{prefix}-title {prefix}-desc">'
-    )
-    body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
-    body = REFERENCE.sub(f"{prefix}-", body)
-    body = SHAPE.sub(lambda found: LONG.sub("", found[0]), body)
-    said = "".join(
-        f'<{name} id="{prefix}-{name}">{escape(readable(text))}</{name}>'
-        for name, text in (("title", drawing.title), ("desc", drawing.alt))
-    )
-    return f"{head}{said}{body.strip()}"
+        body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
+        body = SHAPE.sub(lambda found: LONG.sub("", found[0]), REFERENCE.sub(f"{prefix}-", body))
+        found.append(f"{head}{body.strip()}")
+    return found
 
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     """All drawings in one PNG below a title, on white; the same bytes for the same drawings."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
     lines = [[each] for each in drawings if each.is_legend]
@@ -127,9 +122,18 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
         most = max(1, int(PNG_WIDTH / max(each.size[0] for each in shown)))
         columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each line as can be
         lines += [shown[start : start + columns] for start in range(0, len(shown), columns)]
-    lines.insert(0, [_title(title, max((sum(each.size[0] for each in line) for line in lines), default=3.0))])
+    width = max((sum(each.size[0] for each in line) for line in lines), default=3.0)
+    heading = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
+    style: Any = {"va": "center", "fontsize": 10, "fontweight": "bold"}
+    size = width, 0.17 * len(heading) + 0.17
+    lines.insert(0, [Drawing("", "", size, lambda canvas: canvas.text(0.1 / width, 0.5, "\n".join(heading), **style))])
+    rows: list[list[Image.Image]] = []
     with drawing_settings():
-        rows = [[_image(each) for each in line] for line in lines]
+        for line in lines:
+            canvases = [FigureCanvasAgg(_drawn(each, facecolor="white", dpi=DPI)) for each in line]
+            for canvas in canvases:
+                canvas.draw()
+            rows.append([Image.frombuffer("RGBA", each.get_width_height(), each.buffer_rgba()) for each in canvases])
     heights = [max(image.height for image in row) for row in rows]
     sheet = Image.new("RGB", (max(sum(image.width for image in row) for row in rows), sum(heights)), "white")
     for row, top in zip(rows, accumulate(heights, initial=0), strict=False):
@@ -138,21 +142,3 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     content = io.BytesIO()
     sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
-
-
-def _title(text: str, width: float) -> Drawing:
-    lines = textwrap.wrap(readable(text), max(20, int(width / 0.1)))
-
-    def draw(canvas: Any) -> None:
-        canvas.text(0.1 / width, 0.5, "\n".join(lines), va="center", fontsize=10, fontweight="bold")
-
-    return Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw)
-
-
-def _image(drawing: Drawing) -> "Image.Image":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
-    canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
-    canvas.draw()
-    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")

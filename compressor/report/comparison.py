@@ -108,8 +108,8 @@ class Variant:
 
     model: OpenModel
     counts: Sequence[int]
-    protected: Protected | None = None
-    planner: Planner | None = None
+    protected: Protected
+    planner: Planner
 
 
 @dataclass(slots=True)
@@ -290,14 +290,13 @@ def compare_models(
         pairs = [(contender, count) for count in variant.counts for contender in contenders]
         specs = [PruneSpec(contender.strategy, count, contender.options) for contender, count in pairs]
         begin = time.perf_counter()
-        planner = variant.planner or Planner(variant.model, calibration, progress, seed)
-        plans = replace(planner, model=variant.model).plans(specs, variant.protected, per_source)
+        plans = replace(variant.planner, model=variant.model).plans(specs, variant.protected, per_source)
         shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
         table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
         for planned in plans:
             rows += table.planned(planned, pairs[planned.spec][0])
         if constants and variant.model is base:
-            rows += table.constants(variant.counts, variant.protected or {}, constants)
+            rows += table.constants(variant.counts, variant.protected, constants)
     return Comparison(
         model=base.source.label,
         rows=tuple(rows),

@@ -6,8 +6,8 @@ Tables and pictures show rows as entries, which have a label and in which random
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +25,7 @@ from compressor.records import finite, plain_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
-NAMES = ("comparison.json", "comparison.md", "comparison.png", "active.png")  # the last where top-k varies
+NAMES = ("comparison.json", "comparison.md", "comparison.png")
 # columns, the least important first
 OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
 LEGEND = (
@@ -167,19 +167,17 @@ def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
-    """Write JSON, Markdown and pictures into a new folder, all of them or, when anything fails, nothing.
+    """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
     with whole_folder(folder, NAMES, overwrite) as made:
-        figures = comparison_figures(comparison)
-        text = markdown(comparison_blocks(comparison), {figure.name: f"{figure.name}.png" for figure in figures})
+        figure, text = comparison_figure(comparison), markdown(comparison_blocks(comparison), {"comparison": NAMES[2]})
         content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
         (made / NAMES[1]).write_text(text, encoding="utf-8")
-        for figure in figures:
-            (made / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
-    return [folder / name for name in NAMES[: 2 + len(figures)]]
+        (made / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
+    return [folder / name for name in NAMES]
 
 
 def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
@@ -192,7 +190,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
         *_tables(comparison, apart=True),
         Text(LEGEND),
-        *comparison_figures(comparison),
+        comparison_figure(comparison),
         *([Text(f"Made with {made_with}.")] if made_with else []),
     )
 
@@ -265,60 +263,26 @@ def _cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
     }
 
 
-def comparison_figures(comparison: Comparison) -> list[Figure]:
-    """Loss by experts kept, and by active parameters where rows differ in top-k."""
+def comparison_figure(comparison: Comparison) -> Figure:
+    """Losses upwards over falling counts of experts, a line for each label from the base on; random drops in a band."""
     rows, base = comparison.rows, comparison.base
-    by_label = dict[str, list[Entry]]()
+    lines, labels = dict[str, list[Entry]](), dict[str, str]()
     for entry in ranked(comparison):
-        by_label.setdefault(entry.label, []).append(entry)
-    parts = ", parts counted as parts of one" if any(row.split > 1 for row in rows) else ""
-    axis = f"experts kept in each MoE layer{parts} (the base has {base.experts})"
-    caption = (
-        "Loss above the base's by the experts kept in each MoE layer; the legend lists lines in the order in which "
-        "they end. Colour is the strategy, line style the correction, and the grey band random drops."
-    )
-    figures = [_figure(comparison, "comparison", by_label, lambda row: row.kept, "experts", axis, caption)]
-    if comparison.with_active:
-        by_model = dict[str, list[Entry]]()
-        for row in sorted(rows[1:], key=lambda row: -(row.active or 0)):
-            if not row.is_random:
-                model = f"{label(replace(row, top_k=None))}, {row.experts} experts"
-                by_model.setdefault(model, []).append(Entry(model, (row,)))
-        axis = f"parameters that a token passes (of the base's: {human_count(base.active or 0)})"
-        caption = "Loss above the base's by the parameters that a token passes."
-        active = _figure(
-            comparison, "active", by_model, lambda row: row.active or 0, "active parameters", axis, caption
-        )
-        figures.append(active)
-    return figures
-
-
-def _figure(
-    comparison: Comparison,
-    name: str,
-    lines: Mapping[str, Sequence[Entry]],
-    x: Callable[[Row], float],
-    unit: str,
-    axis: str,
-    caption: str,
-) -> Figure:
-    """Losses upwards over a falling x, a line for each label from the base's size on; random drops in a band."""
-    base = comparison.base
-    strategies = list(dict.fromkeys(row.name for row in comparison.rows[1:] if not row.is_random))
-    wrapped, alt = dict[str, str](), [f"Loss above the base's {base.loss:.4f}."]
-    for text, points in lines.items():
+        lines.setdefault(entry.label, []).append(entry)
+    strategies = list(dict.fromkeys(row.name for row in rows[1:] if not row.is_random))
+    alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
+    for name, points in lines.items():
         drops = max(len(entry.rows) for entry in points)
-        band = f"mean and range of {drops}" if drops > 1 else "one drop"
-        shown = f"{text} ({band})" if points[0].first.is_random else text
-        wrapped[text] = "\n".join(textwrap.wrap(readable(shown), 44))
-        increases = (f"{human_count(x(each.first))} {each.loss - base.loss:+.4f}" for each in points)
-        alt.append(f"{text}, by {unit}: {', '.join(increases)}.")
+        band = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if points[0].first.is_random else ""
+        labels[name] = textwrap.fill(readable(name + band), 44)
+        increases = (f"{each.first.kept:g} {each.loss - base.loss:+.4f}" for each in points)
+        alt.append(f"{name}: {', '.join(increases)}.")
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.add_subplot()
         handles = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
-        for number, (text, points) in enumerate(lines.items()):
-            row, xs = points[0].first, [x(base), *(x(entry.first) for entry in points)]
+        for number, (name, points) in enumerate(lines.items()):
+            row, xs = points[0].first, [base.kept, *(entry.first.kept for entry in points)]
             shade = ROLES["muted"] if row.is_random else colour(strategies.index(row.name))
             is_hollow = number // len(MARKERS) % 2 == 1
             mean, low, high = ([0.0, *(end(entry.losses) - base.loss for entry in points)] for end in (fmean, min, max))
@@ -337,7 +301,7 @@ def _figure(
                 markeredgewidth=1.2 if is_hollow else 0.5,
                 markevery=slice(1, None),  # all lines start at the base, where a marker says nothing
             )
-            handles.append((sort_key(mean[-1]), wrapped[text], line))
+            handles.append((sort_key(mean[-1]), labels[name], line))
         handles.sort(key=lambda each: -each[0])
         canvas.legend(
             [line for *_, line in handles],
@@ -345,17 +309,20 @@ def _figure(
             loc="outside right upper",
             handlelength=3.2,
         )
-        scale = scale_axis(axes, "y", [row.loss - base.loss for row in comparison.rows], 4)
+        scale = scale_axis(axes, "y", [row.loss - base.loss for row in rows], 4)
         axes.set_ylabel("\n".join(filter(None, (f"loss above the base's {base.loss:.4f} (nats per token)", scale))))
-        axes.set_xlabel(axis)
+        parts = ", parts counted as parts of one" if any(row.split > 1 for row in rows) else ""
+        axes.set_xlabel(f"experts kept in each MoE layer{parts} (the base has {base.experts})")
+        axes.set_xticks(spaced([row.kept for row in rows]))
+        axes.set_xticks(sorted({row.kept for row in rows}), minor=True)
         axes.invert_xaxis()
         axes.grid(axis="y")
-        if name == "comparison":
-            counts = {x(row) for row in comparison.rows}
-            axes.set_xticks(spaced([*counts]))
-            axes.set_xticks(sorted(counts), minor=True)
 
-    texts = "\n".join(["base", *wrapped.values()]).splitlines()
+    texts = "\n".join(["base", *labels.values()]).splitlines()
     size = 7.3 + 0.068 * max(map(len, texts)), max(5.0, 0.6 + 0.185 * len(texts))
-    title = f"{comparison.model}: loss with fewer {unit}"
-    return Figure(name, title, caption, (Drawing(title, " ".join(alt), size, draw),))
+    title = f"{comparison.model}: loss with fewer experts"
+    caption = (
+        "Loss above the base's by the experts kept in each MoE layer; the legend lists lines in the order in which "
+        "they end. Colour is the strategy, line style the correction, and the grey band random drops."
+    )
+    return Figure("comparison", title, caption, (Drawing(title, " ".join(alt), size, draw),))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,11 +34,9 @@ ERRORS = {  # by field of a layer: what it is and how it is drawn
 }
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
-NUMBERED_CELL = 0.2  # from this size on a cell holds the number of the expert that its group is called by
-MOST_NUMBERS = 1_500  # which take longer to draw than marks
 MOST_CELLS = 2**17  # what is larger, nobody can read
 KEPT = "#d0d5da"
-GROUP_MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups differ in one or the other
+MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups differ in one or the other
 SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
@@ -76,23 +74,14 @@ def sizes(data: Report) -> Figure:
     return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
 
 
-class Cell(NamedTuple):
-    """An expert in the grid: its colour, and the marker and number of the group that it is in."""
-
-    colour: str
-    mark: str = ""
-    number: int | None = None
-
-
-def cells(layer: LayerReport) -> list[Cell]:
-    """A layer's experts [E]. A merged group has one colour and mark, and its least member's number."""
-    found = [Cell(ROLES["paper"], "x")] * layer.plan.experts
+def cells(layer: LayerReport) -> list[tuple[str, str]]:
+    """Colour and mark of a layer's experts [E]: the same of all that are merged into one, no mark of a kept one."""
+    found = [(ROLES["paper"], "x")] * layer.plan.experts
     changed = 0
     for group in layer.plan.groups:
-        cell = Cell(KEPT)
+        cell = KEPT, ""
         if not group.untouched:
-            marks = COLOURS[changed % len(COLOURS)], GROUP_MARKS[changed % len(GROUP_MARKS)]
-            cell, changed = Cell(*marks, min(group.members)), changed + 1
+            cell, changed = (COLOURS[changed % len(COLOURS)], MARKS[changed % len(MARKS)]), changed + 1
         for member in group.members:
             found[member] = cell
     return found
@@ -105,13 +94,11 @@ def experts(data: Report) -> Figure | None:
     if not 0 < rows * columns <= MOST_CELLS:
         return None
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
-    is_numbered = cell >= NUMBERED_CELL and rows * columns <= MOST_NUMBERS
-    sign = "number (its least member)" if is_numbered else "mark"
     is_merged = any(not group.untouched for layer in layers for group in layer.plan.groups)
     cross = {"marker": "x", "color": ROLES["ink"], "linestyle": "none", "markersize": 5}
     kinds: list[tuple[str, dict[str, Any], bool]] = [
         ("kept", {"facecolor": KEPT}, True),
-        (f"merged into one: same colour and {sign} in a row", {"facecolor": COLOURS[0]}, is_merged),
+        ("merged into one: same colour and mark in a row", {"facecolor": COLOURS[0]}, is_merged),
         (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
         ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(layer.protected for layer in layers)),
     ]
@@ -131,12 +118,9 @@ def experts(data: Report) -> Figure | None:
 
         axes, fills, signs = canvas.subplots(), dict[str, list[Any]](), dict[tuple[str, str], list[Any]]()
         for row, layer in enumerate(layers):
-            for column, (colour, mark, number) in enumerate(cells(layer)):
+            for column, (colour, mark) in enumerate(cells(layer)):
                 fills.setdefault(colour, []).append((column, row))
-                if is_numbered and number is not None:
-                    style: dict[str, Any] = {"fontsize": min(FONT, 30 * cell), "color": ink_on(colour)}
-                    axes.text(column, row, str(number), ha="center", va="center_baseline", **style)
-                elif mark:
+                if mark:
                     signs.setdefault((mark, ink_on(colour)), []).append((column, row))
         square = 0.46 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)])
         for colour, places in fills.items():  # one path for all cells of a colour keeps a page small
@@ -376,40 +360,6 @@ def errors(data: Report) -> Figure | None:
     return Figure("errors", "Reconstruction error of each layer", caption, (drawing,))
 
 
-def phases(data: Report) -> dict[str, float]:
-    """Seconds of the run's phases, those that took any, without a sum of the others."""
-    return {
-        name: value for name, value in data.seconds.items() if name != "total" and math.isfinite(value) and value >= 0
-    }
-
-
-def times(data: Report) -> Figure | None:
-    """One bar of the time by phase; none without a record."""
-    parts = phases(data)
-    if not (total := math.fsum(parts.values())):
-        return None
-
-    def draw(canvas: "FigureBase") -> None:
-        axes, start = canvas.subplots(), 0.0
-        axes.set(xlim=(0, total), ylim=(0, 1), xticks=[0, total], xticklabels=["0", f"{total:.1f} s"], yticks=[])
-        axes.spines[:].set_visible(False)
-        first, last = axes.get_xticklabels()
-        first.set_horizontalalignment("left")
-        last.set_horizontalalignment("right")
-        for number, part in enumerate(parts.values(), 1):
-            colour = ROLES["after" if number % 2 else "before"]
-            (bar,) = axes.barh(0.5, part, 1.0, left=start, facecolor=colour, edgecolor="none")
-            if part / total >= 0.06:
-                x, y = bar.get_center()
-                axes.text(x, y, str(number), color=ink_on(colour), ha="center", va="center", fontweight="bold")
-            start += part
-
-    listed_parts = ", ".join(f"{name} {value:.1f} s ({100 * value / total:.0f}%)" for name, value in parts.items())
-    alt = f"{counted(len(parts), 'phase')} in {total:.1f} seconds: {listed_parts}."
-    drawing = Drawing("Time by phase", alt, (WIDTH, 0.7), draw, margins=(0.05, 0.3, 0.05, 0.1))
-    return Figure("times", "Time by phase", "The numbers are those of the table's rows.", (drawing,))
-
-
 def distillation(data: Report) -> Figure | None:
     """For each distillation its curve on held-out text, with the state that was taken; None without two evaluations."""
 
@@ -458,7 +408,6 @@ MADE: Mapping[str, Callable[[Report], Figure | None]] = {
     "errors": errors,
     "distillation": distillation,
     "gate": lambda data: gate_figure(data.gate) if data.gate else None,
-    "times": times,
 }
 NAMES = tuple(MADE)  # in the order of the page
 

@@ -35,7 +35,7 @@ from compressor.formatting import counted, human_bytes, joined, label, listed, p
 from compressor.recipe.document import changed, entries, first_of, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
-from compressor.report.figures import NAMES, figures, phases
+from compressor.report.figures import NAMES, figures
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
 WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
@@ -137,15 +137,13 @@ def gate(data: Report) -> list[Block]:
 
 def cost(data: Report) -> list[Block]:
     """Seconds by phase, and the memory that the run held at its peak."""
-    taken = phases(data)
     peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
-    if not taken:
+    phases = {name: value for name, value in data.seconds.items() if name != "total"}
+    if not phases:
         return [Text("No times were recorded."), Text(peak)]
-    total = sum(taken.values())
-    rows = [(str(n), name, f"{value:.2f}", share(value, total)) for n, (name, value) in enumerate(taken.items(), 1)]
-    rows.append(("", "all phases", f"{total:.2f}", share(total, total)))
-    columns = ("number", "phase", "seconds", "share")
-    return [Text(peak), Table("Seconds by phase", columns, tuple(rows), frozenset({"phase"}))]
+    phases["all phases"] = total = sum(phases.values())
+    rows = tuple((name, f"{value:.2f}", share(value, total)) for name, value in phases.items())
+    return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
 
 def experts(plan: CompressionPlan) -> tuple[Table, Text]:
@@ -287,7 +285,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block
     ("steps", "Router calibration and distillation", "distillation", steps),
     ("hubs", "Hubs and protected experts", None, hubs),
     ("gate", "Accuracy gate", "gate", gate),
-    ("cost", "Time and memory", "times", cost),
+    ("cost", "Time and memory", None, cost),
 )
 
 

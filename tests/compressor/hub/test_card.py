@@ -295,7 +295,7 @@ def test_left_out_tensors_and_zeroed_fields_are_named(copied: Path) -> None:
     names = [f"mtp.{number}.weight" for number in range(12)]
     edited(copied, lambda record: record.update(left_out=names, zeroed_fields=["num_nextn_predict_layers"]))
     text = body(card_text(copied, REPOSITORY))
-    assert "Left out of the output: 12 tensors that stock transformers does not load: mtp.0.weight mtp.1.weight " in text
+    assert "12 tensors that stock transformers does not load: mtp.0.weight mtp.1.weight " in text
     assert "mtp.7.weight and 4 more\n" in text
     assert "Config fields set to zero, as their tensors are left out: num_nextn" in text
 

@@ -99,9 +99,6 @@ def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionP
                     assert (drawn[one] == drawn[other]) == (kinds[0] == kinds[1])
                 else:
                     assert (drawn[one] == drawn[other]) == (both[0] == both[1])
-                    assert (drawn[one].colour, drawn[one].mark) != (drawn[other].colour, drawn[other].mark) or (
-                        both[0] == both[1]
-                    )
 
 
 @given(st.sets(st.integers(0, 60)))

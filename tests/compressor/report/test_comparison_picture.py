@@ -26,7 +26,7 @@ from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
 
 def comparison_figure(made: Comparison) -> Figure:
     """The picture as matplotlib's figure."""
-    (drawing,) = picture.comparison_figures(made)[0].drawings
+    (drawing,) = picture.comparison_figure(made).drawings
     with drawing_settings():
         canvas = Figure(figsize=drawing.size, dpi=DPI, layout="constrained")
         drawing.draw(canvas)
@@ -88,7 +88,7 @@ def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
     assert len(ends) == 17 and ends == sorted(ends, reverse=True)
     axes = figure.axes[0]
     assert axes.get_xlim()[0] > EXPERTS > 8 > axes.get_xlim()[1]  # falls to the right, where the legend is
-    assert picture.comparison_figures(made)[0].title.startswith("org/tiny-moe")
+    assert picture.comparison_figure(made).title.startswith("org/tiny-moe")
     assert "nats per token" in axes.get_ylabel() and "base's 1.2500" in axes.get_ylabel()
     assert "experts" in axes.get_xlabel() and "base has 16" in axes.get_xlabel()
 
@@ -187,7 +187,7 @@ def test_many_decades_are_numbered_once_each() -> None:
 
 
 def test_the_file_is_a_png_of_the_figures_size() -> None:
-    made = picture.comparison_figures(full())[0]
+    made = picture.comparison_figure(full())
     (drawing,) = made.drawings
     with Image.open(io.BytesIO(png(made.title, made.drawings))) as image:
         assert image.format == "PNG"
@@ -206,8 +206,8 @@ def test_alternative_text_tells_each_line() -> None:
     made = comparison(
         [base(), *(row("auto", count, loss) for count, loss in ((12, 1.5), (8, 1.75))), row("reap", 8, 2.0)]
     )
-    assert picture.comparison_figures(made)[0].alt == (
-        "Loss above the base's 1.2500. auto, by experts: 12 +0.2500, 8 +0.5000. reap, by experts: 8 +0.7500."
+    assert picture.comparison_figure(made).alt == (
+        "Loss above the base's 1.2500 by experts kept. auto: 12 +0.2500, 8 +0.5000. reap: 8 +0.7500."
     )
 
 
@@ -217,7 +217,7 @@ def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:
         "from compressor.document.picture import png\n"
         "from tests.comparisons import full\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "made = pictures.comparison_figures(full())[0]\n"
+        "made = pictures.comparison_figure(full())\n"
         "assert 'matplotlib' not in sys.modules and png(made.title, made.drawings)\n"
         "assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
