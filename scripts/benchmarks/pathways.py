@@ -4,8 +4,8 @@
 
 An item is 64 tokens of text and the token that follows. The reference set is what SMALL answers right of `--text`; the
 items are of `--heldout`, right or wrong. Prints the log likelihood of the right answer on SMALL's own pathway, and what
-each method adds to it with 1.96 paired standard errors, how many likeliest tokens are right, and the cost in plain
-forwards. The oracle is told the answer. `--moved` checkpoints answer as they are.
+each method adds to it with 1.96 paired standard errors, how many argmax tokens are right, and the cost in plain
+forwards. The oracle knows the answer. `--moved` checkpoints answer as they are.
 """
 
 import random
@@ -47,10 +47,10 @@ def text_items(model: OpenModel, source: str, count: int, seed: int) -> list[Ite
     return found
 
 
-def answers(folder: str, items: Sequence[Item], told: bool) -> tuple[torch.Tensor, int]:
+def answers(folder: str, items: Sequence[Item], knowing: bool) -> tuple[torch.Tensor, int]:
     """Log likelihoods [n] of the answers on a checkpoint's own pathway, and how many it would write itself.
 
-    `told` asks on the pathway that the right answer itself asks for.
+    `knowing` asks on the pathway that the right answer itself asks for.
     """
     way = PathwayOptions()
     opened = open_model(locate(folder), "float32", "cpu")
@@ -61,7 +61,7 @@ def answers(folder: str, items: Sequence[Item], told: bool) -> tuple[torch.Tenso
     for item in items:
         plain = model.run(rows_of(item, tokenizer, opened.vocabulary, positions(opened.config)))
         logits = plain.logits
-        if told:
+        if knowing:
             shift = oracle(model, plain, 0, plain.pathway[-model.late :], way).detach()
             with torch.no_grad():
                 logits = model.again(plain, shift)
@@ -80,11 +80,11 @@ def main() -> None:
     args = parser.parse_args()
     opened = open_model(locate(args.model), "float32", "cpu")
     items = text_items(opened, args.heldout, args.items, 1)
-    before, right = answers(args.model, items, told=False)
+    before, right = answers(args.model, items, knowing=False)
     print(f"{len(items)} items: {before.mean():.3f} nats, {right} right")
     head("method", "gain in log p", "right answers", "plain forwards")
 
-    def told(name: str, found: torch.Tensor, right: int, cost: str) -> None:
+    def print_row(name: str, found: torch.Tensor, right: int, cost: str) -> None:
         row(name, with_error(found - before, "+.3f"), right, cost)
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -97,10 +97,10 @@ def main() -> None:
             answering = open_answering(args.model, Path(scratch) / "reference", way, device="cpu", dtype="float32")
             found_answers = [answering.answer(item.prompt, [item.answer])[0] for item in items]
             found = torch.tensor([answer.likelihood for answer in found_answers], dtype=torch.float64)
-            told(method, found, sum(answer.greedy for answer in found_answers), f"{answering.cost:.1f}")
-    told("oracle", *answers(args.model, items, told=True), "-")
+            print_row(method, found, sum(answer.greedy for answer in found_answers), f"{answering.cost:.1f}")
+    print_row("oracle", *answers(args.model, items, knowing=True), "-")
     for folder in args.moved:
-        told(Path(folder).name, *answers(folder, items, told=False), "1")
+        print_row(Path(folder).name, *answers(folder, items, knowing=False), "1")
 
 
 if __name__ == "__main__":
