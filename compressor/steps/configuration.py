@@ -78,17 +78,9 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: Compression
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
     """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
     if pattern.startswith(PREFIXES):
-        try:
-            matches = re.compile(pattern.partition(":")[2]).match
-        except re.error as error:
-            raise CompressionError(f"config.json: {pattern!r} in quantization_config is no regex: {error}") from error
-        samples = ("", ".", *(f".{leaf}" for leaf in LEAVES))
-        return any(
-            bool(matches(old + end)) != bool(matches(new + end))
-            for old, new in renames.items()
-            for end in samples
-            if new is not None
-        )
+        matches, ends = re.compile(pattern.partition(":")[2]).match, ("", ".", *(f".{leaf}" for leaf in LEAVES))
+        kept = [(old, new) for old, new in renames.items() if new is not None]
+        return any(bool(matches(old + end)) != bool(matches(new + end)) for old, new in kept for end in ends)
     named = PART_OF_NAME.search(pattern)
     return named is not None and any(
         new != old and re.search(rf"\b{re.escape(named.group())}$", old) for old, new in renames.items()

@@ -70,29 +70,24 @@ def stored_partial(model: OpenModel) -> PartialModel:
 
 def output_size(model: OpenModel, experts: int) -> Size:
     """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
-    if model.stored_parts:
-        return Size.of(model.stored_parts.cut(model, _evenly(model, experts)))
+    if model.stored_parts:  # which is measured by a plan that keeps as many of each routing group
+        kept = [place * model.architecture.experts // experts for place in range(experts)]
+        layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
+        return Size.of(model.stored_parts.cut(model, replace(whole_plan(model), experts=experts, layers=layers)))
     if not model.is_split:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(Conversion(model.partial, model.architecture, small).outputs())
 
 
-def _evenly(model: OpenModel, experts: int) -> CompressionPlan:
-    """A plan that keeps `experts` of every layer, equally many of each routing group."""
-    plan = whole_plan(model)
-    kept = [place * model.architecture.experts // experts for place in range(experts)]
-    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
-    return replace(plan, experts=experts, layers=layers)
-
-
 def idle_parameters(model: OpenModel, experts: int) -> int:
     """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
     small = build_meta(model.architecture.with_experts(experts))
-    modules = ((layer, small.get_submodule(layer.name)) for layer in model.architecture.layers)
     return sum(
-        sum(value.numel() for value in module.parameters()) // experts * (experts - layer.top_k)
-        for layer, module in modules
+        sum(value.numel() for value in small.get_submodule(layer.name).parameters())
+        // experts
+        * (experts - layer.top_k)
+        for layer in model.architecture.layers
     )
 
 
@@ -167,12 +162,10 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
             )
     verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
-    if not names:
-        return
-    written = find_heads(open_model(locate(str(folder))))
-    if missing := sorted(set(names) - {name for head in written for name in head.names.stored}):
+    heads = find_heads(open_model(locate(str(folder)))) if names else ()
+    if missing := sorted(set(names) - {name for head in heads for name in head.names.stored}):
         raise CompressionError(f"the written tensor {missing[0]!r} belongs to no multi-token-prediction head")
-    for head in written:
+    for head in heads:
         if head.layer.experts != experts:
             raise CompressionError(f"{head.named.name} was written with {head.layer.experts} experts, not {experts}")
 

@@ -7,8 +7,8 @@
     stage-N/        the checkpoint after the layerwise steps from step N on: one file per decoder layer
     output/         the finished checkpoint, verified, gated and then renamed to OUT
 
-A layer's file is laid out before its first byte, written beside, flushed and renamed. Its header says which steps made
-it; one that cannot be read, as after a loss of power, counts as none.
+A layer's file is written beside, flushed and renamed. Its header says which steps made it; one that cannot be read, as
+after a loss of power, counts as none.
 """
 
 import errno
@@ -16,8 +16,8 @@ import json
 import math
 import os
 import shutil
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +47,7 @@ from compressor.records import read_object
 from compressor.steps.tensors import (
     MAX_SHARD_BYTES,
     FileRange,
+    Named,
     OutputJob,
     OutputTensor,
     Piece,
@@ -61,7 +62,6 @@ Advance = Callable[[str], None]
 COPY_BYTES = 64 * 2**20
 WRITERS = 2  # tensors in work at once: checking one for NaN and copying another keep two cores busy
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
-Made = Iterable[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes
 
 
 class Workdir:
@@ -169,30 +169,22 @@ def check_space(out: Path, nbytes: int) -> None:
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
-def file_of(unit: str) -> str:
-    """The file of a decoder layer, or of all that lies outside the layers."""
-    return f"{unit or 'rest'}.safetensors"
-
-
 def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
     """Write the files of a job that are not there yet; processes take turns. `steps` label those that make them."""
     if here().is_first:
         folder.mkdir(parents=True, exist_ok=True)
     here().barrier()
-    by_unit: dict[str, list[OutputTensor]] = {unit: [] for unit in job.units}
-    for output in job.outputs:
-        by_unit[output.unit].append(output)
+    files = {unit: f"{unit or 'rest'}.safetensors" for unit in job.units}
     with LayerWriter() as writer:
-        for number, (unit, outputs) in enumerate(by_unit.items()):
-            path = folder / file_of(unit)
-            steps_done = made_by(path)
-            if here().takes_turn(number) and (steps_done is None or steps_done[: len(steps)] != tuple(steps)):
-                writer.write(path, outputs, job.produce(unit), steps)
+        for number, (unit, file) in enumerate(files.items()):
+            done = made_by(folder / file)
+            if here().takes_turn(number) and (done is None or done[: len(steps)] != tuple(steps)):
+                outputs = [output for output in job.outputs if output.unit == unit]
+                writer.write(folder / file, outputs, job.produce(unit), steps)
             advance(unit or "embeddings and head")
     here().barrier()
     if here().is_first:
-        places = {output.name: file_of(output.unit) for output in job.outputs}
-        write_file(folder / INDEX_NAME, index_json(places, job.outputs))
+        write_index(folder, {output: files[output.unit] for output in job.outputs})
         for name, source in job.files.items():
             write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
     here().barrier()
@@ -200,20 +192,15 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
     """Write the layer files of a stage anew with other values for some tensors, by stored name, of the same dtype."""
-    checkpoint = Checkpoint(folder)
-    files = {checkpoint.tensors[name].file for name in tensors}
+    stored = Checkpoint(folder).tensors
     with LayerWriter() as writer:
-        for file in sorted(files):
-            steps = made_by(folder / file) or ()
-            if step in steps:
-                continue
-            infos = [info for info in checkpoint.tensors.values() if info.file == file]
-            writer.write(folder / file, infos, _changed(folder, infos, tensors), (*steps, step))
+        for file in sorted({stored[name].file for name in tensors}):
+            if step not in (steps := made_by(folder / file) or ()):
+                infos = [info for info in stored.values() if info.file == file]
+                writer.write(folder / file, infos, _changed(folder, infos, tensors), (*steps, step))
 
 
-def _changed(
-    folder: Path, infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Iterator[Piece]]]:
+def _changed(folder: Path, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]) -> Named:
     for info in infos:
         value = tensors.get(info.name)
         stored: Piece = FileRange(folder / info.file, info.begin, info.nbytes)
@@ -229,14 +216,13 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
     most = max_shard_bytes or math.inf  # of a part of a layer; one tensor may be larger
     parts = [[layer[n] for n in part] for layer in layers for part in shards([info.nbytes for info in layer], most)]
     groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
-    whole = Counter(part[0].file for part in parts)
-    places = dict[str, str]()
+    places = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
         for number, group in enumerate(groups, start=1):
             shard = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             infos = [info for part in group for info in parts[part]]
-            places |= {info.name: shard for info in infos}
-            if len(group) == 1 and whole[infos[0].file] == 1:
+            places |= dict.fromkeys(infos, shard)
+            if infos in layers:
                 try:
                     os.link(stage / infos[0].file, output / shard)
                 except OSError:  # a file system without second names
@@ -246,7 +232,7 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
                 steps = dict.fromkeys(step for file in sources for step in made_by(stage / file) or ())
                 writer.write(output / shard, infos, _changed(stage, infos, {}), [*steps])
     if len(groups) > 1:
-        write_file(output / INDEX_NAME, index_json(places, [info for part in parts for info in part]))
+        write_index(output, places)
     for path in stage.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
@@ -278,8 +264,7 @@ def publish(work: Workdir, overwrite: bool) -> None:
 
 def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str] = ()) -> tuple[bytes, dict[str, int]]:
     """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
-    metadata = {"format": "pt", **({STEPS: json.dumps(list(steps))} if steps else {})}
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **({STEPS: json.dumps(list(steps))} if steps else {})}}
     position, places = 0, dict[str, int]()
     for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
         end = position + output.nbytes
@@ -318,29 +303,22 @@ class LayerWriter:
             self._flusher.shutdown(cancel_futures=True)
 
     def write(
-        self,
-        path: Path,
-        outputs: Sequence[TensorInfo | OutputTensor],
-        made: Made,
-        steps: Sequence[str] = (),
-        done: Callable[[], None] = lambda: None,
+        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str] = ()
     ) -> None:
-        """Write the `outputs` from what is `made`; `done` is called when the file has its name.
-
-        Raises `CompressionError` where not exactly these tensors are made.
-        """
+        """Write the `outputs`, exactly these, from what is `made`."""
         header, places = header_of(outputs, steps)
         sizes = {output.name: output.nbytes for output in outputs}
         fresh = path.with_name(f"{path.name}.new")
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            nbytes = len(header) + sum(sizes.values())
+
+        def flush() -> None:
             try:
-                os.posix_fallocate(file, 0, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                os.ftruncate(file, nbytes)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            fresh.replace(path)
+
+        try:
             os.pwrite(file, header, 0)
             with ThreadPoolExecutor(WRITERS) as pool:
                 running = deque[Future[None]]()
@@ -356,18 +334,9 @@ class LayerWriter:
             os.close(file)
             fresh.unlink(missing_ok=True)
             raise
-        self._pending.append(self._flusher.submit(_settle, file, fresh, path, done))
+        self._pending.append(self._flusher.submit(flush))
         while len(self._pending) > 1:  # one file at most waits for the disk
             self._pending.popleft().result()
-
-
-def _settle(file: int, fresh: Path, path: Path, done: Callable[[], None]) -> None:
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-    fresh.replace(path)
-    done()
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
@@ -379,32 +348,27 @@ def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int,
 
 def put(piece: Piece, target: int, offset: int) -> int:
     """Write bytes, or a range of another file, at an offset of an open file; returns how many bytes they are."""
-    if isinstance(piece, FileRange):
-        with piece.path.open("rb", buffering=0) as source:
-            done = 0
-            while done < piece.length:
-                size = min(piece.length - done, COPY_BYTES)
-                done += _copy_some(source.fileno(), piece.offset + done, target, offset + done, size, piece.path)
-        return piece.length
-    view, done = memoryview(piece), 0
-    while done < len(view):
-        done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
-    return len(view)
-
-
-def _copy_some(source: int, begin: int, target: int, offset: int, size: int, path: Path) -> int:
-    copy_in_kernel = getattr(os, "copy_file_range", None)
-    if copy_in_kernel is not None:
-        try:
-            if copied := int(copy_in_kernel(source, target, size, begin, offset)):
-                return copied
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    chunk = os.pread(source, min(size, 8 * 2**20), begin)
-    if not chunk:
-        raise CompressionError(f"{path} ended while it was copied; it was changed or cut off meanwhile")
-    return os.pwrite(target, chunk, offset)
+    if not isinstance(piece, FileRange):
+        view, done = memoryview(piece), 0
+        while done < len(view):
+            done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
+        return done
+    with piece.path.open("rb", buffering=0) as source:
+        done = 0
+        while done < piece.length:
+            size, begin = min(piece.length - done, COPY_BYTES), piece.offset + done
+            try:
+                copied = os.copy_file_range(source.fileno(), target, size, begin, offset + done)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                copied = 0
+            if not copied:  # between file systems, or one that cannot
+                copied = os.pwrite(target, os.pread(source.fileno(), min(size, 8 * 2**20), begin), offset + done)
+            if not copied:
+                raise CompressionError(f"{piece.path} ended while it was copied; it was changed or cut off meanwhile")
+            done += copied
+    return done
 
 
 def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:
@@ -420,10 +384,12 @@ def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[l
     return groups
 
 
-def index_json(places: Mapping[str, str], outputs: Collection[TensorInfo | OutputTensor]) -> bytes:
-    """The index file that tells loaders which shard holds a tensor."""
+def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -> None:
+    """Write the index file, which tells loaders which file holds a tensor."""
     metadata = {
-        "total_parameters": sum(output.parameters for output in outputs),
-        "total_size": sum(output.nbytes for output in outputs),
+        "total_parameters": sum(output.parameters for output in places),
+        "total_size": sum(output.nbytes for output in places),
     }
-    return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()
+    weight_map = dict(sorted((output.name, file) for output, file in places.items()))
+    content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
+    write_file(folder / INDEX_NAME, content.encode())

@@ -28,7 +28,7 @@ def chosen_heads(model: OpenModel, choice: str | None) -> tuple[Head, ...]:
     Raises `CompressionError` where `choice` is to keep what the checkpoint lacks, or what is not understood.
     """
     if choice == KEEP_HEADS and model.whole is not None:
-        raise CompressionError("--mtp keep: a head cannot be split, or visit fewer experts, yet; leave out --mtp")
+        raise CompressionError("--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp")
     if choice == DROP_HEADS or model.whole is not None:
         return ()
     if choice is None:
@@ -69,14 +69,7 @@ def acceptance_of(
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    figures = {layer.module: layer.figures.get(ACCEPTANCE) for layer in plan.layers}
-    known = {
-        module: dict(figure)
-        for module, figure in figures.items()  # which may have been edited
-        if isinstance(figure, Mapping)
-        and type(figure.get("positions")) is int
-        and all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
-    }
+    known = {layer.module: dict(figure) for layer in plan.layers if (figure := layer.figures.get(ACCEPTANCE))}
     if calibration is None or not heads:
         return known
     known = {head.named.name: known.get(head.named.name, {}) for head in heads}

@@ -174,9 +174,8 @@ class _InOrder(RecordingVisitor):
         if self.files is None:
             return False
         plans = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        if len(plans) < here().broadcast(lambda: len(plans)):
-            raise CompressionError(f"rank {here().rank} does not see {unit} in {self.files.folder}, which rank 0 sees")
-        if not here().broadcast(lambda: len(plans) == len(layers)):
+        here().assert_same_on_all(len(plans), f"number of corrected layers of {unit} in its hidden folder")
+        if len(plans) < len(layers):
             return False
         self.plans.update(plans)
         device = self.model.partial.device

@@ -26,16 +26,12 @@ def contrastive_loss(
     Algorithm 1, for a token with the anchor q and all vectors made unit length:
     -log(sum_p exp(q.p / temperature) / (sum_p exp(q.p / temperature) + sum_n exp(q.n / temperature) + epsilon)).
     A vector of zeros stays one and gets no gradient. Computed in float32 or more.
-    Raises `CompressionError` for no positives, no negatives, and a temperature or epsilon out of range.
+    Raises `CompressionError` for no positives or no negatives.
     """
     if not positives.shape[1] or not negatives.shape[1]:
         raise CompressionError(
             f"the contrastive loss has {positives.shape[1]} positives and {negatives.shape[1]} negatives a token; "
             "activate at least two experts and leave at least one inactive"
-        )
-    if not (0 < temperature < math.inf and 0 <= epsilon < math.inf):
-        raise CompressionError(
-            f"temperature is {temperature:g} and epsilon {epsilon:g}; give one above 0 and one of at least 0"
         )
     query = unit(anchor).unsqueeze(-1)  # [T, D, 1]
     for_it = (unit(positives) @ query).squeeze(-1) / temperature  # [T, P]
@@ -56,8 +52,7 @@ def unit(vectors: Tensor) -> Tensor:
     """Vectors at length 1, [..., D] -> [..., D]; zeros, which an untrained expert (B = 0) answers, get no gradient."""
     vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     length = vectors.norm(dim=-1, keepdim=True)
-    unit: Tensor = vectors / length.where(length > 0, math.inf)
-    return unit
+    return vectors.div(length.where(length > 0, math.inf))
 
 
 def experts_apart(
@@ -77,17 +72,14 @@ def experts_apart(
     scores = torch.rand(len(active), count, generator=generator)
     scores -= torch.zeros(len(active), count).scatter_(1, active, 1.0)
     inactive = scores.topk(min(options.negatives, count - top_k), -1).indices
-    outputs = _outputs(
-        experts, hidden[rows.to(hidden.device)], torch.cat((active.gather(1, order), inactive), 1).to(hidden.device)
+    sampled, chosen = (
+        hidden[rows.to(hidden.device)],
+        torch.cat((active.gather(1, order), inactive), 1).to(hidden.device),
     )
-    return contrastive_loss(outputs[:, 0], outputs[:, 1:top_k], outputs[:, top_k:], options.temperature)
-
-
-def _outputs(experts: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
-    """[S, D], [S, M] -> [S, M, D]: what each of these experts makes of its token, without a gate weight."""
     places, outputs = list[Tensor](), list[Tensor]()
     for expert in chosen.unique().tolist():
-        rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        outputs.append(apply_expert(experts, expert_parameters(experts, expert), hidden[rows]))
-        places.append(rows * chosen.shape[1] + slots)
-    return torch.cat(outputs)[torch.cat(places).argsort()].view(*chosen.shape, -1)
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        outputs.append(apply_expert(experts, expert_parameters(experts, expert), sampled[tokens]))
+        places.append(tokens * chosen.shape[1] + slots)
+    answers = torch.cat(outputs)[torch.cat(places).argsort()].view(*chosen.shape, -1)  # [S, M, D], without gate weights
+    return contrastive_loss(answers[:, 0], answers[:, 1:top_k], answers[:, top_k:], options.temperature)

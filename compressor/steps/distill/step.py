@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
-from compressor.recipe.document import changed, divergence, entries, figure, is_number, option, result_of
+from compressor.recipe.document import changed, divergence, entries, figure, is_number, result_of
 from compressor.recipe.step import Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "al
 WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
 EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 COLUMNS = ("step", "KL", "loss", "flips", "training")
-NUMBERS = ("kl", "loss")
+NUMBERS = ("step", "kl", "loss")
 Evaluation = tuple[int, float, float]  # step, KL from the base, next-token loss
 
 
@@ -119,8 +119,26 @@ class Distill(Step):
         return distill(self, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """The held-out curve, and what was taken."""
-        return blocks(entry)
+        """What was trained for how long, KL before and after, and a row for each evaluation, with training losses."""
+        result = result_of(entry)
+        training = f"{self.train}, at most {self.steps} steps of {self.tokens_per_step} tokens"
+        outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
+        if not changed(entry):
+            outcome = f"nothing was changed; {divergence(result, False)}"
+        rows = tuple(
+            (
+                f"{each['step']:,}",
+                *(f"{each[name]:.5g}" for name in NUMBERS[1:]),
+                f"{100 * each['flips']:.3g}%" if is_number(each.get("flips")) else "-",
+                ", ".join(f"{name} {figure(value)}".replace("_", " ") for name, value in _losses(each)) or "-",
+            )
+            for each in _evaluations(entry)
+        )
+        return (
+            Text(f"Distillation ({training}): {outcome}."),
+            *([Text(f"Training ended: {ended}.")] if (ended := result.get("ended")) else []),
+            *([Table("Held-out text during the distillation", COLUMNS, rows, frozenset(COLUMNS[4:]))] if rows else []),
+        )
 
 
 def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
@@ -129,41 +147,12 @@ def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
 
 
 def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    evaluations = [
-        each
-        for each in entries(result_of(entry).get("curve"))
-        if type(each.get("step")) is int and abs(each["step"]) < 2**53 and all(map(is_number, map(each.get, NUMBERS)))
+    found = [
+        each for each in entries(result_of(entry).get("curve")) if all(is_number(each.get(key)) for key in NUMBERS)
     ]
-    return sorted(evaluations, key=lambda each: each["step"])
+    return sorted(found, key=lambda each: each["step"])
 
 
-def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """What was trained for how long, KL before and after, and a row for each evaluation with its training losses."""
-    result = result_of(entry)
-    fields = Distill.model_fields
-    train, steps, tokens = (
-        fields[name].default if (own := option(entry, name)) is None else own
-        for name in ("train", "steps", "tokens_per_step")
-    )
-    outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
-    if not changed(entry):
-        outcome = f"nothing was changed; {divergence(result, False)}"
-    rows = tuple(
-        (
-            f"{each['step']:,}",
-            *(f"{each[name]:.5g}" for name in NUMBERS),
-            f"{100 * each['flips']:.3g}%" if is_number(each.get("flips")) else "-",
-            _parts(each.get("training")),
-        )
-        for each in _evaluations(entry)
-    )
-    return (
-        Text(f"Distillation ({train}, at most {steps} steps of {tokens} tokens): {outcome}."),
-        *([Text(f"Training ended: {ended}.")] if (ended := result.get("ended")) else []),
-        *([Table("Held-out text during the distillation", COLUMNS, rows, frozenset(COLUMNS[4:]))] if rows else []),
-    )
-
-
-def _parts(training: Any) -> str:
-    parts = list(training.items())[:10] if isinstance(training, Mapping) else []
-    return ", ".join(f"{name} {figure(value)}".replace("_", " ") for name, value in parts) or "-"
+def _losses(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    parts = evaluation.get("training")
+    return list(parts.items())[:10] if isinstance(parts, Mapping) else []

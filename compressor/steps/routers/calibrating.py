@@ -1,14 +1,12 @@
 """Carry out `routers` on the checkpoint that earlier steps have made: new router tensors nearer to the base."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
@@ -41,18 +39,13 @@ def calibrate_routers(options: Routers, state: State) -> Result:
     return Result(figures, iter([kept_tensors(place)] if here().is_first else ()))
 
 
-def stored_routers(model: OpenModel) -> dict[str, str]:
-    """The stored tensor of every router's weight, by state-dict key; refuses routers without a plain one."""
-    return stored_names(model, [router_weight(layer) for layer in model.architecture.layers])
-
-
-def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
-    """The names of the stored tensors by state-dict key; raises `CompressionError` unless each is one, and plain."""
-    keys, stored = model.partial.keys, dict[str, str]()
-    for key in wanted:
-        names = [name for name, target in keys.targets.items() if target == key and keys.patterns[name] is None]
-        dtypes = [TORCH_DTYPES.get(model.checkpoint.tensors[name].dtype, torch.int8) for name in names]
-        if len(names) != 1 or not dtypes[0].is_floating_point or dtypes[0].itemsize < 2:
+def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
+    """Stored tensors by state-dict key, by default of all router weights; refuses one that is not stored plain."""
+    known, stored = model.partial.keys, dict[str, str]()
+    for key in map(router_weight, model.architecture.layers) if keys is None else keys:
+        names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
+        infos = [model.checkpoint.tensors[name] for name in names]
+        if len(infos) != 1 or not infos[0].is_plain or infos[0].shape != tuple(model.partial.empty[key].shape):
             raise CompressionError(
                 f"{key} is not stored as one tensor of plain numbers, so it cannot be calibrated; leave out routers"
             )
@@ -60,10 +53,14 @@ def stored_names(model: OpenModel, wanted: Iterable[str]) -> dict[str, str]:
     return stored
 
 
+def _read(model: OpenModel, keys: Iterable[str] | None = None) -> Weights:
+    return {key: model.checkpoint.read(name) for key, name in stored_names(model, keys).items()}
+
+
 def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token."""
     smaller, progress, reference = state.model, state.progress, None
-    routers = stored_routers(smaller)
+    routers = _read(smaller)
     if options.reference is not None:
         reference = checked_reference(options.reference, smaller)
     batches, answers, evaluator = state.base_answers()
@@ -78,7 +75,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
         try:
             if method == "router":
                 rounds = [text(part) for n in range(options.rounds) if (part := range(n, len(batches), options.rounds))]
-                tried[method] = calibrate_weights(smaller, _read(smaller, routers), rounds, evaluator, progress)
+                tried[method] = calibrate_weights(smaller, routers, rounds, evaluator, progress)
             else:
                 tried[method] = _biased(state, options, text(range(min(PLACED, len(batches)))), evaluator, reference)
         except CompressionError as error:  # the other method may fit the model
@@ -110,18 +107,10 @@ def _biased(
     average = average_pathway(whole, reference or text_reference(whole, text, progress), options.optimizer, progress)
     whole.partial.release("")
     places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], [tokens for tokens, _ in text])
-    own = _read(smaller, stored_names(smaller, [place.key for place in places]))
+    own = _read(smaller, [place.key for place in places])
     layers = [
         {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
         for place in places
     ]
     details = {"items": average.items, "agreement": average.agreement, "layers": layers}
     return replace(calibrate_bias(smaller, own, places, average, evaluator, progress), details=details)
-
-
-def _read(model: OpenModel, names: Mapping[str, str]) -> Weights:
-    weights = {key: model.checkpoint.read(name) for key, name in names.items()}
-    for key, weight in weights.items():
-        if weight.shape != model.partial.empty[key].shape:
-            raise CompressionError(f"{key} is stored in another shape than the model has it; leave out routers")
-    return weights

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
-from compressor.recipe.document import changed, divergence, entries, figure, option, result_of
+from compressor.recipe.document import changed, divergence, entries, figure, result_of
 from compressor.recipe.step import Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Routers(Step):
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own, and held-out text; refuses routers whose logits cannot be moved as they are stored."""
         from compressor.distributed import refuse_several
-        from compressor.steps.routers.calibrating import stored_routers
+        from compressor.steps.routers.calibrating import stored_names
 
         if self.method != "router":
             refuse_several(f"routers: method {self.method}", "choose the method router, or start one process")
@@ -64,7 +64,7 @@ class Routers(Step):
             raise CompressionError(
                 "routers: reference is for the methods bias and auto; name one of them, or leave it out"
             )
-        stored_routers(model)
+        stored_names(model)
         return Needs(part=TextPart(self.sequences, self.sequence_length, min(8, self.sequences // self.rounds)))
 
     def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
@@ -78,28 +78,23 @@ class Routers(Step):
         return calibrate_routers(self, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """A row for each round, and what came of it."""
-        return blocks(entry)
-
-
-def blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The method, KL before and after, a row for each round, and a bias's places; gains are in nats per token."""
-    result, moved = result_of(entry), changed(entry)
-    took = f", took {result['taken']}" if "taken" in result else ""
-    outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
-    rounds = tuple(
-        (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
-        for number, step in enumerate(entries(result.get("steps")), 1)
-    )
-    layers = entries(result.get("layers"))
-    places = tuple(
-        (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(figure(layer.get(name)) for name in PLACES[2:]))
-        for layer in layers
-    )
-    selection = any(layer.get("place") == "selection bias" for layer in layers)
-    return (
-        Text(f"Router calibration ({option(entry, 'method') or 'router'}{took}): {outcome}."),
-        *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
-        *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
-        *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),
-    )
+        """The method, KL before and after, a row for each round, and a bias's places; gains are in nats per token."""
+        result, moved = result_of(entry), changed(entry)
+        took = f", took {result['taken']}" if "taken" in result else ""
+        outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
+        rounds = tuple(
+            (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
+            for number, step in enumerate(entries(result.get("steps")), 1)
+        )
+        layers = entries(result.get("layers"))
+        places = tuple(
+            (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(figure(layer.get(name)) for name in PLACES[2:]))
+            for layer in layers
+        )
+        selection = any(layer.get("place") == "selection bias" for layer in layers)
+        return (
+            Text(f"Router calibration ({self.method}{took}): {outcome}."),
+            *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
+            *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
+            *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),
+        )

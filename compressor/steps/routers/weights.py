@@ -276,19 +276,12 @@ class BiasPlace:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """What a layer's router is given: X'X [H, H] and X'1 [H]; and if its product adds a bias."""
-
-    squares: Tensor
-    sums: Tensor
-    tokens: int = 0
-    has_bias: bool = False
-
-
-@dataclass(slots=True)
 class _Inputs(LayerVisitor):
+    """X'X and X'1 of what each layer's router is given, and the layers whose product adds a bias."""
+
     layers: Sequence[MoeLayer]
-    found: dict[str, _Sums] = field(default_factory=dict)
+    found: dict[str, Moments] = field(default_factory=dict)
+    biased: set[str] = field(default_factory=set)
     _watching: ExitStack = field(default_factory=ExitStack)
 
     def loaded(self, unit: str) -> None:
@@ -301,13 +294,9 @@ class _Inputs(LayerVisitor):
 
     def _add(self, name: str, product: Product) -> None:
         x = product.inputs.detach().double()
-        if name not in self.found:
-            self.found[name] = _Sums(x.new_zeros(x.shape[1], x.shape[1]).cpu(), x.new_zeros(x.shape[1]).cpu())
-        sums = self.found[name]
-        sums.squares += (x.T @ x).cpu()
-        sums.sums += x.sum(0).cpu()
-        sums.tokens += len(x)
-        sums.has_bias = product.bias is not None
+        self.found.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
+        if product.bias is not None:
+            self.biased.add(name)
 
 
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
@@ -326,12 +315,12 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
             and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
         ]
         if len(biases) == 1:
-            kind: Kind = "router bias" if seen.has_bias else "selection bias"
+            kind: Kind = "router bias" if layer.name in inputs.biased else "selection bias"
             places.append(BiasPlace(layer.name, biases[0], kind))
             continue
-        direction = torch.linalg.solve(ridged(seen.squares, RIDGE), seen.sums)
-        mean = float(direction @ seen.sums) / seen.tokens
-        spread = float(direction @ seen.squares @ direction) / seen.tokens - mean**2
+        direction = torch.linalg.solve(ridged(seen.inputs, RIDGE), seen.both[:, 0])
+        mean = float(direction @ seen.both[:, 0]) / seen.tokens
+        spread = float(direction @ seen.inputs @ direction) / seen.tokens - mean**2
         place = BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
         places.append(place)
     return places

@@ -193,10 +193,8 @@ def test_patterns_that_name_single_experts_are_refused(entry: str) -> None:
     assert quantized([entry], a_plan(everyone, everyone)) == [entry]  # nobody is renumbered
 
 
-def test_a_pattern_stays_where_experts_keep_their_numbers_and_a_broken_one_is_refused() -> None:
+def test_a_pattern_stays_where_experts_keep_their_numbers() -> None:
     assert quantized([r"re:.*experts\.0\..*"], a_plan((0, 1, 2, 3), (0, 1, 2, 3))) == [r"re:.*experts\.0\..*"]
-    with pytest.raises(CompressionError, match=r"'re:\(' in quantization_config is no regex"):
-        quantized(["re:("])
 
 
 def test_dequantised_output_says_so() -> None:

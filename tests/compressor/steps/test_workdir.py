@@ -206,7 +206,7 @@ def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, w
     assert set(UNITS[at:]) <= made <= set(UNITS[max(0, at - 1) :])  # of the finished, one may wait for the disk
 
 
-SYSTEM_CALLS = ("replace", "pwrite", "fsync", "posix_fallocate", "close", "open")
+SYSTEM_CALLS = ("replace", "pwrite", "fsync", "close", "open")
 
 
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
@@ -351,7 +351,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
         workdir.check_space(tmp_path / "out", 3_500_000)
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_disk_that_fails_at_any_call_leaves_what_was_there(

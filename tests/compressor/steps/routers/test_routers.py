@@ -22,7 +22,7 @@ from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.routers import calibrating
-from compressor.steps.routers.calibrating import stored_routers
+from compressor.steps.routers.calibrating import stored_names
 from compressor.steps.routers.weights import Text, Weights, calibrate_weights, evaluate_trials
 from compressor.steps.workdir import LayerWriter
 from tests import small, zoo
@@ -37,7 +37,7 @@ SIZES = ("--sequences", 8, "--sequence-length", 32, "--rounds", 2)
 
 
 def weights(model: OpenModel) -> Weights:
-    return {key: model.checkpoint.read(name).clone() for key, name in stored_routers(model).items()}
+    return {key: model.checkpoint.read(name).clone() for key, name in stored_names(model).items()}
 
 
 def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
