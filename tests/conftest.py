@@ -48,10 +48,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps of tuning and of learned merges, where they are not what is tested."""
     from compressor.steps.correct import refit
-    from compressor.steps.correct.tuning import Schedule
+    from compressor.steps.correct.tuning import tune
     from compressor.steps.prune import choose
 
-    monkeypatch.setattr(refit, "Schedule", lambda steps, *more: Schedule(2, *more))
+    monkeypatch.setattr(refit, "tune", lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more))
     monkeypatch.setattr(choose.learn_coefficients, "__defaults__", (True, 3))
 
 

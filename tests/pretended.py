@@ -115,11 +115,11 @@ def main(model: str, text: str, out: str) -> None:
     """Compress a model on the device."""
     import compressor
     from compressor.steps.correct import refit
-    from compressor.steps.correct.tuning import Schedule
+    from compressor.steps.correct.tuning import tune
     from compressor.steps.prune import choose
 
     choose.learn_coefficients.__defaults__ = (True, 3)  # as the fixture `hasty` does
-    refit.Schedule = lambda steps, *more: Schedule(2, *more)  # type: ignore[assignment,misc]
+    refit.tune = lambda layer, rows, router, steps, *more: tune(layer, rows, router, 2, *more)
     with pretended_device():
         there = torch.ones(2, device=NAME)
         try:

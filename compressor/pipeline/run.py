@@ -48,6 +48,7 @@ from compressor.steps.workdir import (
     check_space,
     check_target,
     held,
+    is_written,
     publish,
     put_tensors,
     write_stage,
@@ -266,7 +267,7 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
     decide(state, numbers)
     steps = [state.step_at(number) for number in numbers]
     folder = work.stage(numbers[0])
-    if folder.name not in work.written:
+    if not is_written(folder):
         for number, step in zip(numbers, steps, strict=True):
             if type(step).refit is Step.refit:
                 continue
@@ -321,12 +322,11 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
             return {key: value for key, value in current.items() if value is not tensors[key]}
 
         job = make_job(state.model, plan, cut, change if changing else None)
-    if folder.name not in work.written:
+    if not is_written(folder):
         labels = [f"{number}-{step.name}" for number, step in zip(numbers, steps, strict=False)]
         state.progress.start("write", len(job.units))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)
-        work.mark_written(folder)
         if not any(step.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
     return Stage(folder, job, state.model, plan, heads)

@@ -70,21 +70,20 @@ class Workdir:
     def __init__(self, out: Path, folder: Path) -> None:
         self.out, self.folder = Path(os.path.abspath(out)), folder
         self.key, self.steps = "", dict[int, dict[str, Any]]()
-        self.written = list[str]()  # names of the stages of which all layer files are there
 
     def resume(self, key: str) -> None:
         """Resume the work of a run of this key; that of any other run is cleared away."""
         self.key = key
 
-        def journal() -> tuple[dict[int, Any], list[str]]:
+        def journal() -> dict[int, Any]:
             with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
                 content = read_object(self.folder / JOURNAL)
                 if content.get("key") == key:
-                    return {int(number): entry for number, entry in content["steps"]}, content["written"]
+                    return {int(number): entry for number, entry in content["steps"]}
             clear(self.folder)
-            return {}, []
+            return {}
 
-        self.steps, self.written = here().broadcast(journal)
+        self.steps = here().broadcast(journal)
         self._save()
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
@@ -92,14 +91,9 @@ class Workdir:
         self.steps[number] = dict(entry)
         self._save()
 
-    def mark_written(self, folder: Path) -> None:
-        self.written.append(folder.name)
-        self._save()
-
     def _save(self) -> None:
         if here().is_first:
-            content = {"key": self.key, "steps": [*self.steps.items()], "written": self.written}
-            write_whole(self.folder / JOURNAL, json.dumps(content))
+            write_whole(self.folder / JOURNAL, json.dumps({"key": self.key, "steps": [*self.steps.items()]}))
 
     def drop(self, stage: Path) -> None:
         """Remove a stage that a later one was made of."""
@@ -169,6 +163,11 @@ def check_space(out: Path, nbytes: int) -> None:
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
+def is_written(stage: Path) -> bool:
+    """Return True if all files of a stage are there: its index is written last."""
+    return bool(here().broadcast((stage / INDEX_NAME).exists))
+
+
 def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
     """Write the files of a job that are not there yet; processes take turns. `steps` label those that make them."""
     if here().is_first:
@@ -184,9 +183,9 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
             advance(unit or "embeddings and head")
     here().barrier()
     if here().is_first:
-        write_index(folder, {output: files[output.unit] for output in job.outputs})
         for name, source in job.files.items():
             write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
+        write_index(folder, {output: files[output.unit] for output in job.outputs})
     here().barrier()
 
 
@@ -392,4 +391,5 @@ def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -
     }
     weight_map = dict(sorted((output.name, file) for output, file in places.items()))
     content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
-    write_file(folder / INDEX_NAME, content.encode())
+    write_file(fresh := folder / f"{INDEX_NAME}.new", content.encode())
+    fresh.replace(folder / INDEX_NAME)

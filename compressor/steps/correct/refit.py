@@ -16,7 +16,7 @@ from compressor.model.loading import parent_and_name, set_tensor
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
 from compressor.steps.correct.ridge import refit_constants, refit_down
 from compressor.steps.correct.step import CONSTANTS, NONE, Correct
-from compressor.steps.correct.tuning import Schedule, tune
+from compressor.steps.correct.tuning import tune
 
 MOST_RATE = 0.03
 STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not better is undone
@@ -131,7 +131,7 @@ def correct_layer(
             if name == "tune":
                 rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
                 leaves = [*router.values()] if constants is None else [*router.values(), constants.values]
-                tune(cut, fit, leaves, Schedule(correction.steps, correction.tokens, rate, seed))
+                tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed)
             if name == "ridge":
                 refit_down(cut, fit, heldout)
             if name != "tune" and constants is not None:

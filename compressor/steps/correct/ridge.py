@@ -8,7 +8,7 @@ where that penalty does not help it. Constants that stand for experts: the same 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -141,12 +141,36 @@ def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     return both[:, :width].contiguous(), both[:, width:].contiguous()
 
 
+def _best(
+    normal: torch.Tensor,
+    right: torch.Tensor,
+    penalties: Sequence[float],
+    missed: Callable[[torch.Tensor | None], float],
+    parts: int = 1,
+) -> tuple[torch.Tensor, float] | None:
+    """The ridge solution [D, H] that misses least of held-out tokens, and its penalty; None if none does better.
+
+    Of phi^T phi [D, D] and phi^T r [D, H]. Each rank solves some of the columns, in so many `parts`. Where rounding, or
+    float32's range, leaves no Cholesky factor, a solution is not a number.
+    """
+    best, least, scale = None, missed(None), float(normal.diagonal().mean())
+    for penalty in penalties if scale else ():
+        regular = normal.clone()
+        regular.diagonal().add_(penalty * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        change = torch.zeros_like(right, dtype=torch.float32)
+        columns = zip(right.chunk(parts, dim=1), change.chunk(parts, dim=1), strict=True)
+        for part, (wanted, into) in enumerate(columns):
+            if here().takes_turn(part):
+                into.copy_(torch.full_like(wanted, math.nan) if failed else torch.cholesky_solve(wanted, factor))
+        change = here().all_reduce(change)
+        if (off := missed(change)) < least:
+            best, least = (change, penalty), off
+    return best
+
+
 def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[torch.Tensor, float] | None:
-    """The block's change of the down projections [D, H], and its penalty; None if none lowers the held-out error."""
     normal, right = _normal(fit)
-    scale = float(normal.diagonal().mean())
-    if scale == 0:
-        return None
 
     def missed(change: torch.Tensor | None) -> float:
         """The squares of what the judged tokens miss, in all."""
@@ -160,30 +184,7 @@ def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[tor
 
         return float(judge.layer.summed(torch.zeros(1, dtype=torch.float64), off))
 
-    def solved(penalty: float) -> torch.Tensor:
-        """The change [D, H] with a penalty, each rank solving some of its columns.
-
-        Not a number where rounding, or float32's range, leaves no Cholesky factor.
-        """
-        regular = normal.clone()
-        regular.diagonal().add_(penalty * scale)
-        factor, failed = torch.linalg.cholesky_ex(regular)
-        change = torch.zeros_like(right, dtype=torch.float32)
-        columns = zip(right.chunk(parts, dim=1), change.chunk(parts, dim=1), strict=True)
-        for part, (wanted, into) in enumerate(columns):
-            if here().takes_turn(part):
-                into.copy_(torch.full_like(wanted, math.nan) if failed else torch.cholesky_solve(wanted, factor))
-        return here().all_reduce(change)
-
-    parts = math.gcd(right.shape[1], PARTS)
-    best: tuple[torch.Tensor, float] | None = None
-    least = missed(None)
-    for penalty in penalties:
-        change = solved(penalty)
-        off = missed(change)
-        if off < least:
-            best, least = (change, penalty), off
-    return best
+    return _best(normal, right, penalties, missed, math.gcd(right.shape[1], PARTS))
 
 
 @torch.no_grad()
@@ -227,24 +228,16 @@ def refit_constants(cut: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Ten
     The penalty, or no change at all, is chosen at `judge_rows`.
     """
     assert cut.constants is not None
-    normal, right = _constants_normal(cut, fit_rows)
-    scale = float(normal.diagonal().mean()) if len(normal) else 0.0
-    if scale == 0:
-        return
     judged_normal, judged_right = _constants_normal(cut, judge_rows)
-    best, least = None, 0.0
-    for penalty in CONSTANT_PENALTIES:
-        regular = normal.clone()
-        regular.diagonal().add_(penalty * scale)
-        factor, failed = torch.linalg.cholesky_ex(regular)
-        if failed:
-            continue
-        change = torch.cholesky_solve(right, factor)
-        off = float((change * (judged_normal @ change)).sum() - 2 * (change * judged_right).sum())  # and ||r||^2
-        if off < least:
-            best, least = change, off
+
+    def missed(change: torch.Tensor | None) -> float:
+        """The squares of what the judged tokens miss, less ||r||^2."""
+        wide = torch.zeros_like(judged_right) if change is None else change.double()
+        return float((wide * (judged_normal @ wide)).sum() - 2 * (wide * judged_right).sum())
+
+    best = _best(*_constants_normal(cut, fit_rows), CONSTANT_PENALTIES, missed)
     if best is not None:
-        cut.constants.values += best.to(cut.constants.values.dtype)
+        cut.constants.values += best[0].to(cut.constants.values.dtype)
 
 
 def _constants_normal(cut: CutLayer, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEPS, TOKENS, RATE = 300, 2048, 0.3
 CONSTANTS, NONE = "constants", "none"
 
 
@@ -31,9 +30,9 @@ class Correct(Step):
         description="none, ridge (down projections in closed form), tune (then router, gate, up and down by gradient "
         "steps), constants (the constants alone), or auto: what the strategy asks for.",
     )
-    steps: int = Field(STEPS, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
-    tokens: int = Field(TOKENS, ge=1, le=10**6, description="Tokens of each of them.")
-    rate: float = Field(RATE, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
+    steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
+    tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")
+    rate: float = Field(0.3, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
     deterministic: bool = Field(
         False, description="Keep to operations that give the same bits each time; on a GPU some are slower."
     )

@@ -19,23 +19,12 @@ from torch import Tensor
 from compressor.distributed import here
 from compressor.model.experts import routed
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.step import STEPS, TOKENS
 
 REBALANCED = 4  # step at which outputs are first added up along a new tree; then at twice as many each time
 DEPTH = 4  # of the tree: 16 leaves, so that as many ranks have work
 UPDATE = 130  # tokens that take an expert as long as a step of its optimizer
 
 Leaves = Sequence[Sequence[int]]  # experts of each leaf of a binary tree, some of them maybe none
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How long and how boldly to tune. The rate is relative to each tensor's root mean square, falling to 0."""
-
-    steps: int = STEPS
-    tokens: int = TOKENS  # a step
-    rate: float = 0.01
-    seed: int = 0
 
 
 def balanced(loads: Sequence[float]) -> Leaves:
@@ -120,21 +109,24 @@ def _summed(leaves: Leaves, reached: dict[int, _Reached], like: Tensor) -> Tenso
     return total
 
 
-def _steps(rows: Tensor, schedule: Schedule) -> list[Tensor]:
+def _steps(rows: Tensor, steps: int, tokens: int, seed: int) -> list[Tensor]:
     """Positions of each step's tokens: passes over shuffled tokens, without a remainder's short step."""
-    generator = torch.Generator().manual_seed(schedule.seed)
-    size, steps = min(schedule.tokens, len(rows)), list[Tensor]()
-    while len(steps) < schedule.steps:
+    generator = torch.Generator().manual_seed(seed)
+    size, found = min(tokens, len(rows)), list[Tensor]()
+    while len(found) < steps:
         order = rows[torch.randperm(len(rows), generator=generator)]
-        steps += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
-    return steps[: schedule.steps]
+        found += [order[begin : begin + size] for begin in range(0, len(order) - size + 1, size)]
+    return found[:steps]
 
 
 @torch.enable_grad()
-def tune(layer: CutLayer, rows: Tensor, router: Sequence[Tensor], schedule: Schedule) -> None:
-    """Tune `layer.parameters` and `router`, leaves of the live router, in place.
+def tune(
+    layer: CutLayer, rows: Tensor, router: Sequence[Tensor], steps: int, tokens: int, rate: float, seed: int = 0
+) -> None:
+    """Tune `layer.parameters` and `router`, leaves of the live router, in place, on so many tokens a step.
 
-    Each rank gives its own tokens at `rows`, and all end with the same values.
+    The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
+    and all end with the same values.
     """
     if not here().is_alone:
         layer, rows = layer.gathered(rows)
@@ -144,9 +136,9 @@ def tune(layer: CutLayer, rows: Tensor, router: Sequence[Tensor], schedule: Sche
         kept = len(layer.parameters)
         return [value for expert in experts if expert < kept for value in layer.parameters[expert].values()]
 
-    steps = _steps(rows, schedule)
+    batches = _steps(rows, steps, tokens, seed)
     with torch.no_grad():
-        foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in steps[:REBALANCED]]
+        foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in batches[:REBALANCED]]
     counts = torch.zeros(layer.choices, dtype=torch.int64)
     loads = (sum(foreseen, start=counts) + UPDATE * len(foreseen)).tolist()
     owner_of, leaves = owners(loads, here().size), balanced(loads)
@@ -160,12 +152,12 @@ def tune(layer: CutLayer, rows: Tensor, router: Sequence[Tensor], schedule: Sche
 
     hooks = [value.register_post_accumulate_grad_hook(update) for value in tuned]
     since = 0
-    for step, chosen in enumerate(steps):
+    for step, chosen in enumerate(batches):
         if step == max(REBALANCED, 2 * since):
             leaves = balanced((counts + UPDATE * (step - since)).tolist())
             counts, since = torch.zeros_like(counts), step
         for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = schedule.rate * 0.5 * (1 + math.cos(math.pi * step / schedule.steps))
+            optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
         counts += descend(layer, leaves, own, chosen)
     for hook in hooks:
         hook.remove()

@@ -192,9 +192,8 @@ def _converted(model: OpenModel, tensors: dict[str, Tensor]) -> list[tuple[str, 
 
 def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.dtype:
     info = model.checkpoint.tensors.get(name)
-    dtype = None if info is None or info.shape != tuple(value.shape) else TORCH_DTYPES.get(info.dtype)
-    if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
-        return dtype
+    if info is not None and info.is_plain and info.shape == tuple(value.shape):
+        return TORCH_DTYPES[info.dtype]
     if model.layout.quantized:
         raise CompressionError(
             f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the model before it is "
