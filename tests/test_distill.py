@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.steps.distill import objective, training
 from compressor.steps.distill.engines import InMemory
 from tests import small, zoo
-from tests.command_line import Run, captured, ended, names, refused, run_killed, start
+from tests.command_line import Run, captured, names, refused, run_killed
 from tests.lessons import smaller
 from tests.small import tree
 
@@ -276,14 +275,16 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
         more: tuple[Any, ...] = ("--set", "distill.stream=true")
     else:
         more = (
-            "--correct",
-            "ridge",
-            "--routers",
-            "router",
-            "--set",
-            "routers.rounds=2",
-            "--set",
-            "routers.sequences=40",
+            *[
+                "--correct",
+                "ridge",
+                "--routers",
+                "router",
+                "--set",
+                "routers.rounds=2",
+                "--set",
+                "routers.sequences=40",
+            ],
         )
         words = "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
     made = run("compress", *ask, *wish, *more, "-o", tmp_path / "one")
@@ -305,36 +306,6 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
         assert result["before"] == done["routers"]["result"]["after"]  # of the same held-out text
         refused(run("compress", *ask, "--distill", "x", "-o", tmp_path / "x"), "distill: train is 'x'; input should be")
     refused(run("compress", *ask, *wish, "-o", tmp_path / "one"), "exists already")  # another request
-
-
-def test_two_processes_that_train_together_come_to_what_one_does(
-    run: Run, originals: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    more = ("--contrastive", 0.0, "--cross-entropy", 0.5, "--steps", 3, "--evaluate-every", 1)
-    assert run(*asked(originals, tmp_path / "one", *more)).status == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    started = []
-    streams = tmp_path_factory.mktemp("streams")
-    for number in ("0", "1"):
-        place = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        own = {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        started.append(start(asked(originals, tmp_path / "two", *more), streams / number, own))
-    first, second = (ended(process, streams / number) for process, number in zip(started, ("0", "1"), strict=True))
-    assert [first.status, second.status] == [0, 0], first.err + second.err
-    assert "istillation (experts" in first.out and second.out == ""
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-5, msg=key)
-    curves = [
-        json.loads((tmp_path / name / "compression.json").read_text())["plan"]["steps"][-1]["result"]["curve"]
-        for name in ("one", "two")
-    ]
-    for alone, together in zip(*curves, strict=True):
-        assert together["kl"] == pytest.approx(alone["kl"], rel=1e-4)
-        assert together["training"] == pytest.approx(alone["training"], rel=1e-4)
-    assert names(tmp_path) == ["one", "two"]
 
 
 def test_plans_name_another_base_and_the_text_of_a_later_run_and_repeat_both(originals: Path, tmp_path: Path) -> None:

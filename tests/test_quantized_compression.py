@@ -85,24 +85,3 @@ def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Pa
     wanted = dict(expected.state_dict())
     for key, value in found.state_dict().items():
         torch.testing.assert_close(value.float(), wanted[key].float(), atol=1e-6, rtol=1e-2)
-
-
-def test_a_merge_does_not_depend_on_the_dtype_that_it_was_planned_in(tmp_path: Path) -> None:
-    save_fp8(tmp_path / "in")
-    first = compressor.compress(
-        str(tmp_path / "in"), tmp_path / "a", experts=4, strategy="model-centric", dtype="float32"
-    )
-    compressor.apply(first.plan, tmp_path / "b")
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
-
-
-def test_expert_numbers_in_the_quantisation_config_follow_the_experts(tmp_path: Path) -> None:
-    save_fp8(tmp_path / "in")
-    file = tmp_path / "in" / "config.json"
-    config = json.loads(file.read_text())
-    skipped = ["lm_head", "model.layers.0.mlp.experts.5.up_proj", "model.layers.0.mlp.experts.0.up_proj"]
-    config["quantization_config"]["modules_to_not_convert"] = skipped
-    file.write_text(json.dumps(config))
-    compressor.apply(by_hand(drop_plan(tmp_path / "in")), tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert written["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts.2.up_proj"]

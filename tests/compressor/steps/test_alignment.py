@@ -17,14 +17,11 @@ from compressor.checkpoint.source import locate
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, width_of
 from compressor.model.opened import open_model
-from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
-from compressor.statistics.statistics import collect
-from compressor.steps.cutting import aligned_experts, matching, merged_parameters, reordered
-from compressor.steps.prune.choose import learn_coefficients, merge_groups, merge_needs
+from compressor.steps.cutting import matching, merged_parameters, reordered
 from tests import zoo
-from tests.opened import batches, calibration, one_expert
+from tests.opened import one_expert
 from tests.plans import by_hand
 
 LAYOUTS = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "aria", "openai_privacy_filter"]
@@ -141,21 +138,6 @@ def test_a_group_is_mixed_neuron_by_neuron(name: str) -> None:
             torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
-@torch.no_grad()
-def test_the_aligned_view_is_the_module_with_members_in_the_heads_order() -> None:
-    experts = an_experts_module("gpt_oss")
-    order = matching(experts, 4, 1)
-    view = aligned_experts(
-        experts, [Group((1, 4), (0.5, 0.5), (1.0, 0.0), head=4), Group((2, 3), (0.5, 0.5), (1.0, 0.0))]
-    )
-    for expert in range(8):
-        own = expert_parameters(experts, expert)
-        wanted = permuted(experts, own, order) if expert == 1 else own
-        found = expert_parameters(view, expert)
-        assert list(found) == list(wanted)
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
 def routers(model: nn.Module) -> list[nn.Module]:
     blocks = [model.get_submodule(name.rpartition(".")[0]) for name in zoo.experts(model)]
     return [getattr(block, "gate", None) or block.router for block in blocks]
@@ -234,36 +216,6 @@ def test_a_head_means_nothing_where_one_member_counts(tmp_path: Path) -> None:
         groups = [Group((0, 1), (1.0, 0.0), (0.5, 0.5), head=head), Group.single(2), Group.single(3)]
         compressor.apply(planned(tmp_path / "in", groups), tmp_path / folder)
     assert (tmp_path / "with/model.safetensors").read_bytes() == (tmp_path / "without/model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_learning_does_not_depend_on_the_order_of_the_neurons(name: str, tmp_path: Path) -> None:
-    results = []
-    for folder in ("as built", "permuted"):
-        model = zoo.build(name)
-        for experts in zoo.experts(model).values():
-            for expert in (1, 5):
-                order = torch.randperm(width_of(experts), generator=torch.Generator().manual_seed(expert))
-                if folder == "permuted":
-                    for key, value in permuted(experts, expert_parameters(experts, expert), order).items():
-                        getattr(experts, key).data[expert] = value
-        model.save_pretrained(tmp_path / folder)
-        results.append(learned_plans(tmp_path / folder, batches(model)))
-    for left, right in zip(*results, strict=True):
-        assert left.figures["error_learned"] <= left.figures["error_uniform"]
-        assert left.figures["error_uniform"] == pytest.approx(right.figures["error_uniform"], rel=1e-3)
-        for one, other in zip(left.groups, right.groups, strict=True):
-            assert one.head == other.head
-            assert one.coefficients == pytest.approx(other.coefficients, abs=1e-3)
-
-
-def learned_plans(folder: Path, parts: Any) -> list[LayerPlan]:
-    model, found = open_model(locate(str(folder)), "float32", "cpu"), []
-    for stats in collect(model, merge_needs("learned", True), calibration(parts), Silent()):
-        plan = merge_groups(stats, [(0, 1), (4, 5), (2,), (3,), (6,), (7,)])
-        heads = tuple(replace(g, head=g.members[0]) if len(g.members) > 1 else g for g in plan.groups)
-        found.append(learn_coefficients(stats, replace(plan, groups=heads), steps=10))
-    return found
 
 
 def test_a_layer_is_named_in_a_refusal() -> None:

@@ -1,9 +1,7 @@
 """Finished layers on disk: whole or not there."""
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 import safetensors.torch
 import torch
 
@@ -29,25 +27,6 @@ def test_a_layer_comes_back_with_its_plan(tmp_path: Path) -> None:
     found = files.tensors(first)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in tensors.items())
-
-
-def test_a_file_that_was_not_finished_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    architecture = discover(zoo.configure("mixtral"))
-    plans, files, layer = merges(architecture), CutFiles(tmp_path / "cut"), architecture.layers[0]
-    original = safetensors.torch.save_file
-
-    def cut_short(tensors: Any, path: Path, **more: Any) -> None:
-        original(tensors, path, **more)
-        path.write_bytes(path.read_bytes()[:-5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(safetensors.torch, "save_file", cut_short)
-    with pytest.raises(KeyboardInterrupt):
-        files.save(plans[layer.name], layer, {"a": torch.ones(3)})
-    assert files.plan(layer) is None and files.tensors(layer) == {}
-    monkeypatch.undo()
-    files.save(plans[layer.name], layer, {"a": torch.zeros(3)})
-    assert files.plan(layer) == plans[layer.name] and torch.equal(files.tensors(layer)["a"], torch.zeros(3))
 
 
 def damaged(path: Path) -> list[bytes]:

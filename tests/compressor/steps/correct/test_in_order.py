@@ -10,7 +10,6 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 import compressor
-from compressor.checkpoint.reader import Checkpoint
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator
@@ -21,13 +20,12 @@ from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.steps.correct import in_order as sequence
-from compressor.steps.correct.in_order import ShadowModel, correct, keep_the_better, read_difference
+from compressor.steps.correct.in_order import keep_the_better, read_difference
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec
-from compressor.steps.workdir import write_stage
 from tests import zoo
 from tests.opened import one_expert, plain_calls
 from tests.ordered import (
@@ -214,23 +212,6 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     assert [group.members[0] for group in made.layers[1].groups] == kept
 
 
-def test_a_plan_in_order_is_resumed_and_carried_out_without_another_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock, model = opened_wide("granitemoe_swa", tmp_path / "in")
-    data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6, {})
-    files, again = CutFiles(tmp_path / "cut"), CutFiles(tmp_path / "again")
-    made = Planner(model, data, Silent()).plan_in_order(spec, TUNE, files=files)
-    seen = watch_corrections(monkeypatch)
-    for layer in model.architecture.layers[:2]:
-        again.save(files.plan(layer), layer, files.tensors(layer))  # type: ignore[arg-type]
-    assert Planner(model, data, Silent()).plan_in_order(spec, TUNE, files=again) == made
-    assert list(seen) == [model.architecture.layers[2].name]
-    assert files_of(again.folder) == files_of(files.folder)
-    monkeypatch.setattr(sequence, "compress_in_order", None)  # no pass is made
-    assert correct(model, made, Silent(), files, data, TUNE) == made
-
-
 def test_half_a_decoder_layer_on_disk_is_cut_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and vision experts of one decoder layer are finished together or not at all."""
     stock, model = opened_wide("ernie4_5_vl_moe", tmp_path / "in")
@@ -243,12 +224,6 @@ def test_half_a_decoder_layer_on_disk_is_cut_again(tmp_path: Path, monkeypatch: 
     seen = watch_corrections(monkeypatch)
     run(model, plans, data, correction=TUNE, files=files)
     assert list(seen) == [text.name, vision.name] and files_of(files.folder) == before
-
-
-def test_without_a_correction_plans_come_back_as_they_are(tmp_path: Path) -> None:
-    stock, model = opened_wide("mixtral", tmp_path)
-    plans = merges(model.architecture)
-    assert run(model, plans, with_heldout(stock)) == plans
 
 
 def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
@@ -279,31 +254,6 @@ def test_one_layer_is_filled_at_a_time_and_the_originals_experts_have_gone(
     for corrected in seen.values():
         assert {value.device.type for value in corrected.model.state_dict().values()} == {"meta"}
     assert {value.device.type for value in model.partial.model.state_dict().values()} == {"meta"}
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v4", "zaya"])
-def test_what_is_not_cut_is_shared_and_what_is_cut_is_not(name: str, tmp_path: Path) -> None:
-    _, model = opened_wide(name, tmp_path)
-    layer, partial = model.architecture.layers[0], model.partial
-    plans = drops(model.architecture)
-    shadow = ShadowModel(model, len(plans[layer.name].groups))
-    partial.load(partial.keys_under(layer.unit))
-    cut = cut_layers(partial.model, [layer], plans)
-    shadow.fill(layer.unit, cut)
-    large, small = partial.model.state_dict(), shadow.model.state_dict()
-    keys = partial.keys_under(layer.unit)
-    assert set(cut) == {tensor.key for tensor in layer.tensors} | set(layer.tables)
-    for key in keys:
-        assert small[key].data_ptr() == (cut[key] if key in cut else large[key]).data_ptr(), key
-        assert key not in cut or small[key].data_ptr() != large[key].data_ptr(), key
-    buffers = dict(shadow.model.get_submodule(layer.unit).named_buffers())
-    for key, value in partial.model.get_submodule(layer.unit).named_buffers():
-        assert f"{layer.unit}.{key}" in cut or torch.equal(value, buffers[key])
-    assert shadow.filled == layer.unit
-    shadow.empty_again()
-    assert shadow.filled is None
-    assert {shadow.model.state_dict()[key].device.type for key in keys} == {"meta"}
-    assert all(large[key].device.type != "meta" for key in keys)
 
 
 FAMILIES = ("mixtral", "deepseek_v3", "ernie4_5_vl_moe")
@@ -352,26 +302,6 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
         model.partial.release(layer.unit)
     monkeypatch.setattr(sequence, "compare_corrections", None)  # a run that goes on asks nothing anew
     assert keep_the_better(model, kept, files, text, Silent()) == better
-
-
-def test_a_plan_is_carried_out_without_the_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, model = opened_wide("mixtral", tmp_path / "in")
-    data = with_heldout(stock, fit=32, heldout=8)
-    asked, plans = Correct("tune", steps=100, tokens=64), drops(model.architecture)
-    made = whole_plan(model, plans)
-    correction = {**asked.to_dict(), "dtype": "float32"}
-    plan = whole_plan(model, plans, correction=correction, calibration=data.identity)
-    for harm, undoing in ((False, Difference(0.1, 0.2, 0.01, 8)), (True, Difference(0.2, 0.1, 0.01, 8))):
-        monkeypatch.setattr(sequence, "compare_corrections", lambda *_, found=undoing: found)
-        files, told = CutFiles(tmp_path / f"cut {harm}"), list[object]()
-        corrected = correct(model, plan, Silent(), files, data, asked, lambda *seen, to=told: to.append(seen))
-        assert bool(told) is not harm  # whom the corrected layers were visited by
-        written, plainly = tmp_path / f"out {harm}", tmp_path / f"plain {harm}"
-        for job, out in ((make_job(model, corrected, cut=files), written), (make_job(model, made), plainly)):
-            write_stage(job, out, ["prune"], lambda *_: None)
-        found, plain = (Checkpoint(folder) for folder in (written, plainly))
-        assert found.tensors.keys() == plain.tensors.keys()
-        assert all(torch.equal(found.read(name), plain.read(name)) for name in plain.tensors) is harm
 
 
 def test_too_little_text_undoes_nothing(tmp_path: Path) -> None:

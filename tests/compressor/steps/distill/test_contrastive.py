@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.steps.distill.contrastive import contrastive_loss, information_gap
+from compressor.steps.distill.contrastive import contrastive_loss
 
 
 def vectors(*shape: int, seed: int = 0) -> Tensor:
@@ -53,29 +53,6 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda *given: contrastive_loss(*given, 0.5, 1e-3), parts)
 
 
-@given(some.integers(0, 10_000), some.floats(0.01, 100))
-@settings(max_examples=20, deadline=None)
-def test_lengths_and_the_order_of_the_keys_do_not_matter(seed: int, scale: float) -> None:
-    anchor, near, far = example(seed=seed)
-    expected = contrastive_loss(anchor, near, far)
-    assert contrastive_loss(anchor * scale, near / scale, far * scale).item() == pytest.approx(expected.item())
-    assert contrastive_loss(anchor, near.flip(1), far.flip(1)).item() == pytest.approx(expected.item())
-
-
-def test_alike_positives_and_opposite_negatives_have_the_least_loss() -> None:
-    anchor = vectors(3, 7)
-    best = contrastive_loss(anchor, anchor.unsqueeze(1), -anchor.unsqueeze(1))
-    worst = contrastive_loss(anchor, -anchor.unsqueeze(1), anchor.unsqueeze(1))
-    assert 0 < best.item() < 1e-6 and worst.item() == pytest.approx(2 / 0.07, rel=1e-6)
-
-
-def test_experts_that_are_all_alike_have_the_loss_of_guessing_and_no_gap_but_that_of_the_counts() -> None:
-    anchor = vectors(3, 7)
-    loss = contrastive_loss(anchor, anchor.unsqueeze(1), anchor.unsqueeze(1).expand(3, 4, 7), epsilon=0).item()
-    assert loss == pytest.approx(math.log(5))  # one positive among five keys
-    assert information_gap(loss, 4) == pytest.approx(math.log(4 / 5))
-
-
 def test_a_low_temperature_overflows_nothing() -> None:
     anchor = vectors(3, 7).float()
     assert contrastive_loss(anchor, -anchor.unsqueeze(1), anchor.unsqueeze(1), 1e-3).item() == pytest.approx(2000)
@@ -100,15 +77,7 @@ def test_no_tokens_have_no_loss() -> None:
     assert contrastive_loss(*example(tokens=0)).item() == 0
 
 
-@pytest.mark.parametrize(
-    ("positives", "negatives", "temperature", "message"),
-    [
-        (0, 3, 0.1, "0 positives and 3 negatives"),
-        (1, 0, 0.1, "1 positives and 0 negatives"),
-        (1, 1, 0.0, "temperature is 0"),
-        (1, 1, math.nan, "temperature is nan"),
-    ],
-)
-def test_refusals(positives: int, negatives: int, temperature: float, message: str) -> None:
-    with pytest.raises(CompressionError, match=message):
-        contrastive_loss(*example(5, positives, negatives), temperature)
+@pytest.mark.parametrize(("positives", "negatives"), [(0, 3), (1, 0)])
+def test_a_token_needs_a_positive_and_a_negative(positives: int, negatives: int) -> None:
+    with pytest.raises(CompressionError, match=f"{positives} positives and {negatives} negatives"):
+        contrastive_loss(*example(5, positives, negatives))

@@ -95,15 +95,6 @@ def test_streamed_training_is_that_in_memory(name: str, method: str, optimizer: 
     assert any(not torch.equal(value, before[key]) for key, value in whole.items())
 
 
-def test_training_again_gives_the_same_bits_and_another_seed_others(tmp_path: Path) -> None:
-    made = lesson("mixtral", tmp_path)
-    one, two = (made.trained(options(), 2) for _ in range(2))
-    assert all(torch.equal(one[key], value) for key, value in two.items())
-    first, second = (made.engine(options(train="lora"), seed) for seed in (0, 1))
-    assert any(not torch.equal(value, second.states[unit].masters[name])  # type: ignore[attr-defined]
-               for unit, state in first.states.items() for name, value in state.masters.items())  # type: ignore[attr-defined]  # fmt: skip
-
-
 def textbook_adam(value: Any, gradients: list[Any], rates: list[float]) -> Any:
     """Kingma and Ba, Algorithm 1."""
     first, second = np.zeros_like(value), np.zeros_like(value)
@@ -142,36 +133,7 @@ def test_adafactor_steps_are_as_long_as_the_rate_and_its_state_is_a_row_and_a_co
     assert sum(own.numel() for own in state.moments["a"].values()) == 6 * (40 + 50) + 1
 
 
-def test_what_each_method_trains(tmp_path: Path) -> None:
-    made = lesson("deepseek_v3", tmp_path)
-    found = {
-        method: {key for layer in trained_layers(made.model, options(train=method)) for key in layer.keys}
-        for method in ("router", "experts", "lora", "all")
-    }
-    assert found["router"] < found["experts"] < found["all"] and found["router"] < found["lora"] < found["all"]
-    assert {key.rpartition("mlp.")[2] for key in found["router"]} == {"gate.weight"}
-    assert {key.rpartition("mlp.")[2] for key in found["experts"]} == {
-        "gate.weight", "experts.gate_up_proj", "experts.down_proj",
-    }  # fmt: skip
-    parameters = dict(made.stock.named_parameters())
-    assert found["all"] == {key for key in parameters if ".layers." in key}
-    linear = {key for key, value in parameters.items() if ".layers." in key and value.dim() > 1}
-    assert found["lora"] == linear
-    lora = trained_layers(made.model, options(train="lora"))
-    assert {key for layer in lora for key in layer.whole} == found["router"]
-
-
 # --- the contrastive term ---------------------------------------------------------------------------------------------
-
-
-def test_without_weight_the_contrastive_term_changes_no_bit(tmp_path: Path) -> None:
-    made = lesson("mixtral", tmp_path)
-    plain, off, on = (
-        made.trained(options(**more), 2)
-        for more in ({}, {"contrastive": 0.0, "negatives": 3, "temperature": 1.0}, {"contrastive": 0.1})
-    )
-    assert all(torch.equal(value, off[key]) for key, value in plain.items())
-    assert any(not torch.equal(value, on[key]) for key, value in plain.items())
 
 
 def by_the_algorithm(stock: Any, layer: Any, call: Any, temperature: float) -> Tensor:
