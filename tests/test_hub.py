@@ -12,7 +12,7 @@ import torch
 
 from tests import small, zoo
 from tests.command_line import Result
-from tests.hub_server import COMMIT, Hub, serve
+from tests.hub import Hub, serve
 
 REPOSITORY = "org/tiny-moe"
 
@@ -50,13 +50,14 @@ def test_inspect_fetches_headers_only_and_unknown_names_are_one_sentence(tmp_pat
         ("inspect", REPOSITORY, "--revision", "nowhere"): "has no revision 'nowhere'",
         ("compress", "org/other", "-o", "out", "--experts", "4"): "neither a folder here nor a model on the Hub",
     }
-    with serve(REPOSITORY, tmp_path / "model") as hub:
+    with serve() as hub:
+        commit = hub.serve(REPOSITORY, tmp_path / "model").branches["main"]
         found, *refusals = run(hub, tmp_path / "home", ("inspect", REPOSITORY, "--json"), *unknown)
-        fetched = sum(sent for _, path, sent in hub.requests if path.endswith("model.safetensors"))
+        fetched = sum(request.sent for request in hub.requests if request.path.endswith("model.safetensors"))
     assert found.status == 0, found
     report = json.loads(found.out)
     assert 0 < fetched < size, "the weights were downloaded"
-    assert report["revision"] == COMMIT
+    assert report["revision"] == commit
     assert report["experts"] == 8
     from compressor import inspect
 
@@ -75,21 +76,14 @@ def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "model")
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"not wanted")
     (tmp_path / "home").mkdir()
-    with serve(REPOSITORY, tmp_path / "model") as hub:
-        arguments = (
-            "compress",
-            REPOSITORY,
-            "--revision",
-            "main",
-            "--experts",
-            "4",
-            "--strategy",
-            "model-centric",
-            "--json",
+    with serve() as hub:
+        commit = hub.serve(REPOSITORY, tmp_path / "model").branches["main"]
+        line = (
+            f"compress {REPOSITORY} --revision main --experts 4 --strategy model-centric --json -o {tmp_path / 'out'}"
         )
-        (done,) = run(hub, tmp_path / "home", (*arguments, "-o", str(tmp_path / "out")))
+        (done,) = run(hub, tmp_path / "home", line.split())
         assert done.status == 0, done
-        assert not any("pytorch_model.bin" in path for _, path, _ in hub.requests)
+        assert not any("pytorch_model.bin" in request.path for request in hub.requests)
     from compressor import compress
 
     compress(str(tmp_path / "model"), tmp_path / "local", experts=4, strategy="model-centric")
@@ -97,7 +91,7 @@ def test_compress_downloads_and_equals_the_local_run(tmp_path: Path) -> None:
     assert written.read_bytes() == local.read_bytes()
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
     assert record["plan"]["source"]["model"] == REPOSITORY
-    assert record["plan"]["source"]["revision"] == COMMIT
+    assert record["plan"]["source"]["revision"] == commit
     assert torch.isfinite(
         zoo.logits(zoo.reload("mixtral", tmp_path / "out"), torch.ones(1, 4, dtype=torch.long) * 20)
     ).all()
@@ -117,9 +111,10 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
     sizes = ("--samples", "4", "--sequence-length", "32")
     ask = ("compress", "../model", "--experts", "4", "--strategy", "count-guided", *sizes)
     other = (*ask, "-o", "../other", "--calibration", "org/nothing")
-    with serve("allenai/c4", data, "dataset") as hub:
+    with serve() as hub:
+        hub.serve("allenai/c4", data)
         done, refused = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), other)
-        assert any("c4-train" in path for _, path, _ in hub.requests)
+        assert any("c4-train" in request.path for request in hub.requests)
     assert done.status == 0, done
     calibration = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["calibration"]
     assert calibration["tokens"] == 4 * 32

@@ -9,18 +9,20 @@ import socket
 import struct
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qs, parse_qsl, unquote
 
 from tests.hub import cards
 from tests.hub.state import (
     ATTRIBUTES,
     SAMPLE_SIZE,
+    Commit,
     Entry,
     Hub,
     PullRequest,
@@ -140,15 +142,34 @@ def info(call: Call) -> Answer:
     return as_json({**facts, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []})
 
 
-def tree(call: Call) -> Answer:
-    """All files, with the folders that hold them."""
-    entries = call.repository.commit_at(call.arguments["revision"]).entries
-    folders = {path.rpartition("/")[0] for path in entries if "/" in path}
-    rows: list[dict[str, Any]] = [{"type": "directory", "path": name, "size": 0, "oid": "0"} for name in folders]
-    for path, entry in sorted(entries.items()):
-        large = {"lfs": {"oid": entry.sha256, "size": entry.size, "pointerSize": 130}} if entry.large else {}
-        rows.append({"type": "file", "path": path, "size": entry.size, "oid": entry.git_id, **large})
+def listed(commit: Commit, paths: Iterable[str]) -> Answer:
+    """These files and folders of a commit, as far as it has them."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        if (entry := commit.entries.get(path)) is not None:
+            large = {"lfs": {"oid": entry.sha256, "size": entry.size, "pointerSize": 130}} if entry.large else {}
+            rows.append({"type": "file", "path": path, "size": entry.size, "oid": entry.git_id, **large})
+        elif any(name.startswith(f"{path}/") for name in commit.entries):
+            rows.append({"type": "directory", "path": path, "size": 0, "oid": "0" * 40})
     return as_json(rows)
+
+
+def tree(call: Call) -> Answer:
+    """The files and folders in a folder, with `recursive` those further down too."""
+    commit, folder = call.repository.commit_at(call.arguments["revision"]), call.arguments.get("path")
+    inside, deep = f"{folder}/" if folder else "", call.query.get("recursive", "").lower() == "true"
+    places = [PurePosixPath(name) for name in commit.entries if name.startswith(inside)]
+    if folder and not places:
+        raise RefusedError(404, "Entry not found", "EntryNotFound")
+    paths = {str(each) for place in places for each in (place, *place.parents[:-1])}
+    return listed(commit, sorted(p for p in paths if p.startswith(inside) and (deep or "/" not in p[len(inside) :])))
+
+
+def paths_info(call: Call) -> Answer:
+    """Some files and folders, asked for in a form or as JSON."""
+    form = call.headers.get("content-type", "").startswith("application/x-www-form-urlencoded")
+    asked = parse_qs(call.body.decode())["paths"] if form else call.json["paths"]
+    return listed(call.repository.commit_at(call.arguments["revision"]), asked)
 
 
 def refs(call: Call) -> Answer:
@@ -168,7 +189,13 @@ def resolve(call: Call) -> Answer:
     if (entry := commit.entries.get(path)) is None:
         raise RefusedError(404, "Entry not found", "EntryNotFound")
     headers = {"ETag": f'"{entry.sha256 if entry.large else entry.git_id}"', "X-Repo-Commit": commit.oid}
-    return Answer(200, call.repository.stored[entry.sha256], headers)
+    content = call.repository.stored[entry.sha256]
+    if (asked := call.headers.get("range")) is None:
+        return Answer(200, content, headers)
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    end = min(int(last or entry.size), entry.size - 1)
+    headers["Content-Range"] = f"bytes {first}-{end}/{entry.size}"
+    return Answer(206, content[int(first) : end + 1], headers)
 
 
 def preupload(call: Call) -> Answer:
@@ -272,8 +299,8 @@ def _entry(hub: Hub, repository: Repository, key: str, value: Mapping[str, Any])
     return repository.store(content, large=False)
 
 
-API = r"/api/models/(?P<owner>[^/]+)/(?P<name>[^/]+)"
-HOME = r"/(?P<owner>[^/]+)/(?P<name>[^/]+)"
+API = r"/api/(?:models|datasets)/(?P<owner>[^/]+)/(?P<name>[^/]+)"
+HOME = r"(?:/datasets)?/(?P<owner>[^/]+)/(?P<name>[^/]+)"
 REVISION = r"(?P<revision>[^/]+)"
 ROUTES: tuple[tuple[str, str, str, Callable[[Call], Answer]], ...] = (  # the role: open, known (any token), read, write
     ("GET", "/api/whoami-v2", "known", whoami),
@@ -281,7 +308,8 @@ ROUTES: tuple[tuple[str, str, str, Callable[[Call], Answer]], ...] = (  # the ro
     ("POST", "/api/repos/create", "write", create),
     ("PUT", "/lfs/[^/]+/[^/]+/(?P<oid>[0-9a-f]{64})", "open", put),
     ("GET", f"{API}(?:/revision/{REVISION})?", "read", info),
-    ("GET", f"{API}/tree/{REVISION}", "read", tree),
+    ("GET", f"{API}/tree/{REVISION}(?:/(?P<path>.+))?", "read", tree),
+    ("POST", f"{API}/paths-info/{REVISION}", "read", paths_info),
     ("GET", f"{API}/refs", "read", refs),
     ("GET", f"{HOME}/resolve/{REVISION}/(?P<path>.+)", "read", resolve),
     ("POST", f"{API}/preupload/{REVISION}", "write", preupload),
@@ -333,35 +361,38 @@ class Handler(BaseHTTPRequestHandler):
         length, body = int(headers.get("content-length", "0")), b""
         with suppress(ConnectionError):
             body = self.rfile.read(length if fault is None or fault.after_bytes is None else fault.after_bytes)
-        is_cut = (fault is None and len(body) < length) or (fault is not None and fault.reset)
+        is_cut = (fault is None and len(body) < length) or (fault is not None and fault.reset and not fault.half)
         reply: Answer | None = None
-        if fault is not None and not fault.reset:
+        if fault is not None and not fault.reset and not fault.half:
             reply = Answer(fault.status or 500, fault.body, fault.headers)
         elif not is_cut:  # half a body must not be taken for a whole one
             with self.hub.lock:
                 reply = answer(self.hub, self.command, path, query, headers, body)
         sent = 0 if reply is None or self.command == "HEAD" else len(reply.body)
+        sent = sent // 2 if fault is not None and fault.half else sent
         status = None if reply is None else reply.status
         with self.hub.lock:
             self.hub.requests.append(Request(self.command, path, query, headers, len(body), sent, status))
         if reply is not None:
-            self._send(reply)
-            return
+            self._send(reply, sent)
+            if fault is None or not fault.half:
+                return
         self.close_connection = True
-        if fault is not None:  # the descriptor is closed here, as the server would say goodbye properly first
+        if (
+            fault is not None and fault.reset
+        ):  # the descriptor is closed here, as the server would say goodbye properly first
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             os.close(self.connection.detach())
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _handle  # noqa: N815
 
-    def _send(self, reply: Answer) -> None:
+    def _send(self, reply: Answer, sent: int) -> None:
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply.body)
+        self.wfile.write(reply.body[:sent])
 
 
 class Server(ThreadingHTTPServer):

@@ -7,8 +7,10 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from threading import RLock
 from typing import Any
+from urllib.parse import unquote
 
 LARGE_PATTERNS = ("*.safetensors", "*.bin", "*.onnx", "*.data", "*.png", "*.gguf", "*.npz", "*.zip")
 LARGE_SIZE = 10 * 1024 * 1024
@@ -30,8 +32,8 @@ class Fault:
     """What the next `times` requests that match meet instead of, or before, the right answer.
 
     `path` is a regular expression searched in the path without its query. With `status` the request is answered that,
-    with `headers` and `body`; with `reset` the connection is cut by a TCP reset once `after_bytes` of the body were
-    read (all of it when None).
+    with `headers` and `body`; with `half` the right answer stops in the middle of its body, quietly or by `reset`; with
+    `reset` alone the connection is cut by a TCP reset once `after_bytes` of the body were read (all of it when None).
     """
 
     method: str
@@ -42,6 +44,7 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     reset: bool = False
+    half: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class Entry:
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{name}\nsize {len(content)}\n"
         stored = pointer.encode() if large else content
         return cls(name, len(content), hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest(), large)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def is_large(path: str, size: int, sample: bytes) -> bool:
@@ -145,6 +153,14 @@ class Repository:
         self.history[commit.oid] = commit
         return commit
 
+    def add(self, files: Mapping[str, bytes]) -> str:
+        """Add a commit of exactly these files that no reference names yet."""
+        entries = {
+            path: self.store(content, is_large(path, len(content), content[:SAMPLE_SIZE]))
+            for path, content in files.items()
+        }
+        return self.commit("initial commit", "", (), entries).oid
+
     def move(self, branch: str, oid: str) -> None:
         """Let a branch name another commit."""
         self.branches[branch] = oid
@@ -176,12 +192,17 @@ class Hub:
         """Make a repository with one commit of exactly these files."""
         with self.lock:
             repository = self.repositories[name] = Repository(name, private)
-            entries = {
-                path: repository.store(content, is_large(path, len(content), content[:SAMPLE_SIZE]))
-                for path, content in (files or {}).items()
-            }
-            repository.branches["main"] = repository.commit("initial commit", "", (), entries).oid
+            repository.branches["main"] = repository.add(files or {})
             return repository
+
+    def serve(self, name: str, folder: Path) -> Repository:
+        """Make a repository of a folder's files."""
+        return self.create(name, contents(folder))
+
+    def fetched(self) -> list[str]:
+        """The files whose bytes were sent, in order; several times if they were asked for again."""
+        found = (unquote(request.path).partition("/resolve/")[2] for request in self.requests if request.sent)
+        return [path.partition("/")[2] for path in found if path]
 
     def fail(self, fault: Fault) -> None:
         """Let the next requests that match the fault meet it; several faults are met in the order given."""

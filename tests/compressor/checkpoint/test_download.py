@@ -24,10 +24,10 @@ from compressor.evaluation.generate import prepare
 from compressor.steps.job import carried_files
 from tests import small
 from tests.command_line import Run
-from tests.hub_server import COMMIT, Hub, serve
+from tests.hub import Fault, Hub, serve
+from tests.hub.state import contents
 
 MODEL = "org/tiny-moe"
-OLDER = "a" * 40
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SMALL = ("config.json", "model.safetensors.index.json", "README.md", "generation_config.json", "tokenizer.json")
 TRAVELLERS = (
@@ -83,8 +83,13 @@ def repository(folder: Path) -> Path:
     return put_index(put(put(folder, *SMALL), *SHARDS, size=5000), *SHARDS)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def main(hub: Hub) -> str:
+    """The commit that the model's main branch names."""
+    return hub.repositories[MODEL].branches["main"]
+
+
+def asked_for(hub: Hub) -> list[str]:
+    return [request.path for request in hub.requests]
 
 
 def point(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
@@ -109,7 +114,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     @contextmanager
     def serving(folder: Path) -> Iterator[Hub]:
-        with serve(MODEL, folder) as hub:
+        with serve() as hub:
+            hub.serve(MODEL, folder)
             point(monkeypatch, hub.url, tmp_path / "cache")
             yield hub
         close_session()  # which keeps connections
@@ -130,9 +136,9 @@ def test_only_what_is_needed_is_fetched_small_files_first(
     assert fetched[-2:] == list(SHARDS)
     assert heard.started == [("download (MB)", 2)]
     assert heard.advanced == list(SHARDS)
-    assert (source.name, source.revision) == (MODEL, COMMIT)
-    expected = files(folder)
-    assert files(source.folder) == {name: expected[name] for name in (*SMALL, *TRAVELLERS, *SHARDS)}
+    assert (source.name, source.revision) == (MODEL, main(hub))
+    expected = contents(folder)
+    assert contents(source.folder) == {name: expected[name] for name in (*SMALL, *TRAVELLERS, *SHARDS)}
     carried = set(carried_files(folder)) - {"image.png"}
     assert set(carried_files(source.folder)) == carried, "an output would be given other files than from a folder"
     assert capfd.readouterr() == ("", ""), "the Hub client drew bars of its own"
@@ -153,7 +159,7 @@ def test_the_progress_counts_bytes(tmp_path: Path, served: Serve, monkeypatch: p
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     heard = Listener()
     with served(repository(tmp_path / "model")) as hub:
-        hub.cuts = {SHARDS[0]: "reset"}  # what comes twice counts once
+        hub.fail(Fault("GET", SHARDS[0], half=True, reset=True))  # what comes twice counts once
         locate(MODEL, progress=heard)
     assert heard.started == [("download (MB)", 2 * math.ceil(5000 / 1200))]
     assert heard.advanced == [shard for shard in SHARDS for _ in range(5)]
@@ -171,7 +177,7 @@ def test_a_second_run_fetches_nothing(tmp_path: Path, served: Serve) -> None:
         hub.requests.clear()
         assert locate(MODEL, progress=heard) == first
         assert hub.fetched() == []
-        assert not any("safetensors" in path for _, path, _ in hub.requests)
+        assert not any("safetensors" in path for path in asked_for(hub))
     assert len(heard.started) == 1
 
 
@@ -179,63 +185,65 @@ def test_weights_of_another_commit_are_taken_from_the_cache(tmp_path: Path, serv
     old, new = (repository(tmp_path / name) for name in ("old", "new"))
     (new / "README.md").write_text("another card")
     with served(new) as hub:
-        hub.commits[OLDER] = old
-        locate(MODEL, OLDER)
+        older = hub.repositories[MODEL].add(contents(old))
+        locate(MODEL, older)
         hub.requests.clear()
         heard = Listener()
         source = locate(MODEL, progress=heard)
         assert hub.fetched() == ["README.md"]
     assert heard.started == []
-    assert files(source.folder) == files(new)
+    assert contents(source.folder) == contents(new)
 
 
 def test_a_revision_is_that_commit(tmp_path: Path, served: Serve) -> None:
     old, new = (repository(tmp_path / name) for name in ("old", "new"))
     put(old, SHARDS[1], size=4000)
     with served(new) as hub:
-        hub.commits[OLDER] = old
-        hub.branches["v1"] = OLDER
-        for revision in ("v1", OLDER):
+        older = hub.repositories[MODEL].add(contents(old))
+        hub.repositories[MODEL].branches["v1"] = older
+        for revision in ("v1", older):
             source = locate(MODEL, revision)
-            assert (source.revision, source.folder.name) == (OLDER, OLDER)
-            assert files(source.folder) == files(old)
-        assert locate(MODEL).revision == COMMIT
-        assert not any(path.endswith(f"/resolve/main/{SHARDS[1]}") for _, path, _ in hub.requests)
+            assert (source.revision, source.folder.name) == (older, older)
+            assert contents(source.folder) == contents(old)
+        assert locate(MODEL).revision == main(hub)
+        assert not any(path.endswith(f"/resolve/main/{SHARDS[1]}") for path in asked_for(hub))
         with pytest.raises(CompressionError, match="has no revision 'v2' on the Hub; check --revision"):
             locate(MODEL, "v2")
 
 
-@pytest.mark.parametrize("how", ["closed", "reset"])
+@pytest.mark.parametrize("reset", [False, True])
 def test_a_download_cut_in_the_middle_ends_whole(
-    tmp_path: Path, served: Serve, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: Serve, reset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     folder = repository(tmp_path / "model")
     with served(folder) as hub:
-        hub.cuts = {SHARDS[0]: how, "tokenizer.json": how}
+        for name in (SHARDS[0], "tokenizer.json"):
+            hub.fail(Fault("GET", name, half=True, reset=reset))
         source = locate(MODEL)
         assert hub.fetched().count(SHARDS[0]) == 2
-        assert hub.cuts == {}
-        sent = sum(sent for _, path, sent in hub.requests if path.endswith(SHARDS[0]))
-    assert files(source.folder) == files(folder)
-    assert sent == (5000 if how == "closed" else 7500), "what came before a quiet cut is not asked for again"
+        assert hub.faults == []
+        sent = sum(request.sent for request in hub.requests if request.path.endswith(SHARDS[0]))
+    assert contents(source.folder) == contents(folder)
+    assert sent == (7500 if reset else 5000), "what came before a quiet cut is not asked for again"
 
 
 def test_a_run_after_a_failed_one_goes_on(tmp_path: Path, served: Serve) -> None:
     folder = repository(tmp_path / "model")
     message = f"{SHARDS[1]} of {MODEL} could not be downloaded .*500.*; run the same command again to go on"
     with served(folder) as hub:
-        hub.broken = {SHARDS[1]}
+        hub.fail(Fault("GET", SHARDS[1], 500, times=99))
         with pytest.raises(CompressionError, match=message):
             locate(MODEL)
-        hub.broken, heard = set(), Listener()
+        heard = Listener()
+        hub.faults.clear()
         hub.requests.clear()
         source = locate(MODEL, progress=heard)
         assert hub.fetched() == [SHARDS[1]]
     assert heard.advanced == [SHARDS[1]]
-    assert files(source.folder) == files(folder)
+    assert contents(source.folder) == contents(folder)
 
 
 def test_a_truncated_shard_in_the_cache_is_fetched_anew(tmp_path: Path, served: Serve) -> None:
@@ -244,7 +252,7 @@ def test_a_truncated_shard_in_the_cache_is_fetched_anew(tmp_path: Path, served: 
         damaged = locate(MODEL).folder / SHARDS[0]
         damaged.resolve().write_bytes(damaged.read_bytes()[:1000])
         hub.requests.clear()
-        assert files(locate(MODEL).folder) == files(folder)
+        assert contents(locate(MODEL).folder) == contents(folder)
         assert hub.fetched() == [SHARDS[0]]
 
 
@@ -286,7 +294,7 @@ def test_what_cannot_be_read_is_refused_unfetched(
         for ask in (locate, fetch_headers):
             with pytest.raises(CompressionError, match=message):
                 ask(MODEL)
-        assert not any("/resolve/" in path for _, path, _ in hub.requests)
+        assert not any("/resolve/" in path for path in asked_for(hub))
 
 
 def test_the_disk_is_checked_before_the_first_shard(
@@ -314,22 +322,22 @@ def test_a_cached_commit_will_do_without_the_hub(
     from huggingface_hub import constants
 
     with served(repository(tmp_path / "model")) as hub:
-        hub.branches["v1"] = COMMIT
+        commit = hub.repositories[MODEL].branches["v1"] = main(hub)
         source = locate(MODEL, "v1")
         locate(MODEL)
         assert caplog.records == []
         if why == "in trouble":
-            hub.broken = {"api"}
+            hub.fail(Fault("GET", "/api/", 500, times=99))
             assert locate(MODEL) == source
     if why != "in trouble":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", why == "offline")
         caplog.clear()
-        for revision in (None, "v1", COMMIT):
+        for revision in (None, "v1", commit):
             assert locate(MODEL, revision) == source
         with pytest.raises(CompressionError, match="'org/tiny-moe' is no folder here, and the Hub could not be asked"):
-            locate(MODEL, OLDER)
+            locate(MODEL, "a" * 40)
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
-    assert f"the Hub could not be asked for {MODEL}; its cached commit {COMMIT} is used" in caplog.text
+    assert f"the Hub could not be asked for {MODEL}; its cached commit {commit} is used" in caplog.text
     (source.folder / SHARDS[1]).unlink()
     with pytest.raises(CompressionError, match=f"{SHARDS[1]} is not in the cache, and the Hub could not be asked"):
         locate(MODEL)
@@ -338,7 +346,7 @@ def test_a_cached_commit_will_do_without_the_hub(
 def test_a_model_that_the_hub_denies_is_not_taken_from_the_cache(tmp_path: Path, served: Serve) -> None:
     with served(repository(tmp_path / "model")) as hub:
         locate(MODEL)
-        hub.commits.clear()
+        hub.repositories[MODEL].history.clear()
         with pytest.raises(CompressionError, match="has no revision"):
             locate(MODEL)
 
@@ -380,14 +388,14 @@ def test_headers_cost_few_bytes(tmp_path: Path, served: Serve) -> None:
     put_index(folder, *reversed(SHARDS))
     with served(folder) as hub:
         found = fetch_headers(MODEL)
-        sent = sum(sent for _, path, sent in hub.requests if path.endswith(".safetensors"))
+        sent = sum(request.sent for request in hub.requests if request.path.endswith(".safetensors"))
         assert "tokenizer.json" not in hub.fetched()
     assert 0 < sent < 250_000 < sum((folder / shard).stat().st_size for shard in SHARDS)
     local = {name: info for shard in SHARDS for name, info in read_header(folder / shard).items()}
     assert {name: (info.file, info.shape, info.nbytes) for name, info in found.tensors.items()} == {
         name: (info.file, info.shape, info.nbytes) for name, info in local.items()
     }
-    assert found.folder.name == COMMIT
+    assert found.folder.name == main(hub)
 
 
 def test_headers_come_from_the_cache_without_the_hub(tmp_path: Path, served: Serve) -> None:
