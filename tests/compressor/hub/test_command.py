@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,9 @@ from compressor.evaluation.gate_report import write_gate
 from tests import small
 from tests.command_line import Run, refused
 from tests.hub import Fault, Hub
-from tests.pushes import CANARY, CARD, REPOSITORY, checkpoint, content, gate_of, logged_in, with_card, writes
+from tests.pushes import CANARY, CARD, REPOSITORY, content, gate_of, with_card, writes
 
 ECHO = json.dumps({"error": f"no: Authorization: Bearer {CANARY}"}).encode()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with logged_in() as running:
-        yield running
 
 
 def test_a_push_as_a_table_then_nothing_new_as_json(made: Path, hub: Hub, run: Run) -> None:
@@ -56,7 +44,8 @@ def test_a_pull_request_and_a_branch(made: Path, hub: Hub, run: Run, tmp_path: P
     assert report["branch"] == "next" and report["url"] == f"{hub.url}/{REPOSITORY}/tree/next"
     assert hub.repositories[REPOSITORY].branches["next"] == report["commit"]
     assert report["uploaded_bytes"] == sum(file["nbytes"] for file in report["uploaded"])
-    assert hub.repositories[REPOSITORY].files() == {}
+    there = hub.repositories[REPOSITORY]
+    assert there.files() == {} and content(folder).items() <= there.files("refs/pr/1").items()
 
 
 def test_refusals_are_one_sentence_and_status_2(made: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
