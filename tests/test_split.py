@@ -16,8 +16,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.hub.card import again as asked_again
-from compressor.hub.card import introduction
-from compressor.hub.facts import read_facts
+from compressor.hub.card import introduction, read_facts
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent

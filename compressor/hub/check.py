@@ -17,7 +17,7 @@ from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_report import read_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.files import TEMPLATES, file_digest
-from compressor.hub.facts import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
+from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
@@ -191,26 +191,21 @@ def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
     return result
 
 
-def _changed(folder: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first file that is not what was judged, the empty text if all are; a copy's times of change do not count."""
-    digests = _entries(stored.get("digests"))
-    for part in ("weights", "files"):
-        before, after = (_entries(each.get(part)) for each in (stored, now))
-        for name in sorted(before.keys() | after.keys()):
-            if part == "weights" and name in before and name in after and name in digests:
-                same = file_digest(folder / name) == digests[name]
-            else:
-                same = before.get(name) == after.get(name)
-            if not same:
-                return name
-    return "" if {"weights", "files"} <= stored.keys() else "some file"
-
-
-def _entries(part: Any) -> dict[str, Any]:
-    if isinstance(part, dict):
-        return part
-    rows = part if isinstance(part, list) else []
-    return {str(row[0]): row[1:] for row in rows if isinstance(row, list) and row}
+def _changed(folder: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first file that is not what was judged; with a digest of weights, their times of change do not count."""
+    rows, digests = stored.get("weights"), entry_of(stored, "digests")
+    weights = [each for each in rows if isinstance(each, list) and each] if isinstance(rows, list) else []
+    before = {**entry_of(stored, "files"), **{str(name): facts for name, *facts in weights}}
+    after = {**now["files"], **{name: facts for name, *facts in now["weights"]}}
+    for name in sorted(before.keys() | after.keys()):
+        known = name in before and name in after
+        if known and name in digests:
+            known = file_digest(folder / name) == digests[name]
+        elif known:
+            known = before[name] == after[name]
+        if not known:
+            return name
+    return None
 
 
 def default_message(found: VerifiedFolder) -> str:

@@ -13,16 +13,14 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub import repository as hub
-from compressor.hub.card import card_text, known_here
+from compressor.hub.card import CARD, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
-from compressor.hub.facts import CARD, is_hub_id
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
 
 HUGGING_FACE = "https://huggingface.co"
-TAG = "moe-compressor"  # of the cards that we write
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,32 +158,14 @@ def check_access(repo_id: str, private: bool) -> None:
 def _staged(
     found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
 ) -> dict[str, hub.Content]:
-    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required.
-
-    Warns of a card of the user's own that the Hub's search will not connect with its base.
-    """
-    from huggingface_hub.repocard import metadata_load
-
+    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required."""
     staged: dict[str, hub.Content] = {}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()
-    if COMPRESSION not in found.files:  # nothing is known of how it was made
-        return staged
-    if CARD not in found.files:
+    if CARD not in found.files and COMPRESSION in found.files:  # by which it is known how it was made
         card = card_text(found.folder, repo_id, gate, **known_here(found.folder))
         return staged | {CARD: card.text.encode(), **card.pictures}
-    try:
-        tags = (metadata_load(found.files[CARD]) or {}).get("tags")
-    except Exception:  # no YAML: the Hub will say what is wrong
-        tags = None
-    if not (isinstance(tags, list) and TAG in tags):
-        logger.warning(
-            "%s is pushed as it is; its metadata do not have the tag %s, nor perhaps the base model (without a card "
-            "of your own one is written)",
-            found.files[CARD],
-            TAG,
-        )
     return staged
 
 

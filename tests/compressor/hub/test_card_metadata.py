@@ -10,8 +10,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from compressor.hub.card import card_text
-from compressor.hub.facts import base_metadata, languages, licence
+from compressor.hub.card import base_metadata, card_text, languages, licence
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json

@@ -19,7 +19,6 @@ from compressor.evaluation.evaluate import identity, judged_identity
 from compressor.evaluation.gate_report import write_gate
 from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.hub import check as push_check
-from compressor.hub.check import verify_folder
 from compressor.hub.push import push
 from tests import small
 from tests.hub import Hub
@@ -92,11 +91,6 @@ def test_any_verified_checkpoint_may_be_pushed(made: Path, hub: Hub) -> None:
     assert summary.message == "Checkpoint base"
     there = hub.repositories[REPOSITORY].files()
     assert {name: data for name, data in there.items() if name != ".gitattributes"} == content(source)
-
-
-def test_verification_names_the_weights(made: Path) -> None:
-    found = verify_folder(made)
-    assert found.weights == {path.name for path in shards(made)} and not found.is_graph
 
 
 def test_a_gate_that_passed_this_very_model(folder: Path, hub: Hub, tmp_path: Path) -> None:
