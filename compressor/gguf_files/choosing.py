@@ -45,10 +45,6 @@ from compressor.steps.prune.step import protector_of
 logger = logging.getLogger(__name__)
 
 HEAD = "down_projection_norm"  # what decides in a head for further tokens, which no imatrix has seen
-NO_IMATRIX = (
-    "a GGUF file is compressed by an importance matrix; give --imatrix FILE of llama-imatrix, or apply a plan that was "
-    "made on the checkpoint: moe-compress apply plan.json --model"
-)
 OLD = (
     "is of the old format, which has means in place of sums and counts, and experts that are seldom visited pass for "
     "important ones; make it anew with a llama-imatrix that writes GGUF"
@@ -208,7 +204,7 @@ def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dt
 def imatrix_plan(
     model: Gguf,
     blocks: Blocks,
-    imatrix: Imatrix,
+    matrix: str | Path | None,
     experts: int | None,
     ratio: float | None,
     strategy: str = "auto",
@@ -221,6 +217,12 @@ def imatrix_plan(
     name = ENERGY if strategy == "auto" else strategy
     if name not in SCORES:
         raise CompressionError(f"no strategy {name!r} works on GGUF files; {known_names(name, SCORES)}")
+    if matrix is None:
+        raise CompressionError(
+            "a GGUF file is compressed by an importance matrix; give --imatrix FILE of llama-imatrix, or apply a plan "
+            f"that was made on the checkpoint: moe-compress apply plan.json --model {model.first.path.name}"
+        )
+    imatrix = read_imatrix(Path(matrix))
     if imatrix.counts is None:
         if strategy != ENERGY:
             raise CompressionError(f"{imatrix.path} {OLD}, or name --strategy {ENERGY} to go without")

@@ -16,13 +16,9 @@ from compressor.files import alone, check_parent, wrap_full_disk
 from compressor.formatting import runs
 from compressor.gguf_files.blocks import PLANS, Blocks, cut, find_blocks
 from compressor.gguf_files.choosing import (
-    NO_IMATRIX,
-    Imatrix,
     compare_routers,
     fit_plan,
     imatrix_plan,
-    read_imatrix,
-    refuse_more_than_drop,
 )
 from compressor.gguf_files.header import (
     ARRAY,
@@ -195,13 +191,7 @@ def plan_gguf(
     `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts that stay.
     """
     opened = open_gguf(model)
-    return imatrix_plan(opened, find_blocks(opened), _read(imatrix, opened), experts, ratio, strategy, protect)
-
-
-def _read(imatrix: str | Path | None, opened: Gguf) -> Imatrix:
-    if imatrix is None:
-        raise CompressionError(f"{NO_IMATRIX} {opened.first.path.name}")
-    return read_imatrix(Path(imatrix))
+    return imatrix_plan(opened, find_blocks(opened), imatrix, experts, ratio, strategy, protect)
 
 
 def compress_gguf(
@@ -224,7 +214,7 @@ def compress_gguf(
     check_output(Path(out), opened, overwrite)
     with alone(Path(out)):
         blocks = find_blocks(opened)
-        plan = imatrix_plan(opened, blocks, _read(imatrix, opened), experts, ratio, strategy, protect)
+        plan = imatrix_plan(opened, blocks, imatrix, experts, ratio, strategy, protect)
         return carry_out(opened, blocks, plan, Path(out), overwrite, progress or Silent())
 
 
@@ -242,7 +232,6 @@ def apply_gguf(
     checked, and routers are compared where that checkpoint is available.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    refuse_more_than_drop(loaded)
     opened = open_gguf(model)
     check_output(Path(out), opened, overwrite)
     blocks = find_blocks(opened)
