@@ -4,12 +4,11 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from exporters.onnx import weights
+from exporters import onnx
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused, run_killed
 
@@ -36,7 +35,7 @@ def both(checkpoint: Path) -> Path:
 @pytest.fixture
 def retraced(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that was traced of the same output, which the exporter takes for a new trace, here and in a fork."""
-    monkeypatch.setattr(weights, "export_graph", lambda *_: onnx_ir.load(both / "onnx" / "model.onnx"))
+    monkeypatch.setattr(onnx, "export_graph", lambda *_: onnx_ir.load(both / "onnx" / "model.onnx"))
 
 
 def test_compress_writes_both_formats_at_once(run: Run, both: Path) -> None:
@@ -107,25 +106,14 @@ def test_killed_with_an_export_and_run_again(
     assert ("model.safetensors" in names(tmp_path / "out")) == (format != "onnx")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--format", "gguf"), "'gguf' is not known"),
-        (("--dtype", "fp8"), "'fp8' is not known"),
-    ],
-)
-def test_bad_options_are_refused(
-    run: Run, checkpoint: Path, tmp_path: Path, more: tuple[Any, ...], message: str
-) -> None:
-    refused(run("export", checkpoint, "-o", tmp_path / "graph", *more, "--json"), message)
-    assert names(tmp_path) == []
-
-
-def test_bad_formats_of_compress_are_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    ask = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
-    refused(run(*ask, "--format", "safetensors,gguf"), "'gguf' is not known")
-    refused(run(*ask, "--format", ","), "--format names none")
-    refused(run(*ask, "--format", "onnx", "--gate", "moe_demo_sorting"), "--gate judges a safetensors output")
+def test_bad_options_are_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    export = ("export", checkpoint, "-o", tmp_path / "out", "--json")
+    refused(run(*export, "--format", "gguf"), "'gguf' is not known")
+    refused(run(*export, "--dtype", "fp8"), "'fp8' is not known")
+    compress = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
+    refused(run(*compress, "--format", "safetensors,gguf"), "'gguf' is not known")
+    refused(run(*compress, "--format", ","), "--format names none")
+    refused(run(*compress, "--format", "onnx", "--gate", "moe_demo_sorting"), "--gate judges a safetensors output")
     assert names(tmp_path) == []
 
 

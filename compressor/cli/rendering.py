@@ -226,41 +226,14 @@ def push_blocks(summary: "PushSummary") -> list[Block]:
 
 
 def show_export(name: str, output: Path, summary: Any, as_json: bool) -> None:
-    """What an exporter reports, and where its output lies."""
+    """What an exporter reports, in its own blocks if it has any, and where its output lies."""
+    if hasattr(summary, "describe"):
+        return print_report(as_json, summary.to_dict(), [*summary.describe(), Text(f"Written to {summary.folder}")])
     values = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {}
-    blocks: list[Block]
-    if hasattr(summary, "fallen_back") and hasattr(summary, "verification"):
-        output = summary.folder
-        content = {**values, "folder": str(output), "fallen_back": len(summary.fallen_back)}
-        blocks = [Heading(f"{summary.model} as ONNX"), Facts(tuple(_graph_facts(summary).items()))]
-        blocks += [Text(f"{route.layer}: {route.route}, since {route.reason}") for route in summary.fallen_back]
-    else:
-        facts = {key: str(value) for key, value in values.items()}
-        content = {"format": name, **facts, "folder": str(output)}
-        blocks = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
-    print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
-
-
-def _graph_facts(summary: Any) -> Mapping[str, str]:
-    """Which MoE layers of a graph are a single node, and how well it agrees with the stock model."""
-    checked, cost = summary.verification, summary.rounding
-    facts = {
-        "file": f"{human_bytes(summary.nbytes)}{', weights in a file of their own' if summary.external else ''}",
-        "nodes": str(summary.nodes),
-        "MoE layers as one node": f"{len(summary.routes) - len(summary.fallen_back)} of {len(summary.routes)}",
-        "largest logit difference": f"{checked.largest_difference:.1e} (allowed {checked.tolerance:.1e})",
-        "compared with": checked.reference,
-        "verified": checked.how,
-        "greedy tokens": f"{checked.tokens_equal} of {checked.tokens_compared} the same",
-    }
-    if checked.ties:
-        facts["near ties of routers"] = f"{checked.ties} of {checked.tokens} tokens got another expert"
-    if cost is not None:
-        facts["cost of rounding"] = (
-            f"logits differ by up to {cost.largest_difference:.2g} of {cost.largest_logit:.2g}, "
-            f"{cost.same_choice:.1%} of argmax tokens the same"
-        )
-    return facts
+    facts = {key: str(value) for key, value in values.items()}
+    blocks: list[Block] = [Heading(f"Exported as {name}"), Facts(tuple(facts.items()))] if facts else []
+    content = {"format": name, **facts, "folder": str(output)}
+    return print_report(as_json, content, [*blocks, Text(f"Written to {output}")])
 
 
 def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:

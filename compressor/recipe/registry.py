@@ -132,7 +132,8 @@ class Exporter(Protocol):
         """Write `checkpoint` to the new folder `output`, which has a hidden name until this returns.
 
         `options` is an instance of `Options`, None without them. Returns a dataclass that sums up what was written, or
-        None. Raises `CompressionError` and leaves nothing in `output` where it fails.
+        None; with the methods `describe()` and `to_dict()` it says itself what the terminal and `--json` show. Raises
+        `CompressionError` and leaves nothing in `output` where it fails.
         """
 
 

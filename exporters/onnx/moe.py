@@ -24,9 +24,9 @@ from compressor.model.experts import parameter_names
 from exporters.onnx.quantise import Scheme, codes, pack, rounded
 
 IMPLEMENTATION = "moe_compressor_onnx"  # the name under which transformers knows `experts_forward`
-ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`, or the name of a stock implementation
+ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`
 SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
-FALLBACKS = ("batched_mm", "grouped_mm")
+FALLBACK = "batched_mm"  # the stock implementation of layers that the node cannot express
 SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
 PROBES = 129
 FAR = 1e4  # beyond any limit on a gate
@@ -232,9 +232,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """What transformers calls for an experts module while it is traced: [T, H], [T, K], [T, K] -> [T, H]."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    route = getattr(self, ROUTE, FALLBACKS[0])
-    if not isinstance(route, MoeNode):
-        stock: Tensor = ALL_EXPERTS_FUNCTIONS[route](self, hidden_states, top_k_index, top_k_weights)
+    route: MoeNode | None = getattr(self, ROUTE, None)
+    if route is None:
+        stock: Tensor = ALL_EXPERTS_FUNCTIONS[FALLBACK](self, hidden_states, top_k_index, top_k_weights)
         return stock
     logits = routing_logits(top_k_index, top_k_weights, self.num_experts).to(hidden_states.dtype)
     tensors = [None if name is None else getattr(self, name) for name in route.tensors]
@@ -258,11 +258,11 @@ class LayerRoute:
     """How one MoE layer is written: one node, or a stock implementation and why."""
 
     layer: str
-    route: str  # MoE, QMoE, batched_mm or grouped_mm
+    route: str  # MoE, QMoE or batched_mm
     reason: str | None = None
 
 
-def use_nodes(model: nn.Module, fallback: str = FALLBACKS[0], scheme: Scheme | None = None) -> tuple[LayerRoute, ...]:
+def use_nodes(model: nn.Module, scheme: Scheme | None = None) -> tuple[LayerRoute, ...]:
     """Bring every experts module into its node's layout in place, to be traced: a node has no values in torch."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -270,8 +270,7 @@ def use_nodes(model: nn.Module, fallback: str = FALLBACKS[0], scheme: Scheme | N
     routes = []
     for name, experts in experts_modules(model):
         if reason := supported(experts):
-            setattr(experts, ROUTE, fallback)
-            routes.append(LayerRoute(name, fallback, reason))
+            routes.append(LayerRoute(name, FALLBACK, reason))
             continue
         node, tensors = moe_node(experts, scheme)
         for key in parameter_names(experts):

@@ -18,7 +18,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from exporters.onnx import ExportOptions, export, moe, trace
 from exporters.onnx.reference import model_inputs
-from exporters.onnx.trace import divide_by_roots, graph_name, present_name
+from exporters.onnx.trace import divide_by_roots
 from tests import zoo
 from tests.exporters.answers import Runner, session_of
 
@@ -43,14 +43,6 @@ def test_node_count_does_not_depend_on_the_number_of_experts(graphs: dict[int, A
     kinds = [Counter(node.op_type for node in program.graph.all_nodes()) for program in graphs.values()]
     assert kinds[0] == kinds[1]
     assert kinds[0]["MoE"] == 1 and kinds[0]["Loop"] == kinds[0]["If"] == 0
-
-
-def test_weights_lie_in_the_graph_once(graphs: dict[int, Any]) -> None:
-    for count, program in graphs.items():
-        model = zoo.build("mixtral", num_local_experts=count, num_hidden_layers=1)
-        stored = sum(value.const_value.size for value in program.graph.initializers.values())
-        parameters = sum(value.numel() for value in model.parameters())
-        assert parameters <= stored < parameters + 200  # rotary frequencies and scalars
 
 
 def test_axes_carry_names(graphs: dict[int, Any]) -> None:
@@ -86,30 +78,6 @@ def test_nothing_in_the_file_names_a_folder(graphs: dict[int, Any], tmp_path: Pa
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def test_names_of_cache_tensors() -> None:
-    assert graph_name("past_key_values.layers.3.keys") == "past_key_values.3.key"
-    assert graph_name("past_key_values.layers.12.values") == "past_key_values.12.value"
-    assert graph_name("past_key_values.layers.0.conv_states.0") == "past_key_values.0.conv_states.0"
-    assert graph_name("logits") == "logits"
-    assert present_name("past_key_values.3.key") == "present.3.key"
-
-
-def test_positions_follow_the_mask() -> None:
-    model = zoo.build("mixtral", num_hidden_layers=1)
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    found = model_inputs(model, torch.ones(2, 3, dtype=torch.long), 2, mask)
-    assert found["position_ids"].tolist() == [[0, 1, 2], [2, 3, 4]]
-    assert found["attention_mask"] is mask
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
-def test_cache_axes_are_read_off_two_sizes(name: str) -> None:
-    inputs = trace.trace_inputs(zoo.build(name), past=True)
-    layers = zoo.configure(name).num_hidden_layers
-    assert len(inputs.cache) == 2 * layers  # no counters, also of sliding layers
-    assert all(axes == {0: "batch", 2: "past"} for axes in inputs.cache.values())
 
 
 def test_a_cache_that_grows_otherwise_is_refused() -> None:
@@ -154,14 +122,6 @@ def test_a_minimum_of_a_length_stays_in_the_graph(monkeypatch: pytest.MonkeyPatc
         program = torch.export.export(Slots(), example, dynamic_shapes=shapes).module()
     assert not hasattr(module, "min")
     assert [program(torch.zeros(2, length)).shape[1] for length in (2, 4, 9)] == [2, 4, 4]
-
-
-def test_several_chunks_are_traced_where_layers_work_in_chunks() -> None:
-    assert trace.sample_length(zoo.build("mixtral").config) == trace.SAMPLE_LENGTH
-    assert trace.sample_length(zoo.build("granitemoehybrid", mamba_chunk_size=16).config) == 40
-    text = SimpleNamespace(attention_chunk_size=8192, chunk_size=None)
-    config: Any = SimpleNamespace(get_text_config=lambda decoder: text)
-    assert trace.sample_length(config) == trace.SAMPLE_LENGTH  # no recurrence
 
 
 def test_a_recurrent_hybrid_is_right_for_one_chunk_and_for_many(tmp_path: Path) -> None:
@@ -240,10 +200,3 @@ def test_a_factor_with_another_reader_keeps_its_node() -> None:
     model.graph.output.append(helper.make_tensor_value_info("kept", onnx.TensorProto.FLOAT, ["rows", 1]))
     kinds = Counter(node.op_type for node in rewritten(model)[0].graph.node)
     assert kinds["Reciprocal"] == 1 and kinds["Div"] == 1
-
-
-def test_other_products_and_reciprocals_stay() -> None:
-    model = norm(False)
-    model.graph.node[3].op_type = "Exp"
-    changed, found = rewritten(model)
-    assert found == 0 and Counter(node.op_type for node in changed.graph.node)["Mul"] == 2

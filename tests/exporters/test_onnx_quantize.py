@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, blocks, codes, dequantise, pack, rounded
+from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, codes, dequantise, pack, rounded
 from tests.exporters.answers import run_node
 from tests.packed import unpack
 
@@ -85,52 +85,6 @@ def test_what_is_not_cut_off_is_within_half_a_step(case: tuple[Tensor, Scheme]) 
     assert bool(((value - weight).abs() <= step / 2 * slack)[inside].all())
     assert bool(((value - weight).abs() <= weight.abs() * (1 - min(RATIOS)) + step * slack).all())
     assert bool((value[weight == 0] == 0).all())
-
-
-@given(weights())
-@settings(max_examples=150, deadline=None)
-def test_no_block_is_worse_than_with_its_largest_value_as_the_largest_code(case: tuple[Tensor, Scheme]) -> None:
-    weight, scheme = case
-    value, _ = rounded(weight, scheme)
-    scales = (blocks(weight, scheme).abs().amax(-1) / scheme.highest).clamp(min=torch.finfo(torch.float32).tiny)
-    plain = dequantise(codes(weight, scales, scheme), scales, scheme)
-
-    def errors(found: Tensor) -> Tensor:
-        return (
-            blocks((found.double() - weight.double()) / weight.abs().amax().clamp(min=1e-30), scheme).square().sum(-1)
-        )
-
-    assert bool((errors(value) <= errors(plain) * (1 + 1e-4) + 1e-13).all())
-
-
-@pytest.mark.parametrize(("name", "share"), [("int8", 1.0), ("int4", 0.95)])
-def test_cutting_off_a_little_gains_on_ordinary_weights(name: str, share: float) -> None:
-    weight, scheme = gaussian(64, 1024), SCHEMES[name]
-    scales = blocks(weight, scheme).abs().amax(-1) / scheme.highest
-    plain = dequantise(codes(weight, scales, scheme), scales, scheme)
-    assert (rounded(weight, scheme)[0] - weight).square().sum() < share * (plain - weight).square().sum()
-
-
-@given(weights())
-@settings(max_examples=100, deadline=None)
-def test_blocks_know_nothing_of_each_other(case: tuple[Tensor, Scheme]) -> None:
-    weight, scheme = case
-    width = scheme.block or weight.shape[1]
-    whole = torch.cat([rounded(part.contiguous(), scheme)[0] for part in weight.split(width, -1)], -1)
-    by_row = torch.cat([rounded(weight[row : row + 1], scheme)[0] for row in range(len(weight))])
-    value, _ = rounded(weight, scheme)
-    assert torch.equal(value, whole) and torch.equal(value, by_row)
-
-
-@given(weights(), st.integers(-20, 20))
-@settings(max_examples=100, deadline=None)
-def test_a_power_of_two_goes_through_unchanged(case: tuple[Tensor, Scheme], power: int) -> None:
-    weight, scheme = case
-    weight = weight.where(weight.abs() > 1e-12, torch.zeros(()))
-    (value, scales), (bigger, more) = rounded(weight, scheme), rounded(weight * 2.0**power, scheme)
-    assert torch.equal(value * 2.0**power, bigger)
-    some = blocks(weight, scheme).abs().amax(-1) > 0
-    assert torch.equal((scales * 2.0**power)[some], more[some])
 
 
 @given(weights())

@@ -125,16 +125,6 @@ def test_logits_are_those_of_torch_with_the_weights_in_the_file(case: Exported) 
         torch.testing.assert_close(Runner(session, rows)(tokens), wanted, rtol=0, atol=1e-4)
 
 
-@torch.no_grad()
-def test_greedy_tokens_are_those_of_torch_without_a_cache(case: Exported) -> None:
-    tokens = zoo.tokens(case.stock, 1, 8, seed=5)
-    runner, mine = Runner(session_of(case.folder), 1), tokens
-    for _ in range(min(64, case.stock.config.max_position_embeddings - 8)):
-        mine = torch.cat([mine, runner(mine[:, runner.length :])[:, -1:].argmax(-1)], 1)
-        tokens = torch.cat([tokens, case.stock(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(mine, tokens)
-
-
 def test_every_layer_is_one_node_without_float_experts(case: Exported) -> None:
     layers = [name for name, _ in experts_modules(case.stock)]
     assert [(route.layer, route.route) for route in case.summary.routes] == [(name, "QMoE") for name in layers]

@@ -25,7 +25,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from exporters import onnx as exporter
-from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export, trace, weights
+from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export, trace
 from exporters.onnx.moe import SCALES, round_experts, use_nodes
 from exporters.onnx.reference import CONTINUED, NUDGED, nudge, observe
 from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, turn_absent
@@ -60,7 +60,7 @@ def in_memory(source: Path) -> Any:
 def written_whole(model: Any, folder: Path, options: ExportOptions) -> Path:
     """The export of a model in memory, written by onnx_ir alone."""
     inputs = trace_inputs(model, options.past)
-    use_nodes(model, options.fallback, ROUNDED)
+    use_nodes(model, ROUNDED)
     program = export_graph(model, inputs, options.opset)
     folder.mkdir()
     onnx_ir.save(program, folder / exporter.GRAPH)
@@ -238,7 +238,7 @@ def test_a_fault_half_way_leaves_nothing(made: Made, tmp_path: Path, monkeypatch
             raise CompressionError("the disk is gone")
         own(partial, wanted)
 
-    monkeypatch.setattr(weights, "export_graph", lambda *_: onnx_ir.load(made.out / exporter.GRAPH))
+    monkeypatch.setattr(exporter, "export_graph", lambda *_: onnx_ir.load(made.out / exporter.GRAPH))
     monkeypatch.setattr(PartialModel, "load", load)
     with pytest.raises(CompressionError, match="the disk is gone"):
         export(made.source, tmp_path / "out", replace(STREAMED, stream=True))
