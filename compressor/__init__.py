@@ -4,9 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.api.compressing import apply, change, compress, plan, plan_per_source
-    from compressor.api.measuring import ReferenceSummary, attribute, compare, gate, reference
-    from compressor.api.tuning import evaluate_comoe, train_comoe
+    from compressor.api import (
+        ReferenceSummary,
+        apply,
+        attribute,
+        change,
+        compare,
+        compress,
+        gate,
+        plan,
+        plan_per_source,
+        reference,
+    )
+    from compressor.comoe.tuning import evaluate_comoe, train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
     from compressor.gguf_files.writing import GgufSummary, apply_gguf, compress_gguf, plan_gguf
@@ -23,29 +33,25 @@ if TYPE_CHECKING:
     from compressor.steps.split.step import Split
 
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api.compressing": ("apply", "change", "compress", "plan", "plan_per_source"),
-    "api.measuring": ("ReferenceSummary", "attribute", "compare", "gate", "reference"),
-    "api.tuning": ("evaluate_comoe", "train_comoe"),
-    "errors": ("CompressionError",),
-    "gguf_files.blocks": ("GgufInspection", "inspect_gguf"),
-    "gguf_files.writing": ("GgufSummary", "apply_gguf", "compress_gguf", "plan_gguf"),
-    "model.inspection": ("inspect",),
-    "pipeline.outcome": ("Outcome",),
-    "recipe.recipe": ("Recipe",),
-    "recipe.step": ("Step",),
-    "recipe.steps_plan": ("Plan",),
-    **{
-        f"steps.{step.lower()}.step": (step,)
-        for step in ("Constants", "Correct", "Distill", "Prune", "Routers", "Split")
-    },
+    "api": "ReferenceSummary apply attribute change compare compress gate plan plan_per_source reference",
+    "comoe.tuning": "evaluate_comoe train_comoe",
+    "errors": "CompressionError",
+    "gguf_files.blocks": "GgufInspection inspect_gguf",
+    "gguf_files.writing": "GgufSummary apply_gguf compress_gguf plan_gguf",
+    "model.inspection": "inspect",
+    "pipeline.outcome": "Outcome",
+    "recipe.recipe": "Recipe",
+    "recipe.step": "Step",
+    "recipe.steps_plan": "Plan",
+    **{f"steps.{step.lower()}.step": step for step in ("Constants", "Correct", "Distill", "Prune", "Routers", "Split")},
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """The public name, loaded on first use (PEP 562)."""
-    for module, names in _HOMES.items():
-        if name in names:
-            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value

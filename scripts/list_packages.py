@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 PRODUCT = ("compressor", "strategies", "exporters")
-TOP = "compressor (the public names)"
+TOP = "compressor (the public names)"  # with api.py, which holds the functions
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
@@ -46,8 +46,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "report": "one page to look at; many plans in one table",
     "hub": "pushing to the Hub, and the model card",
-    "api": "compress, compare, gate and attribute as functions",
-    TOP: "`compressor.compress` and so on, loaded when they are first used",
+    TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the functions",
     "cli": "one file for a group of commands",
 }
 PLACE = {name: place for place, name in enumerate(ORDER)}
@@ -76,7 +75,7 @@ def package_of(module: str) -> str:
         return head
     if rest == ["plugins"]:
         return "strategies"
-    if not rest:
+    if rest in ([], ["api"]):
         return TOP
     if rest[0] == "steps" and len(rest) > 1 and (ROOT / "compressor" / "steps" / rest[1]).is_dir():
         return f"steps.{rest[1]}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import compressor
 from compressor import run_record
-from compressor.api.compressing import default_steps, make_recipe
+from compressor.api import default_steps, make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress

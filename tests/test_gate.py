@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor.api import searching as gated
+from compressor.cli import searching as gated
 from compressor.data.demo import demo_checkpoint
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation.gate_report import read_gate

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compressor.api.compressing import compress
+from compressor.api import compress
 from compressor.checkpoint.reader import Checkpoint, Size
 from compressor.data.demo import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
 from compressor.errors import CompressionError

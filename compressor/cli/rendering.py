@@ -1,15 +1,12 @@
 """What the commands print."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.entry_points import helps
 from compressor.evaluation.gate_report import full_content, gate_brief
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_bytes, human_count, share
@@ -23,14 +20,11 @@ from compressor.recipe.steps_plan import Plan
 from compressor.report.comparison_report import Comparison, comparison_brief
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
-    from compressor.api.searching import Gated
     from compressor.attribution.report import Findings
-    from compressor.cli.demonstration import DemoRow
+    from compressor.cli.searching import Gated
     from compressor.gguf_files.blocks import GgufInspection
     from compressor.hub.push import PushSummary
     from compressor.pipeline.outcome import Outcome
-    from compressor.recipe.registry import Strategy
-    from compressor.recipe.step import Step
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -139,63 +133,6 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
 def published(pushed: "PushSummary | None") -> dict[str, Any]:
     """What --json adds of a push; nothing without one."""
     return {} if pushed is None else {"push": {**asdict(pushed), "changed": pushed.changed}}
-
-
-def show_strategies(loaded: Sequence["Strategy"], as_json: bool) -> None:
-    """Name, summary, needs and options of each strategy."""
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for strategy in loaded:
-        options = asdict(strategy.options) if strategy.options else {}
-        entry = {"name": strategy.name, "summary": strategy.summary, "needs": sorted(strategy.needs)}
-        content.append({**entry, "options": options, "help": helps(strategy.options)})
-        defaults = ", ".join(f"{name}={value}" for name, value in options.items())
-        rows.append((strategy.name, strategy.summary, ", ".join(sorted(strategy.needs)), defaults or "-"))
-    print_report(as_json, content, [_wrapped("Strategies", ("name", "what it does", "needs", "options"), rows)])
-
-
-def show_steps(classes: Sequence["type[Step]"], as_json: bool) -> None:
-    """Each step's options with their defaults."""
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for step in classes:
-        summary = (step.__doc__ or "").strip().split("\n")[0]
-        defaults, help = dict[str, Any](), dict[str, str]()
-        rows.append((step.name, "", "", summary))
-        for name, entry in step.model_fields.items():
-            default = None if entry.is_required() else entry.get_default(call_default_factory=True)
-            defaults[name], help[name] = default, " ".join((entry.description or "").split())
-            shown = default if isinstance(default, str) else json.dumps(default)
-            rows.append(("", name, "-" if default in (None, {}) else shown, help[name]))
-        content.append({"name": step.name, "summary": summary, "options": defaults, "help": help})
-    print_report(as_json, content, [_wrapped("Steps", ("step", "option", "default", "what it is"), rows)])
-
-
-def show_needs(statistics: Mapping[str, Any], as_json: bool) -> None:
-    """Name, shape and meaning of each statistic."""
-    content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in statistics.items()]
-    rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
-    print_report(as_json, content, [_wrapped("Statistics", ("name", "shape", "meaning"), rows)])
-
-
-def _wrapped(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    return Table(title, columns, tuple(rows), frozenset(columns))
-
-
-def show_demo(rows: Sequence["DemoRow"], as_json: bool) -> None:
-    """The demo's table: one row a model."""
-    title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
-    columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
-    sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
-    for row in rows:
-        size = (str(row.experts), human_count(row.parameters), human_bytes(row.bytes))
-        sizes.append((row.name, *size, f"{row.loss:.3f}", f"{fmean(row.accuracy.values()):.1%}"))
-        by_skill.append((row.name, *(f"{accuracy:.1%}" for accuracy in row.accuracy.values())))
-    skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0].accuracy), tuple(by_skill))
-    print_report(as_json, [asdict(row) for row in rows], [Table(title, columns, tuple(sizes)), skills])
-
-
-def show_push(summary: "PushSummary", as_json: bool) -> None:
-    """The files that were sent, or would be, and where they are now."""
-    print_report(as_json, published(summary)["push"], push_blocks(summary))
 
 
 def push_blocks(summary: "PushSummary") -> list[Block]:

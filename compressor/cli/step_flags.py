@@ -82,7 +82,7 @@ def recipe_of_flags(
 
 
 def _default_steps(named: Mapping[str, Any], flags: RecipeFlags, constants: bool) -> list[Step]:
-    from compressor.api.compressing import default_steps
+    from compressor.api import default_steps
 
     if constants:
         wanted = dict(named)

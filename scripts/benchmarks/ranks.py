@@ -33,7 +33,7 @@ PHASES = ("plan", "correct")
 def work(given: argparse.Namespace, out: Path) -> None:
     """What each rank does: one plan and its output; its figures are left in a file."""
     from compressor import apply
-    from compressor.api.compressing import make_recipe, plan
+    from compressor.api import make_recipe, plan
     from compressor.distributed import process_group
     from compressor.memory import PeakMemory, limit_caches
     from compressor.recipe.step import Step

@@ -179,7 +179,7 @@ def run_ours(job: Job, strategy: str) -> Told:
     limit_caches()
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401, as the others have it before they begin
 
-    from compressor.api.compressing import compress
+    from compressor.api import compress
 
     phases = Phases()
     with phases.phase("all"):

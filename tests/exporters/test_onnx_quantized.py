@@ -14,7 +14,7 @@ import transformers
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from compressor.api import compressing as api
+from compressor import api
 from compressor.data.demo import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules

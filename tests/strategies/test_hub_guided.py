@@ -230,7 +230,7 @@ def test_a_comparison_of_all_goes_on_without_it(
     run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = lambda: iter([load_strategy("hub-guided"), load_strategy("gated-mass")])  # noqa: E731
-    monkeypatch.setattr("compressor.api.measuring.working_strategies", few)
+    monkeypatch.setattr("compressor.api.working_strategies", few)
     more = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, "--json", *data)
     result = run("compare", planted / "zaya", "-o", tmp_path / "out", *more)
     assert result.status == 0, result.err

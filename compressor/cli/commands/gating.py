@@ -94,9 +94,9 @@ def compress_under_gate(
     running: Running,
 ) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
-    from compressor.api.exporting import WRITER, additions
-    from compressor.api.searching import compress_gated
+    from compressor.cli.exporting import WRITER, additions
     from compressor.cli.rendering import show_gated
+    from compressor.cli.searching import compress_gated
     from compressor.evaluation.gate_report import NAMES, write_gate
     from compressor.files import check_folder
 

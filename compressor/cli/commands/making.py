@@ -120,8 +120,7 @@ def compress(
     imatrix: Imatrix = None,
 ) -> None:
     """Carry out a recipe's steps, or split, prune and correct; an interrupted run goes on when it is run again."""
-    from compressor.api import exporting
-    from compressor.cli import rendering
+    from compressor.cli import exporting, rendering
 
     if takes_gguf(context, model, imatrix, CHOOSING):
         return compress_file(str(model), output, step_flags, imatrix, running)

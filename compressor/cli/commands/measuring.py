@@ -1,15 +1,21 @@
 """The commands that change no model: `inspect`, `compare`, `attribute`, and `steps`, `strategies` and `demo`."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
 
 import compressor
 from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, TextFlags, flag, listed, numbers
-from compressor.cli.terminal import progress_bars, reporting
+from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
+from compressor.document.blocks import Table
+from compressor.entry_points import helps
 from compressor.errors import CompressionError
+from compressor.formatting import human_bytes, human_count
 
 MONE = "mone"
 
@@ -122,10 +128,20 @@ def attribute(
 
 def steps(running: Printing) -> None:
     """List the steps of a recipe that are installed, built-in and third-party, with their options."""
-    from compressor.cli.rendering import show_steps
     from compressor.recipe.recipe import working_steps
 
-    show_steps(list(working_steps()), running.as_json)
+    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
+    for step in working_steps():
+        summary = (step.__doc__ or "").strip().split("\n")[0]
+        defaults, help = dict[str, Any](), dict[str, str]()
+        rows.append((step.name, "", "", summary))
+        for name, entry in step.model_fields.items():
+            default = None if entry.is_required() else entry.get_default(call_default_factory=True)
+            defaults[name], help[name] = default, " ".join((entry.description or "").split())
+            shown = default if isinstance(default, str) else json.dumps(default)
+            rows.append(("", name, "-" if default in (None, {}) else shown, help[name]))
+        content.append({"name": step.name, "summary": summary, "options": defaults, "help": help})
+    _show_catalogue(running.as_json, content, "Steps", ("step", "option", "default", "what it is"), rows)
 
 
 def strategies(
@@ -133,13 +149,27 @@ def strategies(
     needs: Annotated[bool, flag("List the statistics that a strategy may ask for instead.")] = False,
 ) -> None:
     """List the strategies that are installed, built-in and third-party."""
-    from compressor.cli import rendering
     from compressor.recipe.registry import working_strategies
     from compressor.statistics.statistics import STATISTICS
 
+    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
     if needs:
-        return rendering.show_needs(STATISTICS, running.as_json)
-    rendering.show_strategies(list(working_strategies()), running.as_json)
+        content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in STATISTICS.items()]
+        rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
+        return _show_catalogue(running.as_json, content, "Statistics", ("name", "shape", "meaning"), rows)
+    for each in working_strategies():
+        options, needed = asdict(each.options) if each.options else {}, sorted(each.needs)
+        entry = {"name": each.name, "summary": each.summary, "needs": needed, "options": options}
+        content.append({**entry, "help": helps(each.options)})
+        defaults = ", ".join(f"{name}={value}" for name, value in options.items())
+        rows.append((each.name, each.summary, ", ".join(needed), defaults or "-"))
+    _show_catalogue(running.as_json, content, "Strategies", ("name", "what it does", "needs", "options"), rows)
+
+
+def _show_catalogue(
+    as_json: bool, content: Any, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]
+) -> None:
+    print_report(as_json, content, [Table(title, columns, tuple(rows), frozenset(columns))])
 
 
 def demo(
@@ -150,8 +180,15 @@ def demo(
 ) -> None:
     """Compress the embedded demo model with several strategies and show what each costs; no network is used."""
     from compressor.cli.demonstration import run_demo
-    from compressor.cli.rendering import show_demo
 
     with progress_bars(running.as_json) as progress:
         rows = run_demo(experts, output, progress, quick)
-    show_demo(rows, running.as_json)
+    title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
+    columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
+    sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for row in rows:
+        size = (str(row.experts), human_count(row.parameters), human_bytes(row.bytes))
+        sizes.append((row.name, *size, f"{row.loss:.3f}", f"{fmean(row.accuracy.values()):.1%}"))
+        by_skill.append((row.name, *(f"{accuracy:.1%}" for accuracy in row.accuracy.values())))
+    skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0].accuracy), tuple(by_skill))
+    print_report(running.as_json, [asdict(row) for row in rows], [Table(title, columns, tuple(sizes)), skills])

@@ -21,7 +21,7 @@ from compressor.cli.options import (
     flag,
     without_none,
 )
-from compressor.cli.terminal import print_json, progress_bars
+from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
 from compressor.evaluation.options import GenerationOptions
 from compressor.files import alone
@@ -58,8 +58,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time."""
-    from compressor.api.exporting import export_checkpoint, find_exporter
     from compressor.checkpoint.source import locate
+    from compressor.cli.exporting import export_checkpoint, find_exporter
     from compressor.cli.rendering import show_export
     from compressor.entry_points import read_option
     from compressor.recipe.registry import exporter_options
@@ -196,7 +196,7 @@ def push(
     ] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
-    from compressor.cli.rendering import show_push
+    from compressor.cli.rendering import published, push_blocks
     from compressor.hub.push import push as publish
 
     with hub_bars(running.as_json):
@@ -211,7 +211,7 @@ def push(
             dry_run=dry_run,
             require_gate=require_gate,
         )
-    show_push(summary, running.as_json)
+    print_report(running.as_json, published(summary)["push"], push_blocks(summary))
 
 
 def push_made(output: Path, publishing: Publishing, require_gate: Path | None, as_json: bool) -> "PushSummary | None":

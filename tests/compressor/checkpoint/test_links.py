@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from compressor import compress
-from compressor.api.exporting import export_checkpoint
 from compressor.checkpoint.reader import Checkpoint, refuse_link, refuse_links
 from compressor.checkpoint.source import locate
+from compressor.cli.exporting import export_checkpoint
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from compressor.steps.job import carried_files

@@ -10,6 +10,7 @@ import pytest
 
 from compressor.checkpoint.reader import Size
 from compressor.cli import rendering
+from compressor.document.terminal import show
 from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Part
 from compressor.model.inspection import Outcome as OfSize
@@ -126,7 +127,7 @@ def pushed(**others: Any) -> Any:
 
 
 def test_a_push_tells_what_went_where(out: Any) -> None:
-    rendering.show_push(pushed(), False)
+    show(rendering.push_blocks(pushed()))
     text = out()
     assert cells(text) == [[HOSTILE, "1.23 kB", "new"]] and "dry run" not in text
     told = [line for line in text.splitlines() if line[0] not in "┏┃┡│└"]
@@ -134,7 +135,7 @@ def test_a_push_tells_what_went_where(out: Any) -> None:
         f"Commit: {HOSTILE}", "1 file, 1.23 kB went to main of org/smaller in one commit.", "https://a.org/[x]",
     ]  # fmt: skip
     more = {"removed": ("old",), "unchanged": ("a", "b"), "left_out": ("[c]",), "tag": "v1", "create_pr": True}
-    rendering.show_push(pushed(dry_run=True, pull_request="https://a.org/pull", **more), False)
+    show(rendering.push_blocks(pushed(dry_run=True, pull_request="https://a.org/pull", **more)))
     text = out()
     assert ["old", "-", "removed"] in cells(text)
     for said in (
@@ -143,7 +144,7 @@ def test_a_push_tells_what_went_where(out: Any) -> None:
         "Pull request: https://a.org/pull",
     ):  # fmt: skip
         assert said in text
-    rendering.show_push(pushed(changed=False, uploaded=()), False)
+    show(rendering.push_blocks(pushed(changed=False, uploaded=())))
     assert out() == "Nothing has changed: main of org/smaller has these files already.\nhttps://a.org/[x]\n"
 
 

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import ModelCardData
 from hypothesis import given, settings
 
-from compressor.api.searching import Attempt, Gated
 from compressor.cli.rendering import show_gate, show_gated
+from compressor.cli.searching import Attempt, Gated
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.evaluation import gate_report

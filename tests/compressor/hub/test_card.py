@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM
 
-from compressor.api import compressing as api
+from compressor import api
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import identity

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.api.compressing import compress
+from compressor.api import compress
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
