@@ -32,7 +32,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
 from compressor.pipeline.task import HELDOUT, find_model, first_state, open_run, prepare, sources_of
 from compressor.progress import Progress, Silent
-from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan
+from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import Step, TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -122,28 +122,6 @@ def _text_options(calibration: str | Sequence[str] | TextOptions | None, **sizes
         return calibration
     named = {"data": calibration, **sizes}
     return TextOptions.model_validate({name: value for name, value in named.items() if value is not None})
-
-
-def default_steps(**options: Any) -> list[Step]:
-    """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
-
-    `constants=True` replaces experts by constants; `split`, `correct`, `routers` and `distill` name a number of parts
-    or a method, other options are those of `prune`. Options of a step in a mapping: `distill={"steps": 100}`.
-    """
-    left = {name: value for name, value in options.items() if value is not None}
-    of_steps: dict[str, dict[str, Any]] = {}
-    for name, field in {"split": "parts", "correct": "method", "routers": "method", "distill": "train"}.items():
-        value = left.pop(name, {})
-        of_steps[name] = dict(value) if isinstance(value, dict) else {field: value}
-    for option, step, field in (("split_by", "split", "by"), ("deterministic", "correct", "deterministic")):
-        if option in left:
-            of_steps[step][field] = left.pop(option)
-    further = [make_step(name, of_steps[name]) for name in ("routers", "distill") if of_steps[name]]
-    if left.pop("constants", False):
-        corrected = [make_step("correct", of_steps["correct"])] if of_steps["correct"].get("method") else []
-        return [make_step("constants", left), *corrected, *further]
-    split, correct = {"parts": "auto", **of_steps["split"]}, {"method": "auto", **of_steps["correct"]}
-    return [make_step("split", split), make_step("prune", left), make_step("correct", correct), *further]
 
 
 def apply(

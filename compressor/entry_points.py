@@ -3,13 +3,10 @@
 import inspect
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from functools import lru_cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
@@ -32,17 +29,10 @@ KINDS = {
 }
 
 
-@lru_cache(maxsize=len(KINDS))
-def _scanned(group: str, folders: tuple[tuple[str, float], ...]) -> EntryPoints:
-    return entry_points(group=group)
-
-
 def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
-    """Entry points by name and value, as two packages may offer one name; read again when a folder has changed."""
+    """Entry points by name and value, as two packages may offer one name."""
     offered: dict[str, dict[str, EntryPoint]] = {}
-    places = [folder or "." for folder in sys.path]
-    changed = tuple((place, os.path.getmtime(place) if os.path.isdir(place) else 0.0) for place in places)
-    for entry in _scanned(group, changed):
+    for entry in entry_points(group=group):
         offered.setdefault(entry.name, {})[entry.value] = entry
     return offered
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import compressor
 from compressor import run_record
-from compressor.api import default_steps, make_recipe
+from compressor.api import make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.registry import Strategy
 from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
 from compressor.steps.prune.planning import Planner, PruneSpec

@@ -3,14 +3,13 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compressor.distributed import here
-from compressor.entry_points import EXPORTERS, names
 from compressor.errors import CompressionError, reason_of
-from compressor.files import REPLACED, alone, clear, replace_folder, wrap_full_disk
-from compressor.formatting import did_you_mean
+from compressor.files import alone, new_folder
 from compressor.progress import Progress
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
 from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
@@ -23,9 +22,6 @@ def find_exporter(name: str) -> Exporter:
     """The installed exporter of that name, its packages too; raises `CompressionError` for what is none."""
     if name == WRITER:
         raise CompressionError(f"--format {WRITER} is what compress writes and export reads; name another format")
-    if name not in (known := names(EXPORTERS)):
-        hint = did_you_mean(name, known)
-        raise CompressionError(f"--format {name!r} is not known; {hint}installed are {', '.join(known)}")
     module: Exporter = load_exporter(name)
     if callable(required := getattr(module, "require_packages", None)):
         required()
@@ -42,40 +38,29 @@ def export_checkpoint(
     module, options = find_exporter(name), exporter_options(name, settings)
     packages = getattr(module, "PACKAGES", PACKAGES)
     key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
-    with wrap_full_disk(output.parent), alone(output) as work:
-        try:
-            if not overwrite and answers(output, key):
-                report_in_place(output)
-                read = getattr(module, "read_summary", None)
-                return read(output) if callable(read) else None
-            check_target(output, overwrite)
-            clear(work)  # of a run that was killed
+    with alone(output):
+        if not overwrite and answers(output, key):
+            report_in_place(output)
+            read = getattr(module, "read_summary", None)
+            return read(output) if callable(read) else None
+        with new_folder(output, partial(check_target, output, overwrite)) as fresh:
+            fresh.rmdir()  # which the exporter makes
             try:
-                summary = module.export(checkpoint, work / name, options, progress)
+                summary = module.export(checkpoint, fresh, options, progress)
             except (CompressionError, OSError):
                 raise
             except Exception as error:  # a third party's exporter raises what it likes
-                raise CompressionError(
-                    f"exporter {name!r} failed: {type(error).__name__}: {reason_of(error)}"
-                ) from error
-            if not (work / name).is_dir():
+                fault = f"{type(error).__name__}: {reason_of(error)}"
+                raise CompressionError(f"exporter {name!r} failed: {fault}") from error
+            if not fresh.is_dir():
                 raise CompressionError(
                     f"exporter {name!r} wrote no folder; it should write one at the place it is given"
                 )
-            record_request(work / name, key)
-            check_target(output, overwrite)  # which may have come or changed meanwhile
-            replace_folder(work / name, output, work / REPLACED)
-        finally:
-            clear(work)
-    return _in_place(summary, work / name, output)
-
-
-def _in_place(summary: Any, fresh: Path, output: Path) -> Any:
-    """The exporter's summary with the folder that it was given replaced by the output."""
+            record_request(fresh, key)
     if not is_dataclass(summary) or isinstance(summary, type):
         return summary
     values = {entry.name: getattr(summary, entry.name) for entry in fields(summary) if entry.init}
-    moved = {name: type(value)(output) for name, value in values.items() if value in (fresh, str(fresh))}
+    moved = {field: type(value)(output) for field, value in values.items() if value in (fresh, str(fresh))}
     return replace(summary, **moved) if moved else summary
 
 

@@ -11,7 +11,16 @@ from compressor.cli.options import KEEP, STEPS, STRATEGY, RecipeFlags, Running, 
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
-from compressor.recipe.recipe import Recipe, make_step, read_recipe, refuse_missing, step_class
+from compressor.recipe.recipe import (
+    FIELDS,
+    Recipe,
+    default_steps,
+    options_by_step,
+    read_recipe,
+    refuse_missing,
+    step_class,
+    with_options,
+)
 from compressor.recipe.step import Step
 from compressor.steps.constants.step import Constants
 from compressor.steps.correct.step import Correct
@@ -21,22 +30,25 @@ from compressor.steps.routers.step import Routers
 from compressor.steps.split.step import Split
 
 SUFFIXES = (".yaml", ".yml")
-FLAGS: tuple[tuple[type[Step], str, Mapping[str, str]], ...] = (  # the option's name, and the field that it is
-    (Prune, KEEP, {name: name for name in ("experts", "ratio", "protect", "top_k", "mtp")}),
-    (Constants, KEEP, {"experts_total": "experts_total", "budget": "budget"}),
-    (Split, KEEP, {"split": "parts", "split_by": "by"}),
-    (Prune, STRATEGY, {"strategy": "strategy", "sequential": "sequential"}),
-    (Correct, STEPS, {"correct": "method", "deterministic": "deterministic"}),
-    (Routers, STEPS, {"routers": "method"}),
-    (Distill, STEPS, {"distill": "train"}),
+PANELS: tuple[tuple[type[Step], str, tuple[str, ...]], ...] = (  # options that are fields of a step, by panel
+    (Prune, KEEP, ("experts", "ratio", "protect", "top_k", "mtp")),
+    (Constants, KEEP, ("experts_total", "budget")),
+    (Split, KEEP, ("split", "split_by")),
+    (Prune, STRATEGY, ("strategy", "sequential")),
+    (Correct, STEPS, ("correct", "deterministic")),
+    (Routers, STEPS, ("routers",)),
+    (Distill, STEPS, ("distill",)),
 )
-ORDER = ("split", "prune", "constants", "correct", "routers", "distill")  # of steps that flags add to a recipe
 UNLIKE_CONSTANTS = ("top_k", "mtp", "strategy", "sequential", "split", "split_by")  # flags that steps beside it have
 
 
 def flags() -> list[inspect.Parameter]:
     """The options of `compress` and `plan` that are fields of steps; None where they are not given."""
-    return [option for step, panel, fields in FLAGS for option in field_options(step, panel, fields, bare=True)]
+    return [
+        option
+        for step, panel, names in PANELS
+        for option in field_options(step, panel, {name: FIELDS.get(name, ("", name))[1] for name in names}, bare=True)
+    ]
 
 
 def recipe_of_flags(
@@ -55,7 +67,7 @@ def recipe_of_flags(
     is_file = model.endswith(SUFFIXES)
     if is_file:
         recipe = read_recipe(Path(model))
-        steps = _changed(list(recipe.steps), named, recipe_flags)
+        steps = _changed(recipe.steps, named, recipe_flags)
     else:
         recipe = Recipe(model=model)
         steps = _default_steps(named, recipe_flags, constants)
@@ -72,7 +84,7 @@ def recipe_of_flags(
     for setting in recipe_flags.settings or ():
         _set(content, of_steps, setting)
     for name, values in of_steps.items():  # a step's together, since one may only do with another
-        content["steps"] = _with_options(list(content["steps"]), name, values)
+        content["steps"] = with_options(content["steps"], name, values)
     changed = Recipe.of(content, "the command line")
     if changed.model is None:
         raise CompressionError("no model is named; give MODEL, or a recipe with one")
@@ -82,8 +94,6 @@ def recipe_of_flags(
 
 
 def _default_steps(named: Mapping[str, Any], flags: RecipeFlags, constants: bool) -> list[Step]:
-    from compressor.api import default_steps
-
     if constants:
         wanted = dict(named)
         if wanted.get("strategy") in ("auto", "constants"):
@@ -102,32 +112,16 @@ def _default_steps(named: Mapping[str, Any], flags: RecipeFlags, constants: bool
     return default_steps(**named, options=chosen or None)
 
 
-def _changed(steps: list[Step], named: Mapping[str, Any], flags: RecipeFlags) -> list[Step]:
+def _changed(steps: Sequence[Step], named: Mapping[str, Any], flags: RecipeFlags) -> list[Step]:
     """A recipe's steps with the flags' options; a step that it lacks is put in its usual place."""
-    for step, _, fields in FLAGS:
-        options: dict[str, Any] = {field: named[name] for name, field in fields.items() if name in named}
-        if step is Prune and options.keys() & {"experts", "ratio"}:
+    for name, options in options_by_step(named).items():
+        if options.keys() & {"experts", "ratio"}:
             options = {"experts": None, "ratio": None, **options}
-        if step is Prune and "strategy" in options:
-            options["options"] = {}
-        if options:
-            steps = _with_options(steps, step.name, options)
+        steps = with_options(steps, name, {**options, "options": {}} if "strategy" in options else options)
     prune: Any = next((step for step in steps if step.name == "prune"), None)
     if prune is not None and (chosen := flags.strategy_options(prune.strategy)):
-        steps = _with_options(steps, "prune", {"options": {**prune.options, **chosen}})
-    return steps
-
-
-def _with_options(steps: list[Step], name: str, options: Mapping[str, Any]) -> list[Step]:
-    places = [place for place, step in enumerate(steps) if step.name == name]
-    if len(places) > 1:
-        raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
-    if places:
-        (place,) = places
-        return [*steps[:place], make_step(name, {**steps[place].model_dump(), **options}), *steps[place + 1 :]]
-    later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
-    place = next((place for place, step in enumerate(steps) if step.name in later), len(steps))
-    return [*steps[:place], make_step(name, options), *steps[place:]]
+        steps = with_options(steps, "prune", {"options": {**prune.options, **chosen}})
+    return list(steps)
 
 
 def _set(content: dict[str, Any], of_steps: dict[str, dict[str, Any]], setting: str) -> None:

@@ -220,12 +220,6 @@ class CompressionPlan:
     def _faults(self) -> Iterator[str]:
         if self.correction is not None and self.calibration is None:
             yield "a correction needs calibration data; restore calibration or write null for both"
-        if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
-            yield "calibration should name its source; restore it, or write null if no data was read"
-        correction = {"method": None, "dtype": "auto", **(self.correction or {"method": "none"})}
-        for name in ("method", "dtype"):
-            if not isinstance(correction[name], str):
-                yield f"the correction's {name} should be text, it is {correction[name]!r}; restore it"
         if self.split is not None:
             check_split(self.split)
         if self.mtp not in (None, "keep", "drop"):

@@ -28,6 +28,17 @@ MOST_BYTES = 1_000_000
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
+ORDER = ("split", "prune", "constants", "correct", "routers", "distill")  # of steps that options add to a recipe
+FIELDS = {  # options of `compress` that are fields of other steps than prune
+    "split": ("split", "parts"),
+    "split_by": ("split", "by"),
+    "experts_total": ("constants", "experts_total"),
+    "budget": ("constants", "budget"),
+    "correct": ("correct", "method"),
+    "deterministic": ("correct", "deterministic"),
+    "routers": ("routers", "method"),
+    "distill": ("distill", "train"),
+}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -128,6 +139,48 @@ def _step(entry: Any, number: int) -> Step:
             return make_step(name, options or {}, place)
     shown = reprlib.repr(entry)
     raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
+
+
+def options_by_step(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of `compress` that are not None as fields of steps; one named like its step may be a mapping."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for option, value in options.items():
+        if value is not None:
+            name, field = FIELDS.get(option, ("prune", option))
+            whole = option == name and isinstance(value, Mapping)
+            chosen.setdefault(name, {}).update(value if whole else {field: value})
+    return chosen
+
+
+def default_steps(constants: bool = False, **options: Any) -> list[Step]:
+    """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
+
+    `constants` replaces experts by constants; `split`, `correct`, `routers` and `distill` name a number of parts or a
+    method, other options are those of `prune`. Options of a step in a mapping: `distill={"steps": 100}`.
+    """
+    chosen = options_by_step(options)
+    split, correct = {"parts": "auto", **chosen.get("split", {})}, {"method": "auto", **chosen.get("correct", {})}
+    kept = {**chosen.pop("prune", {}), **chosen.pop("constants", {})}
+    if not constants:
+        chosen |= {"split": split, "prune": kept, "correct": correct}
+    else:
+        chosen["constants"] = kept
+        if "method" not in chosen.get("correct", {}):
+            chosen.pop("correct", None)
+    return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
+
+
+def with_options(steps: Sequence[Step], name: str, options: Mapping[str, Any]) -> list[Step]:
+    """The steps with these options of one of them, which is put in its usual place if it is missing."""
+    places = [place for place, step in enumerate(steps) if step.name == name]
+    if len(places) > 1:
+        raise CompressionError(f"the recipe has {len(places)} steps {name}; change the one that is meant in the file")
+    if places:
+        (place,) = places
+        return [*steps[:place], make_step(name, {**steps[place].model_dump(), **options}), *steps[place + 1 :]]
+    later = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
+    place = next((place for place, step in enumerate(steps) if step.name in later), len(steps))
+    return [*steps[:place], make_step(name, options), *steps[place:]]
 
 
 def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:

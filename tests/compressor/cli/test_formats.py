@@ -99,7 +99,7 @@ def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_p
     [
         (
             ("--format", "toi"),
-            r"'toi' is not known; did you mean 'toy'\? installed are .*onnx, plain",
+            r"there is no exporter 'toi'; did you mean 'toy'\? known are .*onnx, plain",
         ),
         (("--format", "safetensors"), "safetensors is what compress writes"),
         (("--format", "needy"), "needy needs the package nowhere"),
@@ -118,7 +118,7 @@ def test_refused_before_anything_is_read(more: tuple[str, ...], message: str, ru
 
 def test_refused_formats_of_compress(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     ask = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric", "--format")
-    refused(run(*ask, "safetensors,toi"), "'toi' is not known; did you mean 'toy'")
+    refused(run(*ask, "safetensors,toi"), "there is no exporter 'toi'; did you mean 'toy'")
     refused(run(*ask, "toy,plain"), "writes two formats to one folder; add safetensors or name one")
     refused(run(*ask, "safetensors,needy"), "needy needs the package nowhere")
     assert captured(*ask, "safetensors,safetensors").status == 0 and names(tmp_path) == ["out"]
