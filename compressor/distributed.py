@@ -38,11 +38,6 @@ def _connected() -> Iterator[Any]:
         raise LostRankError from error
 
 
-def on_cpu(tensors: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
-    """Copies that share no storage with others, of which all would be sent."""
-    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process among `size`; `local` is its number on its machine. A single process makes every value itself."""
@@ -98,7 +93,12 @@ class Ranks:
 
     def broadcast_tensors(self, make: "Callable[[], Mapping[str, Tensor]]", owner: int = 0) -> "Mapping[str, Tensor]":
         """Return the tensors that one rank makes, copied to the CPU if there are several ranks."""
-        return make() if self.is_alone else self.broadcast(lambda: on_cpu(make()), owner)
+        if self.is_alone:
+            return make()
+        copied: Mapping[str, Tensor] = self.broadcast(  # without the storage that they share with others
+            lambda: {name: value.detach().to("cpu", copy=True).contiguous() for name, value in make().items()}, owner
+        )
+        return copied
 
     def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
         """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""

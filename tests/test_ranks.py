@@ -274,7 +274,7 @@ def _collectives(arguments: Sequence[Any], streams: Path, environment: Mapping[s
         assert torch.equal(ranks.all_reduce(values[ranks.rank]), values.sum(0))
         shown = ranks.broadcast_tensors(lambda: {"a": values[ranks.rank], "b": torch.tensor(True)}, owner=2)
         assert torch.equal(shown["a"], values[2]) and shown["b"]
-        uneven = ranks.all_gather(on_cpu({"a": values[: ranks.rank]}))
+        uneven = ranks.all_gather({"a": values[: ranks.rank].clone()})
         assert [each["a"].tolist() for each in uneven] == [values[:rank].tolist() for rank in range(3)]
         own = values[ranks.rank].clone()
         ranks.copy_from(1, [own, torch.empty(0)])

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_o
 import typer
 from pydantic import BaseModel
 
-from compressor.cli.terminal import command_line
+from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import Verdict
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
@@ -61,7 +62,19 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
             continue
         shapes[name] = (shape, [option.name for option in options])
         parameters += options
-    parameters = sorted(map(_named, parameters), key=_place)
+    for parameter in parameters:  # no `--no-` beside a switch, `-o` for an output
+        kind, *more = get_args(parameter.annotation) or (None,)
+        if kind is bool and more[0].default is ...:  # where typer keeps an explicit name
+            more[0].param_decls = (f"--{parameter.name.replace('_', '-')}",)
+        elif parameter.name == "output":
+            more[0].param_decls = ("--output", "-o")
+
+    def place(parameter: Parameter) -> int:
+        """Panels in their order, after what is in none."""
+        panels = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
+        return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
+
+    parameters.sort(key=place)
 
     def command(**values: Any) -> None:
         built = {
@@ -74,22 +87,6 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
-
-
-def _named(parameter: Parameter) -> Parameter:
-    """The option with the names that typer would not give it: no `--no-` beside a switch, `-o` for an output."""
-    kind, *more = get_args(parameter.annotation) or (None,)
-    if kind is bool and more[0].default is ...:  # where typer keeps an explicit name
-        more[0].param_decls = (f"--{parameter.name.replace('_', '-')}",)
-    elif parameter.name == "output":
-        more[0].param_decls = ("--output", "-o")
-    return parameter
-
-
-def _place(parameter: Parameter) -> int:
-    """Panels in their order, after what is in none."""
-    panels = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
-    return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
 
 
 def field_options(
@@ -176,8 +173,10 @@ class Running:
 
     def making(self, progress: Progress) -> dict[str, Any]:
         """Arguments of a function that makes a model, whose record names the command."""
+        called = Path(sys.argv[0])  # by another program's code, it may be
+        ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")
         shared = {"device": self.device, "overwrite": self.overwrite, "progress": progress}
-        return {**shared, "command": command_line()}
+        return {**shared, "command": (PROGRAM, *sys.argv[1:]) if ours else None}
 
 
 Writing = Annotated[Running, ("revision", "overwrite", "as_json")]  # of what computes nothing, or elsewhere

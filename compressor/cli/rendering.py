@@ -9,11 +9,11 @@ from compressor.cli.terminal import print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.evaluation.gate_report import full_content, gate_brief
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.formatting import counted, human_bytes, human_count, share
+from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.model.serving import Advice, Breach
-from compressor.recipe.document import constants_line, first_of, plan_blocks
+from compressor.recipe.document import first_of, plan_blocks
 from compressor.recipe.plan import KEPT_WHOLE, describe_split
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
@@ -47,8 +47,18 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         "bytes written": written,
         **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
     }
-    servers = server_blocks(report.servers) if report.servers else ()
-    blocks = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report), *servers]
+    blocks: list[Block] = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
+    if advices := report.servers:
+        against: dict[Breach, list[str]] = {}
+        for advice in advices:
+            for breach in advice.breaches:  # which names the number, where it depends on it
+                against.setdefault(breach, []).append(str(advice.experts))
+        columns = ("experts", "server", "effect", "what it does")
+        rows = tuple((", ".join(counts), each.server, each.effect, each.says) for each, counts in against.items())
+        blocks += [Table("Servers", columns, rows, frozenset(columns))] if rows else []
+        suits = ", ".join(str(one.experts) for one in advices if one.nearest == one.experts) or "none of these"
+        near = [f"nearest to {one.experts}: {one.nearest}" for one in advices if one.nearest not in (None, one.experts)]
+        blocks.append(Text("; ".join([f"Numbers of experts that suit all servers: {suits}", *near])))
     print_report(as_json, asdict(report), blocks)
 
 
@@ -62,22 +72,6 @@ def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table
     parts = tuple(row(part.name, part) for part in report.parts)
     left = tuple(row(each.experts, each) for each in report.outcomes)
     return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
-
-
-def server_blocks(advices: Sequence[Advice]) -> tuple[Block, ...]:
-    """Which servers take which of these numbers of experts, and what speaks against one."""
-    against: dict[Breach, list[str]] = {}
-    for advice in advices:
-        for breach in advice.breaches:  # which names the number, where it depends on it
-            against.setdefault(breach, []).append(str(advice.experts))
-    rows = tuple((", ".join(counts), breach.server, breach.effect, breach.says) for breach, counts in against.items())
-    suits = [str(advice.experts) for advice in advices if advice.nearest == advice.experts]
-    near = [f"nearest to {one.experts}: {one.nearest}" for one in advices if one.nearest not in (None, one.experts)]
-    columns = ("experts", "server", "effect", "what it does")
-    return (
-        *([Table("Servers", columns, rows, frozenset(columns))] if rows else []),
-        Text("; ".join([f"Numbers of experts that suit all servers: {', '.join(suits) or 'none of these'}", *near])),
-    )
 
 
 def server_line(advice: Advice) -> str:
@@ -126,7 +120,9 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     if outcome.servers is not None:
         blocks.append(Text(server_line(outcome.servers)))
     if stage.constants is not None:
-        blocks.append(Text(f"{constants_line(stage)}; {NOT_STOCK}"))
+        gone = counted(sum(len(layer.constants) for layer in stage.layers), "expert")
+        each = span(len(layer.groups) for layer in stage.layers)
+        blocks.append(Text(f"constants for {gone}; the layers keep {each} each; {NOT_STOCK}"))
     return [*blocks, Text(f"Written to {outcome.out}"), *(push_blocks(pushed) if pushed is not None else ())]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -96,13 +95,6 @@ def print_json(content: Any) -> None:
 def print_report(as_json: bool, content: Any, blocks: Iterable[Block]) -> None:
     """Print either the content as JSON or the blocks."""
     print_json(content) if as_json else show(blocks)
-
-
-def command_line() -> tuple[str, ...] | None:
-    """The command as it was typed; None where the command line was called by another program's code."""
-    called = Path(sys.argv[0])
-    ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")
-    return (PROGRAM, *sys.argv[1:]) if ours else None
 
 
 def on_ranks(command: Command) -> Command:

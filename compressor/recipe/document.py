@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from compressor.document.blocks import Block, Table, Text, plain_words
-from compressor.formatting import counted, one_line, short, span
-from compressor.recipe.plan import CompressionPlan
+from compressor.formatting import counted, one_line, short
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
 
@@ -42,13 +41,6 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
     title = f"Plan by {plan.strategy}{data}, written to {path}"
     steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
     return Table(title, columns, tuple(rows)), *protected_blocks_of(plan.protected), *steps
-
-
-def constants_line(plan: CompressionPlan) -> str:
-    """'constants for 12 experts; the layers keep 6 to 8'."""
-    each = span(len(layer.groups) for layer in plan.layers)
-    gone = counted(sum(len(layer.constants) for layer in plan.layers), "expert")
-    return f"constants for {gone}; the layers keep {each} each"
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:

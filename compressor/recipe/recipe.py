@@ -6,7 +6,7 @@ compression.json it names no folder; on the machine that made the output, the re
 
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os.path import isfile
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compressor.data.sources import TEXT_SUFFIXES, without_folders
-from compressor.entry_points import STEPS, load, working
+from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
 from compressor.recipe.step import Options, Step, TextOptions
@@ -98,11 +98,6 @@ def step_class(name: str, place: str = "") -> type[Step]:
     if not (isinstance(kind, type) and issubclass(kind, Step)) or getattr(kind, "name", None) != name:
         raise CompressionError(f"step {name!r} is no plugin: its entry point should be a Step whose `name` is {name!r}")
     return kind
-
-
-def working_steps() -> Iterator[type[Step]]:
-    """Every step that can be loaded, by name; another is named in a warning and left out."""
-    return working(STEPS, step_class)
 
 
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:

@@ -13,7 +13,7 @@ from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, 
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
 from compressor.document.blocks import Table
-from compressor.entry_points import helps
+from compressor.entry_points import STEPS, helps, working
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes, human_count
 
@@ -128,10 +128,10 @@ def attribute(
 
 def steps(running: Printing) -> None:
     """List the steps of a recipe that are installed, built-in and third-party, with their options."""
-    from compressor.recipe.recipe import working_steps
+    from compressor.recipe.recipe import step_class
 
     content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for step in working_steps():
+    for step in working(STEPS, step_class):
         summary = (step.__doc__ or "").strip().split("\n")[0]
         defaults, help = dict[str, Any](), dict[str, str]()
         rows.append((step.name, "", "", summary))

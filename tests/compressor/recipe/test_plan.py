@@ -191,34 +191,19 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "unknown field": (whole(exprets=4), "unknown field 'exprets'"),
     "unknown layer field": (layer(bias=1), "layers.0.mlp.experts: unknown field 'bias'"),
     "unknown group field": (group(weight=1), r"groups\[0\] has an unknown field 'weight'"),
-    "unknown source field": (lambda c: c["source"].update(path="x"), "unknown field 'path'"),
     "expert in two groups": (
         group(members=[0, 2], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
         "layers.0.mlp.experts: expert 2 is in two groups",
     ),
-    "expert twice in a group": (
-        group(members=[0, 0], coefficients=[0.5, 0.5], router_coefficients=[0.5, 0.5]),
-        "expert 0 is in two groups",
-    ),
     "no such expert": (group(members=[8]), "expert 8 does not exist.*numbered 0 to 7"),
-    "negative expert": (group(members=[-1]), "expert -1 does not exist"),
     "expert true": (group(members=[True]), r"members\[0\] should be a whole number, it is True"),
-    "expert a fraction": (group(members=[0.0]), r"whole number, it is 0\.0$"),
-    "expert text": (group(members="0"), "members should be a list, it is '0'"),
     "empty group": (group(members=[], coefficients=[], router_coefficients=[]), "must sum to 1|no members"),
     "sum above 1": (group(coefficients=[1.1]), r"coefficients that sum to 1\.1; they must"),
     "router sum": (group(router_coefficients=[0.5]), "router_coefficients that sum to 0.5"),
     "coefficient NaN": (group(coefficients=[float("nan")]), "must sum to 1"),
-    "coefficient infinite": (group(coefficients=[float("inf")]), "must sum to 1"),
-    "coefficient text": (group(coefficients=["1"]), "should be a number, it is '1'"),
-    "coefficient true": (group(coefficients=[True]), "should be a number, it is True"),
     "coefficients too many": (group(coefficients=[0.5, 0.5]), "2 coefficients for 1 members"),
     "scale zero": (group(scale=0), "scale 0.0; it must be a positive number"),
     "head no member": (group(head=3), r"group \[0\] has head 3, which is none of its"),
-    "head true": (group(head=True), "head should be a whole number, it is True"),
-    "head a fraction": (group(head=0.0), "head should be a whole number, it is 0.0"),
-    "head text": (group(head="0"), "head should be a whole number, it is '0'"),
-    "scale infinite": (group(scale=float("inf")), "scale inf; it must be a positive number"),
     "scale beyond float32": (group(scale=1e308), "scale 1e.308; it must be .* float32 holds"),
     "scale of nothing": (group(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
     "coefficients beyond float32": (
@@ -230,7 +215,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "times its coefficients it is more than float32 holds",
     ),
     "top-k 0": (layer(top_k=0), "with a top-k of 0 would never be asked"),
-    "top-k below 0": (layer(top_k=-1), "with a top-k of -1 would never be asked"),
     "scale huge": (group(scale=10**400), "a number in it is too large"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
@@ -244,24 +228,16 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "1 experts are fewer than the top-k of 2",
     ),
     "count edited": (decided(experts=5), "4 groups, but the plan keeps 5"),
-    "count a text": (decided(experts="4"), "experts should be a whole number, it is '4'"),
-    "top-k a fraction": (layer(top_k=2.5), "top_k should be a whole number"),
-    "routing groups text": (layer(routing_groups="2"), "routing_groups should be a whole"),
-    "seed text": (whole(seed="x"), "seed should be a whole number"),
     "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
     "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
     "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
     "layers a text": (decided(layers="all"), "layers: 'a' stands where an object"),
     "layers null": (decided(layers=None), "not built like a plan"),
     "layer null": (decided(layers=[None]), "None stands where an object"),
-    "groups null": (layer(groups=None), "groups should be a list, it is None"),
     "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object with"),
     "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
-    "fingerprint number": (lambda c: c["source"].update(fingerprint=5), r"source\.fingerprint should be text, it is 5"),
-    "revision number": (lambda c: c["source"].update(revision=5), r"source\.revision should be text, it is 5"),
     "calibration text": (whole(calibration="c4"), "calibration should be an object, it is 'c4'"),
     "calibration empty": (whole(calibration={}), "calibration should name its source"),
-    "options text": (lambda c: c["steps"][0].update(options="x"), r"steps\[0\]\.options should be an object"),
     "layers without end": (decided(layers=[{}] * 1025), "1,025 layers are more than any model has"),
     "experts without end": (layer(experts=10**12), "experts are more than any layer has"),
     "experts in all": (decided(layers=[{"experts": 4096}] * 33), "more than 131,072 experts together"),
@@ -272,10 +248,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "steps a text": (whole(steps="prune"), "steps should be a list of at most 100"),
     "steps without end": (lambda c: c.update(steps=c["steps"] * 101), "steps should be a list of at most 100"),
     "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object with .*it is 'prune'"),
-    "step without name": (lambda c: c["steps"][0].pop("name"), r"steps\[0\]\.name is missing"),
-    "unknown step field": (lambda c: c["steps"][0].update(plam={}), r"steps\[0\] has an unknown field 'plam'"),
     "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),
-    "decisions a list": (lambda c: c["steps"][0].update(plan=[1]), r"steps\[0\]\.plan should be an object"),
     "protected in no layer": (
         decided(protected={LAYER.replace("0", "9"): [0]}),
         r"names model\.layers\.9.*the plan does not have",
@@ -284,17 +257,11 @@ EDITS: dict[str, tuple[Edit, str]] = {
         decided(protected={LAYER: [8]}),
         "protected expert 8 does not exist; experts are numbered 0 to 7",
     ),
-    "protected below 0": (decided(protected={LAYER: [-1]}), "protected expert -1 does not exist"),
-    "protected true": (decided(protected={LAYER: [True]}), r"experts\[0\] should be a whole number, it is True"),
-    "protected text": (decided(protected={LAYER: ["2"]}), r"experts\[0\] should be a whole number, it is '2'"),
-    "protected one": (decided(protected={LAYER: 2}), r"protected\.model\.layers\.0\.mlp\.experts should be a list"),
     "protected a list": (decided(protected=[2]), "protected should be an object"),
-    "protected null": (decided(protected=None), "protected should be an object"),
     "protected and gone": (
         decided(protected={LAYER: [0, 4]}),
         "expert 4 is protected, but is not kept as it is; give it an untouch",
     ),
-    "stage a text": (lambda c: c["steps"][0].update(stage="x"), r"steps\[0\]\.stage should be a whole number"),
 }
 
 
@@ -320,21 +287,6 @@ def edited(path: Path, edit: Edit) -> str:
     content = json.loads(path.read_text())
     edit(content)
     return json.dumps(content)
-
-
-def test_plan_files_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    with pytest.raises(CompressionError, match=r"plan.json cannot be read \(No such file"):
-        Plan.load(path)
-    with pytest.raises(CompressionError, match=r"cannot be read \(Is a directory\)"):
-        Plan.load(tmp_path)
-    for content, message in (("{", "not valid JSON"), ("[]", "should hold a JSON object"), ("[" * 99_999, "not valid")):
-        path.write_text(content)
-        with pytest.raises(CompressionError, match=message):
-            Plan.load(path)
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(CompressionError, match="not valid JSON"):
-        Plan.load(path)
 
 
 def test_dropped_may_be_left_out_or_say_less() -> None:

@@ -66,8 +66,6 @@ def test_an_unknown_name_or_option_is_refused(tmp_path: Path, monkeypatch: pytes
 
 BROKEN = {
     "an-error": ("raise RuntimeError('no\\nGPU here')", "RuntimeError: no GPU here"),
-    "an-exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
-    "a-missing-module": ("import no_such_package_anywhere", "cannot be imported: No module named 'no_such_package"),
     "a-syntax-error": ("def plan(:", "SyntaxError"),
     "no-plan": ("NEEDS = frozenset()", "is no plugin: .* and a function plan"),
     "needs-a-set": ("NEEDS = {'routed_count'}\ndef plan(*a): ...", "is no plugin: it needs a frozenset NEEDS"),
@@ -140,13 +138,11 @@ def test_a_name_that_two_packages_offer_is_refused_and_left_out(
 PLANS = {
     "too few": ("return LayerPlan.keep(stats.layer, range(1))", "1 experts are fewer than the top-k of 2"),
     "None": ("return None", "returned NoneType instead of a LayerPlan"),
-    "a list": ("return [0, 1, 2, 3]", "returned list instead of a LayerPlan"),
     "another layer": (
         "from dataclasses import replace\n"
         "    return LayerPlan.keep(replace(stats.layer, name='model.layers.9.mlp.experts'), range(keep))",
         r"returned a plan of model\.layers\.9\.mlp\.experts with 8 experts",
     ),
-    "another number": ("return LayerPlan.keep(stats.layer, range(keep + 1))", "planned 5 experts instead of 4"),
     "other weights": (
         "import torch\n    with torch.no_grad(): stats.weights.experts.down_proj.mul_(2)\n"
         "    return LayerPlan.keep(stats.layer, range(keep))",
@@ -160,7 +156,6 @@ PLANS = {
         "return merge_groups(stats, [[0, 1], [2, 3], [4, 5], [6, 7]], method='avg')",
         "there is no merge 'avg'; known are uniform, max, frequency, learned",
     ),
-    "an empty group": ("return merge_groups(stats, [[0], [1], [2], []])", "a group has no members; remove it"),
     "scores that are no numbers": (
         "return keep_best(stats, stats.routed_count * float('nan'), keep, protected)",
         r"the score of expert 0 is not a number; mend how it is computed",
