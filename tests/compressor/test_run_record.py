@@ -14,11 +14,9 @@ from compressor.errors import CompressionError
 from compressor.run_record import (
     RunRecord,
     cache_folder,
-    read_cached,
     read_record,
     record_run,
     with_folders,
-    write_cached,
 )
 from tests import small
 from tests.plans import plan_of
@@ -115,15 +113,6 @@ def test_a_cache_that_cannot_be_written_fails_nothing(
     compressor.compress(str(source), tmp_path / "out", experts=4, strategy="model-centric")
     assert (tmp_path / "out" / "config.json").is_file()
     assert read_record(tmp_path / "out") is None
-
-
-def test_a_read_only_home_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **more: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
-    write_cached(tmp_path / "runs" / "a.json", {"a": 1})
-    assert read_cached(tmp_path / "runs" / "a.json") is None
 
 
 def test_without_a_home_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

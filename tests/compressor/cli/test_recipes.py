@@ -115,17 +115,6 @@ def test_protected_experts_stand_in_the_recipe(run: Run, made: Path, tmp_path: P
     assert step["plan"]["protected"]
 
 
-def test_a_recipe_of_one_s_own(run: Run, made: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        f"model: {made / 'model'}\ncalibration: {{data: demo, samples: 4, sequence_length: 32}}\nsteps:\n"
-        "- prune: {ratio: 0.5, strategy: reap, protect: [{layer: 0, expert: 1}], sequential: true}\n"
-    )
-    assert run("compress", recipe, "-o", tmp_path / "out").status == 0
-    (step,) = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"]
-    assert (step["plan"]["experts"], step["options"]["sequential"], len(step["plan"]["protected"])) == (4, True, 1)
-
-
 def test_bad_recipes_leave_nothing(run: Run, made: Path, tmp_path: Path) -> None:
     recipe, model = tmp_path / "mine.yaml", f"model: {made / 'model'}"
     for text, message in (
