@@ -251,19 +251,16 @@ def compare(
     with open_run(model, revision, dtype, device, progress) as run:
         opened = run.model
         seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
-        wanted_top_ks: list[int | None] = [*dict.fromkeys(top_ks)] or [None]
-        counts = {
-            (number, top_k): _counts(with_top_k(each, top_k), experts, ratios, prune)
-            for number, each in enumerate(seen)
-            for top_k in wanted_top_ks
-        }
+        wanted = list[int | None](dict.fromkeys(top_ks)) or [None]
+        counts = [[_counts(with_top_k(each, top_k), experts, ratios, prune) for top_k in wanted] for each in seen]
         if methods:
             refuse_model(opened)
         sets: Sequence[EvaluationSet] = ()
         if evaluate:
+            tokenizer = load_tokenizer(opened.source.folder)
             sets = evaluation_sets(
                 evaluate,
-                load_tokenizer(opened.source.folder),
+                tokenizer,
                 length=text.sequence_length,
                 seed=seed,
                 vocab=opened.vocabulary,
@@ -273,17 +270,15 @@ def compare(
         if per_source:
             refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
-        ready = [
-            dealt(each, data, split_by, run.progress, seed, changed=changed) if each.is_split else each for each in seen
-        ]
-        planners = [Planner(each, data, run.progress, seed) for each in ready]
-        for planner in planners:
-            contenders = _attributable(contenders, planner, named=bool(strategies))
         variants = []
-        for (number, top_k), kept in counts.items():
-            variant, planner = with_top_k(ready[number], top_k), planners[number]
-            protected = protected_experts(prune.protect, min(kept, default=variant.architecture.experts), planner)
-            variants.append(Variant(variant, kept, protected, planner))
+        for each, of_top_ks in zip(seen, counts, strict=True):
+            if each.is_split:
+                each = dealt(each, data, split_by, run.progress, seed, changed=changed)
+            planner = Planner(each, data, run.progress, seed)
+            contenders = _attributable(contenders, planner, named=bool(strategies))
+            for top_k, kept in zip(wanted, of_top_ks, strict=True):
+                protected = protected_experts(prune.protect, min(kept, default=each.architecture.experts), planner)
+                variants.append(Variant(with_top_k(each, top_k), kept, protected, planner))
         sets = sets or data.reserved
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
 

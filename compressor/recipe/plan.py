@@ -224,47 +224,38 @@ class CompressionPlan:
             check_split(self.split)
         if self.mtp not in (None, "keep", "drop"):
             yield f"mtp is {self.mtp!r}; write keep or drop, or take it out"
-        known = dict[str, LayerPlan]()
+        known = {layer.module: layer for layer in self.layers}
         for layer in self.layers:
-            if layer.module in known:
+            if known[layer.module] is not layer:
                 yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
-            known[layer.module] = layer
+            if self.constants is not None and layer.dropped and not layer.constants:
+                remedy = "name them in 'constants'"
+                yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
+            if self.constants is None and layer.constants:
+                yield f"{layer.module} has constants, but the plan is not of that format; restore 'constants'"
             if self.constants is None and len(layer.groups) != self.experts:
                 what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
                 yield f"{layer.module}: {what}; make them equal"
-        yield from self._faults_of_constants()
+        if self.constants is not None:
+            if self.constants.get("format") != "mone":
+                yield f"the plan's constants are of format {self.constants.get('format')!r}; known is 'mone'"
+            if self.calibration is None:
+                yield "constants are measured on calibration data; restore calibration or plan again"
+            if self.split is not None:
+                yield "a plan with constants can have no split; take it out"
+            kept, total = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
+            if kept != total or (self.layers and kept // len(self.layers) != self.experts):
+                promised = f"{total!r} in all and {self.experts} in each"
+                yield f"its layers keep {kept} experts, but the plan says {promised}; make them equal"
         for module, experts in self.protected.items():
             if (owner := known.get(module)) is None:
                 yield f"protected names {module}, which the plan does not have; restore it"
-                continue
-            for expert in experts:
-                if not 0 <= expert < owner.experts:
-                    most = owner.experts - 1
-                    yield f"{module}: protected expert {expert} does not exist; experts are numbered 0 to {most}"
-            if changed := touched(owner, experts):
+            elif beyond := [expert for expert in experts if not 0 <= expert < owner.experts]:
+                most = owner.experts - 1
+                yield f"{module}: protected expert {beyond[0]} does not exist; experts are numbered 0 to {most}"
+            elif changed := touched(owner, experts):
                 remedy = "give it an untouched group of its own, or take it out of 'protected'"
                 yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {remedy}"
-
-    def _faults_of_constants(self) -> Iterator[str]:
-        if self.constants is None:
-            for layer in self.layers:
-                if layer.constants:
-                    yield f"{layer.module} has constants, but the plan is not of that format; restore 'constants'"
-            return
-        if self.constants.get("format") != "mone":
-            yield f"the plan's constants are of format {self.constants.get('format')!r}; known is 'mone'"
-        if self.calibration is None:
-            yield "constants are measured on calibration data; restore calibration or plan again"
-        if self.split is not None:
-            yield "a plan with constants can have no split; take it out"
-        kept, total = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
-        if kept != total or (self.layers and kept // len(self.layers) != self.experts):
-            promised = f"{total!r} in all and {self.experts} in each"
-            yield f"its layers keep {kept} experts, but the plan says {promised}; make them equal"
-        for layer in self.layers:
-            if layer.dropped and not layer.constants:
-                remedy = "name them in 'constants'"
-                yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
 
     @property
     def is_drop(self) -> bool:

@@ -228,16 +228,14 @@ def layer_from_dict(entry: Any) -> LayerPlan:
         plan = read_as(LayerPlan, content, closed=True)
     except CompressionError as error:
         raise CompressionError(str(error) if str(error).startswith(module) else f"{module}: {error}") from error
-    grouped, gone = plan.slots(), set(plan.dropped)
+    grouped = plan.slots()
     for expert in entry.get("dropped") or ():
         if expert in grouped:
-            fault = f"expert {expert} is in a group and in 'dropped'; take it out of one of them"
-        elif expert not in gone:
-            fault = f"'dropped' names expert {expert!r}, which does not exist; "
-            fault += f"experts are numbered 0 to {plan.experts - 1}"
-        else:
-            continue
-        raise CompressionError(f"{module}: {fault}")
+            fault = "is in a group and in 'dropped'; take it out of one of them"
+            raise CompressionError(f"{module}: expert {expert} {fault}")
+        if expert not in range(plan.experts):
+            fault = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
+            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {fault}")
     return plan
 
 
