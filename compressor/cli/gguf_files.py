@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import compressor
-from compressor.cli.options import STRATEGY, Running, flag, given
-from compressor.cli.terminal import print_report, progress_bars
+from compressor.cli.options import STRATEGY, flag, given
+from compressor.cli.terminal import print_report
 from compressor.distributed import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
@@ -27,13 +26,14 @@ Imatrix = Annotated[
 
 
 def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, known: Collection[str]) -> bool:
-    """Whether the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
+    """Return True if the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
     from compressor.gguf_files.header import is_gguf
 
     if not is_gguf(model):
         if imatrix is not None:
             raise CompressionError("--imatrix goes with a GGUF file; name one as the model, or leave it out")
         return False
+    refuse_several("a GGUF file")
     options = {option.name: option.opts[0] for option in context.command.params}
     if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "as_json", "overwrite"}):
         raise CompressionError(
@@ -43,28 +43,8 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
     return True
 
 
-def plan_of_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, running: Running) -> None:
-    """`plan` on a GGUF file."""
-    from compressor.recipe.document import plan_blocks
-    from compressor.recipe.steps_plan import check_files, write_plans
-
-    refuse_several("a GGUF file")
-    check_files([output], running.overwrite)
-    plan = compressor.plan_gguf(model, **_choosing(step_flags, imatrix))
-    write_plans([output], [plan])
-    print_report(running.as_json, plan.to_dict(), plan_blocks(plan, output))
-
-
-def compress_file(model: str, output: Path, step_flags: dict[str, Any], imatrix: Path | None, running: Running) -> None:
-    """`compress` on a GGUF file."""
-    refuse_several("a GGUF file")
-    choosing = _choosing(step_flags, imatrix)
-    with progress_bars(running.as_json) as progress:
-        summary = compressor.compress_gguf(model, output, overwrite=running.overwrite, progress=progress, **choosing)
-    show_gguf_summary(summary, running.as_json)
-
-
-def _choosing(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
+def choosing(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
+    """How experts of a GGUF file are chosen."""
     flags = {name: step_flags[name] for name in CHOOSING if name != "imatrix"}
     return {**flags, "strategy": flags["strategy"] or "auto", "imatrix": imatrix}
 

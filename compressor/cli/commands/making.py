@@ -9,7 +9,7 @@ import typer
 import compressor
 from compressor.cli.commands.gating import compress_under_gate
 from compressor.cli.commands.outputs import push_made
-from compressor.cli.gguf_files import CHOOSING, Imatrix, compress_file, plan_of_file, show_gguf_summary, takes_gguf
+from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     CALIBRATION,
     GATE_OPTIONS,
@@ -61,15 +61,17 @@ def plan(
     from compressor.data.sources import parse_sources, short_names
     from compressor.recipe.steps_plan import check_files, source_files, write_plans
 
-    if takes_gguf(context, model, imatrix, CHOOSING):
-        return plan_of_file(str(model), output, step_flags, imatrix, running)
-    constants = MONE in (listed(format, "--format") or ())
-    recipe = recipe_of_flags(model, step_flags, recipe_flags, running, constants)
-    sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
-    outputs = [output, *source_files(output, short_names([entry.source for entry in sources]))]
+    outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
+    if not is_gguf:
+        constants = MONE in (listed(format, "--format") or ())
+        recipe = recipe_of_flags(model, step_flags, recipe_flags, running, constants)
+        sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
+        outputs += source_files(output, short_names([entry.source for entry in sources]))
     here().broadcast(lambda: check_files(outputs, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
-        if per_source:
+        if is_gguf:
+            plans = [compressor.plan_gguf(str(model), **choosing(step_flags, imatrix))]
+        elif per_source:
             plans = compressor.plan_per_source(recipe, device=running.device, progress=progress)
         else:
             plans = [compressor.plan(recipe, device=running.device, progress=progress)]
@@ -123,7 +125,10 @@ def compress(
     from compressor.cli import exporting, rendering
 
     if takes_gguf(context, model, imatrix, CHOOSING):
-        return compress_file(str(model), output, step_flags, imatrix, running)
+        with progress_bars(running.as_json) as progress:
+            chosen = {**choosing(step_flags, imatrix), "overwrite": running.overwrite, "progress": progress}
+            summary = compressor.compress_gguf(str(model), output, **chosen)
+        return show_gguf_summary(summary, running.as_json)
     formats = listed(format, "--format") or []
     constants = MONE in formats
     if constants and set(formats) != {MONE}:
