@@ -41,16 +41,13 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         place = ends[place]
     of = torch.searchsorted(torch.tensor(starts), torch.arange(len(ends)), right=True) - 1
     result = exact.clone()
-    result[known] = numbers.index_copy(0, order, _on_grid(ordered[starts])[of])
-    return result.to(values.device)
-
-
-def _on_grid(numbers: Tensor) -> Tensor:
-    """Finite numbers [n] with `MANTISSA` bits each."""
-    mantissa, exponent = np.frexp(numbers.numpy())
+    least = ordered[starts].numpy()
+    mantissa, exponent = np.frexp(least)
     with np.errstate(over="ignore"):
         coarse = np.ldexp(np.rint(mantissa * 2.0**MANTISSA), exponent - MANTISSA)
-    return torch.from_numpy(np.where(np.isfinite(coarse), coarse, numbers.numpy()))
+    grid = torch.from_numpy(np.where(np.isfinite(coarse), coarse, least))
+    result[known] = numbers.index_copy(0, order, grid[of])
+    return result.to(values.device)
 
 
 def stable_argmin(values: Iterable[float], noise: float = 0.0) -> int:
