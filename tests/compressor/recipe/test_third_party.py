@@ -151,7 +151,7 @@ PLANS = {
     ),
     "scores that are no numbers": (
         "return keep_best(stats, stats.routed_count * float('nan'), keep, protected)",
-        r"the score of expert 0 is not a number; mend how it is computed",
+        r"the score of expert 0 is not a number",
     ),
     "written statistics": (
         "stats.routed_count[0] = 1e9\n    return LayerPlan.keep(stats.layer, range(keep))",
