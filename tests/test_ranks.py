@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compressor.distributed import on_cpu, process_group
+from compressor.distributed import process_group
 from compressor.errors import CompressionError
 from compressor.steps.correct.tuning import REBALANCED
 from tests import small
