@@ -40,7 +40,7 @@ from compressor.report.comparison import Contender, Variant, compare_models, cor
 from compressor.report.comparison_report import Comparison
 from compressor.report.measuring import RunStats
 from compressor.statistics.statistics import ATTRIBUTED
-from compressor.steps.constants.planning import refuse_model
+from compressor.steps.constants.mone import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct
 from compressor.steps.prune.planning import (
     Planner,

@@ -1,29 +1,25 @@
 """HC-SMoE: cluster experts by their mean outputs, bottom up, then merge by visits (Chen et al. 2025, arXiv:2410.08589).
 
-Two clusters are as far apart as their experts' mean outputs are on average (linkage average), at most (complete) or at
-least (single). The paper keeps a router row for every former expert; a stock model has one for each that is left, so
-rows are merged alongside. Unlike the data-centric grouping, a merge made early is never undone.
+Two clusters are as far apart as their experts' mean outputs are on average. The paper keeps a router row for every
+former expert; a stock model has one for each that is left, so rows are merged alongside. Unlike the data-centric
+grouping, a merge made early is never undone.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, blocks_of, merge_option, option, rounded
+from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, blocks_of, merge_option, rounded
 from strategies.data_centric import distances
 
 NEEDS = frozenset({"expert_outputs"})
-LINKAGES = ("average", "complete", "single")
 
 
 @dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
-    """How experts are merged, and how far apart two clusters of them count."""
+    """How experts are merged."""
 
     merge: str = merge_option("frequency")
-    linkage: str = option(
-        "average", help="how far apart two clusters count: average, complete or single", choices=LINKAGES
-    )
 
 
 def needs(options: Options) -> frozenset[str]:
@@ -31,7 +27,7 @@ def needs(options: Options) -> frozenset[str]:
     return NEEDS | options.merge_needs
 
 
-def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[list[int]]:
+def cluster(table: torch.Tensor, count: int) -> list[list[int]]:
     """Positions in `count` clusters, in the order of their lowest: [E, E] -> lists.
 
     Nothing is random, and equally near pairs are joined in a fixed order: scikit-learn starts at the lowest position
@@ -41,7 +37,7 @@ def cluster(table: torch.Tensor, count: int, linkage: str = "average") -> list[l
         return [[position] for position in range(count)]
     from sklearn.cluster import AgglomerativeClustering
 
-    model = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage=linkage)
+    model = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage="average")
     clusters: dict[int, list[int]] = {}
     for position, label in enumerate(model.fit_predict(table.numpy()).tolist()):
         clusters.setdefault(label, []).append(position)
@@ -61,8 +57,8 @@ def plan(
         clusters += [[expert] for expert in block.fixed]
         if block.take:  # else protected experts take all places, and the others are dropped
             free = list(block.free)
-            positions = cluster(judged[free][:, free], block.take, options.linkage)
+            positions = cluster(judged[free][:, free], block.take)
             clusters += [[free[position] for position in own] for own in positions]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
-    return options.merged(stats, clusters, decided_by=f"mean outputs, {options.linkage} linkage", figures=figures)
+    return options.merged(stats, clusters, decided_by="mean outputs, average linkage", figures=figures)

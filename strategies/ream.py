@@ -30,22 +30,14 @@ from compressor.plugins import (
 )
 from strategies.reap import keep_salient, mean_over_routed
 
-NEEDS = frozenset({"gated_norm_sum", "routed_count"})
-SIMILARITIES = {  # what each is of in words, and the statistics it needs
-    "both": ("gated outputs and router logits", frozenset({"expert_outputs", "router_logits"})),
-    "outputs": ("gated outputs", frozenset({"expert_outputs", "router_logits"})),
-    "router": ("router logits", frozenset({"router_logits"})),
-}
+NEEDS = frozenset({"gated_norm_sum", "routed_count", "expert_outputs", "router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How many experts a group may take, what makes two alike, and how a group becomes one."""
+    """How many experts a group may take, and how a group becomes one."""
 
     group_size: int = option(16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid")
-    similarity: str = option(
-        "both", help="what makes experts alike: gated outputs, router logits, or both of them", choices=SIMILARITIES
-    )
     align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
     merge_routers: bool = option(False, help="whether router rows are merged alike, or the centroid's stays")
 
@@ -54,37 +46,15 @@ class Options:
             raise CompressionError(f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit")
 
 
-def needs(options: Options) -> frozenset[str]:
-    """REAP's statistics, and what experts are compared by."""
-    return NEEDS | likeness_needs(options)
-
-
-def likeness_needs(options: Options) -> frozenset[str]:
-    """What experts are compared by."""
-    return SIMILARITIES[options.similarity][1]
-
-
-def similarities(stats: LayerStatistics, similarity: str) -> Tensor:
-    """How alike every two experts are: [E, E] in [0, 1].
-
-    Of the router logits, 1 - d / largest d between the experts' unit vectors; of the gated outputs, (1 + cosine) / 2 of
-    their means. Without tokens 1 and one half.
-    """
-    logits, tables = stats.router_logits.double(), list[Tensor]()
-    if similarity != "outputs":
-        tables.append(closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu())
-    if similarity != "router":
-        outputs = stats.expert_outputs
-        gates = logits.softmax(dim=1).to(outputs.device)
-        means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
-        directions = normalize(torch.stack(means), dim=1)  # a mean's scale does not count
-        tables.append(((1 + directions @ directions.T) / 2).clamp(0, 1).cpu())
-    return torch.stack(tables).mean(dim=0)
-
-
-def likeness(stats: LayerStatistics, options: Options) -> tuple[str, Tensor]:
-    """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
-    return f"likeness of {SIMILARITIES[options.similarity][0]}", similarities(stats, options.similarity)
+def likeness(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
+    """How alike the experts are, for a report too: a label, and [E, E] from 0 to 1."""
+    logits, outputs = stats.router_logits.double(), stats.expert_outputs
+    router = closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu()
+    gates = logits.softmax(dim=1).to(outputs.device)
+    means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
+    directions = normalize(torch.stack(means), dim=1)  # a mean's scale does not count
+    gated = ((1 + directions @ directions.T) / 2).clamp(0, 1).cpu()
+    return "likeness of gated outputs and router logits", torch.stack([router, gated]).mean(dim=0)
 
 
 def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: int) -> dict[int, list[int]]:
@@ -116,7 +86,7 @@ def plan(
     """
     saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
-    table, order = similarities(stats, options.similarity), rounded(saliency)
+    (_, table), order = likeness(stats), rounded(saliency)
     reached = saliency[saliency > 0]
     weights = saliency.where(saliency > 0, reached.min() if len(reached) else 1.0).tolist()
     groups, joined = [Group.single(expert) for expert in sorted(kept & protected)], list[float]()
@@ -140,5 +110,5 @@ def plan(
     figures: dict[str, float] = {"largest_group": max(len(group.members) for group in groups)}
     if joined:
         figures["mean_similarity"] = round(sum(joined) / len(joined), 6)
-    decided_by = f"REAP's saliency, {SIMILARITIES[options.similarity][0]}"
-    return LayerPlan.of(stats.layer, groups, decided_by=decided_by, figures=figures)
+    by = "REAP's saliency, gated outputs and router logits"
+    return LayerPlan.of(stats.layer, groups, decided_by=by, figures=figures)

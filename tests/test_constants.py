@@ -16,8 +16,7 @@ from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.planning import Substituting
-from compressor.steps.constants.writing import logits_with, read_constants
+from compressor.steps.constants.mone import Substituting, logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of

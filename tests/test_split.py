@@ -22,8 +22,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.neurons import order_of_parts, parts_of
-from compressor.steps.split.opening import packed, resolved_parts, unpacked
+from compressor.steps.split.opening import order_of_parts, packed, parts_of, resolved_parts, unpacked
 from tests import quantized, small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of, recipe_of
@@ -306,12 +305,12 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     own = made["steps"][0]["plan"]
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
-        ({"parts": 3}, "neurons are not dealt out|bytes say where"),
+        ({"parts": 3}, "do not divide into 3|neurons go is damaged"),
         ({"parts": "two"}, "should be a whole number"),
-        ({"output_factor": 1.0}, "says output_factor 1.0, the model asks for 2.0"),
-        ({"order_sha256": "0" * 64}, "otherwise than its order_sha256 says"),
-        ({"neurons": {**own["neurons"], name: told[:-8]}}, "bytes say where its neurons go"),
-        ({"neurons": {**own["neurons"], name: "A" * len(told)}}, "not dealt out to 2 parts of equal size"),
+        ({"output_factor": 1.0}, "not what the model asks for: output_factor differ"),
+        ({"order_sha256": "0" * 64}, "not what the model asks for: order_sha256 differ"),
+        ({"neurons": {**own["neurons"], name: told[:-8]}}, "where its neurons go is damaged"),
+        ({"neurons": {**own["neurons"], name: "A" * len(told)}}, "neurons, order_sha256 differ; restore the plan"),
         ({"neurons": {name: 5}}, "should say for each module"),
     ):
         steps = [{**made["steps"][0], "plan": {**own, **edit}}, *made["steps"][1:]]

@@ -31,9 +31,10 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison_report import Comparison, Row
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics
-from compressor.steps.constants.planning import (
+from compressor.steps.constants.mone import (
     EVEN,
     UNEVEN,
+    InOrder,
     Substituting,
     divide,
     even_numbers,
@@ -41,8 +42,7 @@ from compressor.steps.constants.planning import (
     replacing,
     spare,
 )
-from compressor.steps.constants.planning import Variant as Substitutes
-from compressor.steps.constants.writing import InOrder
+from compressor.steps.constants.mone import Variant as Substitutes
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.job import idle_parameters, output_size

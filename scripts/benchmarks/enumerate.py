@@ -17,7 +17,7 @@ from compressor.model.experts import apply_expert, expert_parameters
 from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics
 from compressor.steps.prune.reconstruction import SmallerRouter
 from scripts.benchmarks.frame import options, qwen3_moe, random_model, timed
-from strategies.enumerate_subsets import Options, plan
+from strategies.enumerate_subsets import plan
 
 HIDDEN, TOKENS, VOCABULARY = 1024, 512, 1000
 
@@ -77,16 +77,9 @@ def main() -> None:
     print(f"{plain / cached:.0f} times as long as the search, {plain / (once + cached):.0f} times as long as both")
     if given.subsets_only:
         return
-    for experts, keep, normalised, beam in (
-        (64, 32, True, 1),
-        (64, 32, True, 2),
-        (128, 64, True, 1),
-        (64, 32, False, 1),
-        (128, 64, False, 1),
-    ):
+    for experts, keep, normalised in ((64, 32, True), (128, 64, True), (64, 32, False), (128, 64, False)):
         stats = synthetic(experts, 8, 128, normalised)
-        chosen = Options(beam=beam)
-        seconds, made = timed(lambda stats=stats, keep=keep, chosen=chosen: plan(stats, keep, options=chosen))
+        seconds, made = timed(lambda stats=stats, keep=keep: plan(stats, keep))
         router = "normalised" if normalised else "not normalised"
         print(f"{experts} experts to {keep}, top-8, {router}: {seconds:.1f} s, {dict(made.figures)}", flush=True)
 

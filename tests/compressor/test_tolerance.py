@@ -246,11 +246,10 @@ def shaken(stats: LayerStatistics, seed: int) -> LayerStatistics:
 
 
 BY_TEXT = [
-    ("router-guided", {}), ("hc-smoe", {"linkage": "average"}), ("hc-smoe", {"linkage": "complete"}),
-    ("hc-smoe", {"linkage": "single"}), ("data-centric", {"similarity": "mean-output", "merge": "uniform"}),
+    ("router-guided", {}), ("hc-smoe", {}), ("data-centric", {"similarity": "mean-output", "merge": "uniform"}),
     ("data-centric", {"similarity": "linear-cka", "merge": "uniform"}),
     ("data-centric", {"similarity": "rbf-cka", "merge": "uniform"}),
-    ("enumerate", {}), ("enumerate", {"search": "greedy"}), ("enumerate", {"search": "greedy", "beam": 3}),
+    ("enumerate", {}), ("enumerate", {"most_subsets": 0}),
     ("auto", {}), ("auto", {"candidates": "enumerate,gated-mass,reap,hc-smoe"}),
 ]  # fmt: skip
 

@@ -11,18 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.cluster.hierarchy import fcluster
-from scipy.cluster.hierarchy import linkage as scipy_linkage
+from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
-from sklearn.cluster import AgglomerativeClustering
 
-from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics, collect
 from strategies.data_centric import distances
-from strategies.hc_smoe import LINKAGES, Options, cluster, plan
+from strategies.hc_smoe import Options, cluster, plan
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, make_plan
 
@@ -52,19 +49,17 @@ def partition(labels: Any, experts: Any = None) -> list[tuple[int, ...]]:
     return sorted(tuple(group) for group in found.values())
 
 
-def by_scipy(means: Any, count: int, linkage: str, experts: Any = None) -> list[tuple[int, ...]]:
-    tree = scipy_linkage(pdist(np.asarray(means, dtype=np.float64)), method=linkage)
+def by_scipy(means: Any, count: int, experts: Any = None) -> list[tuple[int, ...]]:
+    tree = linkage(pdist(np.asarray(means, dtype=np.float64)), method="average")
     return partition(fcluster(tree, count, criterion="maxclust"), experts)
 
 
-@pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"])
-def test_a_whole_model_against_two_libraries(name: str, linkage: str, tmp_path: Path) -> None:
-    """Means of a plain forward's tokens, clustered within each routing group by scikit-learn and by SciPy."""
+def test_a_whole_model_against_scipy(name: str, tmp_path: Path) -> None:
+    """Means of a plain forward's tokens, clustered within each routing group."""
     stock, model = opened(name, tmp_path)
-    parts, options = batches(stock), {"linkage": linkage}
-    strategy = load_strategy("hc-smoe", options)
-    first, second = (make_plan(model, strategy, 4, options, calibration(parts), Silent()) for _ in range(2))
+    parts, strategy = batches(stock), load_strategy("hc-smoe")
+    first, second = (make_plan(model, strategy, 4, {}, calibration(parts), Silent()) for _ in range(2))
     assert by_hand(first).to_json() == by_hand(second).to_json()
     calls = plain_calls(stock, model.architecture, parts)
     for layer, made in zip(model.architecture.layers, first.layers, strict=True):
@@ -72,15 +67,12 @@ def test_a_whole_model_against_two_libraries(name: str, linkage: str, tmp_path: 
         module = stock.get_submodule(layer.name)
         means = np.stack([one_expert(module, e, hidden).double().mean(0).numpy() for e in range(8)])
         size = 8 // layer.routing_groups
-        sklearn_groups, scipy_groups = [], []
+        expected = []
         for begin in range(0, 8, size):
-            block, count = range(begin, begin + size), 4 // layer.routing_groups
-            table = np.linalg.norm(means[block][:, None] - means[block], axis=-1)
-            direct = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage=linkage).fit(table)
-            sklearn_groups += partition(direct.labels_, block)
-            scipy_groups += by_scipy(means[block], count, linkage, block)
-        assert members(made) == sklearn_groups == scipy_groups
-        assert made.decided_by == f"mean outputs, {linkage} linkage"
+            block = range(begin, begin + size)
+            expected += by_scipy(means[block], 4 // layer.routing_groups, block)
+        assert members(made) == expected
+        assert made.decided_by == "mean outputs, average linkage"
         for group in made.groups:
             visits = [int((index == member).sum()) for member in group.members]
             shares = [v / sum(visits) for v in visits] if sum(visits) else [1 / len(visits)] * len(visits)
@@ -88,14 +80,14 @@ def test_a_whole_model_against_two_libraries(name: str, linkage: str, tmp_path: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), linkage=st.sampled_from(LINKAGES))
-def test_clusters_equal_scipys(data: st.DataObject, linkage: str) -> None:
+@given(data=st.data())
+def test_clusters_equal_scipys(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 24))
     keep = data.draw(st.integers(1, count))
     points = np.random.default_rng(data.draw(st.integers(0, 10_000))).normal(size=(count, 3))
     outputs = torch.from_numpy(points)[:, None]
-    found = cluster(distances(outputs, "mean-output")[0], keep, linkage)
-    assert sorted(map(tuple, found)) == by_scipy(points, keep, linkage)
+    found = cluster(distances(outputs, "mean-output")[0], keep)
+    assert sorted(map(tuple, found)) == by_scipy(points, keep)
     assert [group[0] for group in found] == sorted(group[0] for group in found)
 
 
@@ -119,14 +111,6 @@ def test_a_merge_made_early_is_never_undone() -> None:
     assert plan(stats(PLACES), 8).is_drop
 
 
-def test_linkages_differ_by_hand() -> None:
-    """A chain of experts, each a little farther from the one before: single linkage follows it, complete cuts it."""
-    chain = [0.0, 10, 21, 33, 46, 60]
-    assert members(plan(stats(chain), 2, options=Options(linkage="single"))) == [(0, 1, 2, 3, 4), (5,)]
-    assert members(plan(stats(chain), 2, options=Options(linkage="complete"))) == [(0, 1, 2, 3), (4, 5)]
-    assert members(plan(stats(chain), 3, options=Options(linkage="average"))) == [(0, 1), (2, 3), (4, 5)]
-
-
 def test_only_means_matter_and_ties_are_broken_alike_every_time() -> None:
     same = torch.zeros(6, 4)
     for keep in range(2, 6):  # all equally near: the lowest become one
@@ -136,13 +120,12 @@ def test_only_means_matter_and_ties_are_broken_alike_every_time() -> None:
     assert members(plan(stats(PLACES, tokens=1), 4)) == members(plan(stats(PLACES, tokens=50), 4))
 
 
-@pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("groups", [{}, GROUPS])
-def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int], linkage: str) -> None:
+def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int]) -> None:
     silent = stats(PLACES, [0.0] * 8, tokens=0, **groups)
     for keep in (4, 6, 8):
         for protected in (frozenset[int](), frozenset({0, 5})):
-            made = plan(silent, keep, protected, Options(linkage=linkage))
+            made = plan(silent, keep, protected)
             assert len(made.groups) == keep and made.dropped == ()
             assert all((expert,) in members(made) for expert in protected)
             for group in made.groups:  # nobody was visited: a plain mean
@@ -191,34 +174,11 @@ def test_routing_groups_are_clustered_by_themselves() -> None:
     assert members(plan(stats(near, **GROUPS), 4, frozenset({0}))) == [(0,), (1, 2, 3), (4, 6), (5, 7)]
 
 
-@pytest.mark.parametrize(
-    ("keep", "protected", "groups", "message"),
-    [
-        (3, {1, 2, 5, 6}, {}, r"layers\.1\.experts: 4 protected experts do not fit into the 3 places when 3"),
-        (4, {4, 5, 6}, GROUPS, "3 protected experts do not fit into the 2 places of experts 4 to 7 when 4 are kept"),
-        (1, (), {}, "1 experts are fewer than the top-k of 2; keep at least 2"),
-    ],
-)
-def test_impossible_wishes_are_refused(keep: int, protected: Any, groups: dict[str, int], message: str) -> None:
-    with pytest.raises(CompressionError, match=message):
-        plan(stats(PLACES, **groups), keep, frozenset(protected))
-
-
-def test_options_are_checked_and_decide_the_needs() -> None:
-    assert option_fields("hc-smoe") == {
-        "merge": "frequency",
-        "merge_routers": True,
-        "linkage": "average",
-        "align": False,
-    }
+def test_options_decide_the_needs() -> None:
+    assert option_fields("hc-smoe") == {"merge": "frequency", "merge_routers": True, "align": False}
     assert load_strategy("hc-smoe").needs == {"expert_outputs", "routed_count"}
     assert load_strategy("hc-smoe", {"merge": "uniform"}).needs == {"expert_outputs"}
     assert {"weights", "inputs"} <= load_strategy("hc-smoe", {"merge": "learned"}).needs
-    assert load_strategy("hc-smoe").summary.startswith("HC-SMoE: cluster experts")
-    with pytest.raises(CompressionError, match="there is no linkage 'ward'; known are average, complete, single"):
-        load_strategy("hc-smoe", {"linkage": "ward"})
-    with pytest.raises(CompressionError, match="there is no merge 'sum'; known are"):
-        load_strategy("hc-smoe", {"merge": "sum"})
     uneven = plan(stats(PLACES, [1.0, 3, 1, 1, 1, 1, 1, 1]), 4, options=Options(merge_routers=False))
     assert uneven.groups[0].router_coefficients == (0, 1, 0, 0)
     assert uneven.groups[0].coefficients == pytest.approx((1 / 6, 1 / 2, 1 / 6, 1 / 6))

@@ -35,7 +35,7 @@ def stats(sums: Any, counts: Any, logits: Tensor, outputs: Tensor, **groups: Any
     return LayerStatistics(layer, len(logits), values)
 
 
-def naive_table(logits: list[list[float]], outputs: list[list[list[float]]], similarity: str) -> list[list[float]]:
+def naive_table(logits: list[list[float]], outputs: list[list[list[float]]]) -> list[list[float]]:
     """The likeness of every two experts by loops over tokens: logits [S][E], outputs [E][S][H]."""
     tokens, experts = len(logits), len(outputs)
 
@@ -59,7 +59,7 @@ def naive_table(logits: list[list[float]], outputs: list[list[list[float]]], sim
         for other in range(experts):
             router = 1 - apart[one][other] / farthest
             gated = (1 + sum(a * b for a, b in zip(means[one], means[other], strict=True))) / 2
-            row.append({"router": router, "outputs": gated, "both": (router + gated) / 2}[similarity])
+            row.append((router + gated) / 2)
         table.append(row)
     return table
 
@@ -113,7 +113,7 @@ def test_a_whole_model_against_loops(name: str, size: int, tmp_path: Path) -> No
         for expert in range(8):
             gated = [float(weights[t, k] * outputs[expert][t].norm()) for t, k in (index == expert).nonzero().tolist()]
             saliency.append(sum(gated) / len(gated) if gated else 0.0)
-        table = naive_table(logits.double().tolist(), torch.stack(outputs).double().tolist(), "both")
+        table = naive_table(logits.double().tolist(), torch.stack(outputs).double().tolist())
         groups, width = {}, 8 // layer.routing_groups
         for begin in range(0, 8, width):
             inside = [row[begin : begin + width] for row in table[begin : begin + width]]
@@ -129,7 +129,6 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     experts, tokens = data.draw(st.integers(3, 9)), data.draw(st.integers(1, 5))
     keep = data.draw(st.integers(1, experts))
     protected = data.draw(st.sets(st.integers(0, experts - 1), max_size=keep))
-    similarity = data.draw(st.sampled_from(["both", "outputs", "router"]))
     room = keep - len(protected)
     least = math.ceil((experts - keep) / room) + 1 if room else 2
     size = data.draw(st.sampled_from([0, max(2, least), max(2, least) + 1, 16]))
@@ -139,8 +138,8 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     logits, outputs = random.normal(size=(tokens, experts)), random.normal(size=(experts, tokens, 3))
     saliency = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
     found = stats(sums, counts, torch.from_numpy(logits), torch.from_numpy(outputs))
-    made = ream.plan(found, keep, frozenset(protected), Options(size, similarity))
-    table = naive_table(logits.tolist(), outputs.tolist(), similarity)
+    made = ream.plan(found, keep, frozenset(protected), Options(size))
+    table = naive_table(logits.tolist(), outputs.tolist())
     groups = naive_groups(saliency, table, keep, protected, size)
     check(made, groups, saliency)
     kept = reap.plan(found, keep, frozenset(protected))
@@ -186,16 +185,12 @@ def test_a_layer_without_tokens_is_planned_by_its_lowest_experts() -> None:
 
 
 def test_the_contract_options_and_refusals() -> None:
-    for settings_of in ({"group_size": 0, "similarity": "router"}, {"align": False, "merge_routers": True}):
+    for settings_of in ({"group_size": 0}, {"align": False, "merge_routers": True}):
         check_strategy(ream, settings_of)
-    assert option_fields("ream") == {"group_size": 16, "similarity": "both", "align": True, "merge_routers": False}
-    assert load_strategy("ream", {"similarity": "router"}).needs == {"gated_norm_sum", "routed_count", "router_logits"}
-    assert "expert_outputs" in load_strategy("ream").needs
+    assert option_fields("ream") == {"group_size": 16, "align": True, "merge_routers": False}
     with pytest.raises(CompressionError, match="2 groups of at most 2 have no room for 6 experts; raise group_size"):
         ream.plan(stats(SUMS, COUNTS, LOGITS, OUTPUTS), 2, options=Options(2))
     with pytest.raises(CompressionError, match="group_size is 1; it must be 2 or more, or 0"):
         load_strategy("ream", {"group_size": 1})
-    with pytest.raises(CompressionError, match="there is no similarity 'weights'; known are both, outputs, router"):
-        load_strategy("ream", {"similarity": "weights"})
     with pytest.raises(CompressionError, match="the outputs of expert 1 are not finite"):
         ream.plan(stats([1, float("nan"), 3], [1, 1, 1], LOGITS[:, :3], OUTPUTS[:3]), 2)

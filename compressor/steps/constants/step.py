@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field
 
 from compressor.recipe.step import Needs, Step
-from compressor.steps.prune.step import check_protect
+from compressor.steps.prune.step import Protect
 
 if TYPE_CHECKING:
     from compressor.model.opened import OpenModel
@@ -34,38 +34,31 @@ class Constants(Step):
     budget: Literal["even", "uneven"] | None = Field(
         None, description="even (as many in every layer) or uneven (fewer where the model loses least)."
     )
-    protect: str | tuple[dict[str, JsonValue], ...] | None = Field(
+    protect: Protect = Field(
         None, description="Experts that are not replaced: auto, graph:N or a JSON list, as for `prune`."
     )
 
-    _check = field_validator("protect")(check_protect)
-
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
-        """With the protected experts that a file lists."""
         from compressor.steps.prune.protecting import with_list
 
         return self.model_copy(update={"protect": with_list(self.protect)})
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
-        """Calibration text; held-out text for an uneven budget."""
-        from compressor.steps.constants.planning import needs_of
+        from compressor.steps.constants.mone import needs_of
 
         return needs_of(self, model, steps)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
-        """Which experts are replaced in each layer."""
-        from compressor.steps.constants.planning import plan_stage
+        from compressor.steps.constants.mone import plan_stage
 
         return plan_stage(self, state)
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
-        """What a correction beside it makes of constants and experts that stay."""
-        from compressor.steps.constants.writing import refit_constants
+        from compressor.steps.constants.mone import refit_constants
 
         return refit_constants(state)
 
     def job(self, state: "State") -> "OutputJob":
-        """What stays is copied as it is stored, and constants are added."""
-        from compressor.steps.constants.writing import constants_job
+        from compressor.steps.constants.mone import constants_job
 
         return constants_job(state)

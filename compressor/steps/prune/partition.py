@@ -56,30 +56,18 @@ def group_experts(
     alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
     noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
     """
-    if distances.ndim != 2 or distances.shape[0] != distances.shape[1] or not distances.numel():
-        raise CompressionError(f"distances must be a square matrix [E, E], not {list(distances.shape)}")
-    table = distances.detach().to("cpu", torch.float64)
-    for fault, wrong in (("not finite", ~table.isfinite()), ("negative", table < 0)):
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            raise CompressionError(f"distance of experts {row} and {column} is {fault}: {table[row, column]:g}")
-    if not table.sum().isfinite():
-        raise CompressionError(f"distances up to {table.max():g} overflow when added: scale them down")
-    gap = (table - table.T).abs()
-    if gap.max() > 1e-6 * table.max():
-        row, column = divmod(int(gap.argmax()), table.shape[0])
-        raise CompressionError(f"distances are not symmetric: by {gap.max():g} for experts {row} and {column}")
+    experts, table = len(distances), distances.detach().to("cpu", torch.float64)
+    if table.shape != (experts, experts) or not experts:
+        raise CompressionError(f"distances must be a square matrix [E, E], not {list(table.shape)}")
+    if not table.sum().isfinite() or (table < 0).any() or (table - table.T).abs().max() > 1e-6 * table.max():
+        raise CompressionError("distances must be symmetric, finite, also in sum, and none below 0")
     table = (table / 2 + table.T / 2).fill_diagonal_(0)
-    experts = table.shape[0]
-    if not 1 <= count <= experts:
-        raise CompressionError(f"cannot split {experts} experts into {count} groups: ask for 1 to {experts}")
     partition = [sorted(block) for block in ([range(experts)] if blocks is None else blocks)]
-    if sorted(chain.from_iterable(partition)) != list(range(experts)) or not all(partition):
-        raise CompressionError(f"routing blocks must hold each of the {experts} experts exactly once")
-    if count % len(partition):
-        raise CompressionError(f"{count} groups cannot be shared evenly by {len(partition)} routing blocks")
-    if strangers := sorted(set(alone) - set(range(experts))):
-        raise CompressionError(f"protected experts {strangers} do not exist: the layer has {experts}")
+    if sorted(chain.from_iterable(partition)) != list(range(experts)) or count % len(partition):
+        raise CompressionError(
+            f"{count} groups cannot be shared evenly by {len(partition)} routing blocks that hold each of {experts} "
+            "experts once"
+        )
     generator = torch.Generator().manual_seed(seed)
     judged = rounded(table, noise)
     parts = [_group_block(judged, block, count // len(partition), alone, generator) for block in partition]

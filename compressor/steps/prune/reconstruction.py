@@ -37,47 +37,43 @@ class SmallerRouter:
     def __init__(self, stats: LayerStatistics) -> None:
         layer, weights = stats.layer, stats.weights
         self.layer, self.tokens, self._build = layer, len(stats.inputs), weights.smaller_router
-        self.device = stats.inputs.device
-        self._built: dict[int, Any] = {}
+        self.device, self._built = stats.inputs.device, dict[int, Any]()
         sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
-        own = {f"{layer.router}.{key}": (key, value.detach()) for key, value in weights.router.state_dict().items()}
-        self._sized = {name: (sized[key], value.float()) for key, (name, value) in own.items() if key in sized}
-        self._equal = any(
-            bool(equal_before(value, tensor.dim, layer.experts).any()) for tensor, value in self._sized.values()
-        )
-        self._tables = {name: value for key, (name, value) in own.items() if key in layer.tables}
-        buffers = dict(weights.router.named_buffers())
-        self._whole = {name: value for name, value in buffers.items() if f"{layer.router}.{name}" not in own}
-        moved = self._sized.keys() | self._tables.keys()
-        self._whole |= {name: _float(value) for name, value in own.values() if name not in moved}
+        self._sized, self._tables = dict[str, tuple[ExpertTensor, torch.Tensor]](), dict[str, torch.Tensor]()
+        self._whole = dict[str, torch.Tensor]()
+        persistent = weights.router.state_dict()
+        for name, value in (dict(weights.router.named_buffers()) | persistent).items():
+            key = f"{layer.router}.{name}"
+            if name in persistent and key in sized:
+                self._sized[name] = (sized[key], value.float())
+            elif name in persistent and key in layer.tables:
+                self._tables[name] = value
+            else:
+                self._whole[name] = _float(value) if name in persistent else value
+        self._equal = any(bool(equal_before(value, t.dim, layer.experts).any()) for t, value in self._sized.values())
         # tensors that the block holds and hands to its router, such as a bias: known by their place in memory
         held = {f"{layer.block}.{key}": value for key, value in weights.block.state_dict(keep_vars=True).items()}
-        outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in own}
+        inside = {f"{layer.router}.{name}" for name in persistent}
+        outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in inside}
         positional, by_keyword = stats.router_arguments
-        self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {
-            name: (
-                _float(value),
-                stats.router_arguments.dims[name],
-                outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None,
-            )
-            for name, value in (*enumerate(positional), *by_keyword.items())
-        }
+        dims = stats.router_arguments.dims
+        self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {}
+        for place, value in (*enumerate(positional), *by_keyword.items()):
+            tensor = outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+            self._arguments[place] = (_float(value), dims[place], tensor)
 
     def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
-        slots = dict(zip(experts, range(len(experts)), strict=True))
-        picked: dict[int, torch.Tensor] = {}
 
         def pick(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
-            if tensor.extra not in picked:
-                beyond = range(self.layer.experts, self.layer.experts + tensor.extra)
-                picked[tensor.extra] = torch.tensor([*experts, *beyond], device=value.device)
-            return value.index_select(tensor.dim, picked[tensor.extra])
+            beyond = range(self.layer.experts, self.layer.experts + tensor.extra)
+            return value.index_select(tensor.dim, torch.tensor([*experts, *beyond], device=value.device))
 
+        slots = {expert: slot for slot, expert in enumerate(experts)}
         return self._run(len(experts), pick, slots, rows)
 
     def planned(
-        self, plan: LayerPlan, shares: Sequence[torch.Tensor] | None = None, rows: torch.Tensor | None = None
+        self, plan: LayerPlan, shares: Sequence[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
         if shares is None:
@@ -92,7 +88,7 @@ class SmallerRouter:
             mixed += [value.select(tensor.dim, self.layer.experts + place) for place in range(tensor.extra)]
             return torch.stack(mixed, tensor.dim)
 
-        return self._run(len(plan.groups), mix, plan.slots(), rows)
+        return self._run(len(plan.groups), mix, plan.slots(), None)
 
     def _run(
         self, count: int, select: _Select, slots: Mapping[int, int], rows: torch.Tensor | None

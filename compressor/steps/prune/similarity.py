@@ -25,14 +25,8 @@ Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that 
 
 def linear_cka(outputs: Tensor) -> Tensor:
     """CKA with K = X X^T: [E, T, D] -> [E, E] in [0, 1]."""
-    experts, tokens, _ = _checked_shape(outputs)
-    spread = [_centre_and_scale(output) for output in outputs]
-
-    def tile(expert: int, rows: slice, columns: slice) -> Tensor:
-        left, right = (_centred(outputs[expert, part], spread[expert]) for part in (rows, columns))
-        return left @ right.T
-
-    return _normalised(_gram_products(tile, experts, tokens))
+    centred = _centred(outputs)
+    return _cka(lambda expert, rows, columns: centred(expert, rows) @ centred(expert, columns).T, *outputs.shape[:2])
 
 
 def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
@@ -40,13 +34,13 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
     If more than half of the pairs coincide, m is 0 and K is its limit: 1 where d = 0, else 0.
     """
-    experts, tokens, _ = _checked_shape(outputs)
     if not 0 < sigma < float("inf"):
         raise CompressionError(f"sigma is a share of the median distance: it must be above 0, not {sigma}")
-    spread = [_centre_and_scale(output) for output in outputs]
+    centred, (experts, tokens, _) = _centred(outputs), outputs.shape
+    floors, bandwidths, means = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def squared_distances(expert: int, rows: slice, columns: slice) -> Tensor:
-        left, right = (_centred(outputs[expert, part], spread[expert]) for part in (rows, columns))
+        left, right = centred(expert, rows), centred(expert, columns)
         norms = left.square().sum(dim=1)[:, None] + right.square().sum(dim=1)
         return norms.addmm_(left, right.T, alpha=-2).clamp_(min=0)
 
@@ -54,29 +48,24 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
         same = squared <= floors[expert]
         return (squared / -bandwidths[expert].clamp(min=1e-300)).exp_().masked_fill_(same, 1)
 
-    floors: list[Tensor] = []
-    bandwidths: list[Tensor] = []
-    means: list[Tensor] = []
-    every = slice(0, tokens)
-    for expert in range(experts):
-        squared = squared_distances(expert, every, every).fill_diagonal_(0)
-        floors.append(SAME * squared.max())
-        bandwidths.append(2 * sigma**2 * _median_of_pairs(squared.masked_fill_(squared <= floors[-1], 0)))
-        means.append(kernel(squared, expert).mean(dim=1))
-
     def tile(expert: int, rows: slice, columns: slice) -> Tensor:
         part, mean = kernel(squared_distances(expert, rows, columns), expert), means[expert]
         return part - mean[rows, None] - mean[columns] + mean.mean()
 
-    return _normalised(_gram_products(tile, experts, tokens))
+    middle = (tokens * (tokens - 1) // 2 + 1) // 2  # of the pairs: the lower median; a single token has none
+    for expert in range(experts):
+        squared = squared_distances(expert, slice(tokens), slice(tokens)).fill_diagonal_(0)
+        floors.append(SAME * squared.max())
+        squared.masked_fill_(squared <= floors[-1], 0)
+        median = squared.flatten().kthvalue(tokens + 2 * middle).values  # the diagonal comes first, then pairs twice
+        bandwidths.append(2 * sigma**2 * median)
+        means.append(kernel(squared, expert).mean(dim=1))
+    return _cka(tile, experts, tokens)
 
 
 def pairwise_distances(features: Tensor) -> Tensor:
     """Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64."""
-    if features.ndim != 2 or not features.shape[0]:
-        raise CompressionError(f"features must be [experts, values], not {list(features.shape)}")
-    if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
-        raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
+    _refuse_not_finite("features", features)
     wide = features.double()
     return torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist")
 
@@ -101,8 +90,7 @@ def fast_squared_distances(features: Tensor) -> Tensor:
             )
         squared += distances
     if not squared.isfinite().all():
-        if wrong := (~features.isfinite().all(dim=1)).nonzero().flatten().tolist():
-            raise CompressionError(f"features of expert {wrong[0]} hold a value that is not finite")
+        _refuse_not_finite("features", features)
         raise CompressionError("features are too large for float32 distances")
     return squared
 
@@ -117,7 +105,7 @@ def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Euclidean distance of the experts' outputs averaged over tokens, and its `noise`: [E, T, D] -> two [E, E]."""
-    _checked_shape(outputs)
+    _refuse_not_finite("outputs", outputs)
     means = torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs])
     return pairwise_distances(means), noise(means.norm(dim=1))
 
@@ -133,60 +121,44 @@ def closeness(distances: Tensor) -> Tensor:
     return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
 
 
-def _checked_shape(outputs: Tensor) -> tuple[int, int, int]:
-    """E, T and D of finite, non-empty outputs [E, T, D]; refuses others."""
-    if outputs.ndim != 3 or not outputs.numel():
-        raise CompressionError(f"outputs must be [experts, tokens, width], none zero, not {list(outputs.shape)}")
-    if wrong := (~outputs.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist():
-        raise CompressionError(f"outputs of expert {wrong[0]} hold a value that is not finite")
-    experts, tokens, width = outputs.shape
-    return experts, tokens, width
+def _refuse_not_finite(what: str, values: Tensor) -> None:
+    if wrong := (~values.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist():
+        raise CompressionError(f"{what} of expert {wrong[0]} hold a value that is not finite")
 
 
-def _centre_and_scale(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First token [D], mean offset from it [D], and Frobenius norm of the centred output (1 if it is 0)."""
-    # Offsets from the first token are exactly 0 when the output never varies; a plain mean would round.
-    first = output[0].double()
-    offset = (output.double() - first).mean(dim=0)
-    centred = output.double() - first - offset
-    peak = centred.abs().max()
-    norm = peak * (centred / peak.where(peak > 0, 1)).norm()
-    return first, offset, norm.where(norm > 0, 1)
+def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
+    """What reads tokens of an expert's output less their mean, over its Frobenius norm, as CKA ignores scale."""
+    _refuse_not_finite("outputs", outputs)
+    spread = list[tuple[Tensor, Tensor, Tensor]]()
+    for output in outputs:
+        # Offsets from the first token are exactly 0 when the output never varies; a plain mean would round.
+        first = output[0].double()
+        offset = (output.double() - first).mean(dim=0)
+        centred = output.double() - first - offset
+        peak = centred.abs().max()
+        norm = peak * (centred / peak.where(peak > 0, 1)).norm()
+        spread.append((first, offset, norm.where(norm > 0, 1)))
+
+    def read(expert: int, rows: slice) -> Tensor:
+        first, offset, norm = spread[expert]
+        return (outputs[expert, rows].double() - first - offset) / norm
+
+    return read
 
 
-def _centred(output: Tensor, spread: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Rows of an output less its token mean, over its norm (CKA ignores scale): [T, D] -> [T, D]."""
-    first, offset, norm = spread
-    return (output.double() - first - offset) / norm
-
-
-def _median_of_pairs(squared: Tensor) -> Tensor:
-    """Lower median over unordered pairs of tokens, 0 for a single one: [T, T], zero diagonal -> scalar."""
-    tokens = squared.shape[0]
-    middle = (tokens * (tokens - 1) // 2 + 1) // 2
-    return squared.flatten().kthvalue(tokens + 2 * middle).values  # the diagonal comes first, then pairs twice
-
-
-def _gram_products(tile: Tile, experts: int, tokens: int) -> Tensor:
-    """All <K_i, K_j> from tiles of every expert's Gram matrix, each computed once: -> [E, E]."""
-    parts = _slices(tokens, max(1, isqrt(BUDGET // experts)))
-    products: Tensor | None = None
+def _cka(tile: Tile, experts: int, tokens: int) -> Tensor:
+    """CKA from tiles of every expert's Gram matrix, each made once: 0 beside a constant expert, 1 on the diagonal."""
+    parts, products = _slices(tokens, max(1, isqrt(BUDGET // experts))), torch.zeros(())
     for index, rows in enumerate(parts):
         for columns in parts[index:]:
             tiles = torch.stack([tile(expert, rows, columns).flatten() for expert in range(experts)])
             product = tiles @ tiles.T * (1 if rows == columns else 2)  # the mirrored tile has the same products
-            products = product if products is None else products + product
-    assert products is not None
-    return products
-
-
-def _slices(total: int, width: int) -> list[slice]:
-    return [slice(start, min(start + width, total)) for start in range(0, total, width)]
-
-
-def _normalised(products: Tensor) -> Tensor:
-    """P / sqrt(diag P diag P^T), 0 beside a constant expert, 1 on the diagonal: [E, E] -> [E, E]."""
+            products = product + products.to(product)
     norms = products.diagonal().sqrt()
     scale = norms[:, None] * norms
     similarity = torch.where(scale > 0, products / scale.where(scale > 0, 1), 0)
     return ((similarity + similarity.T) / 2).clamp_(0, 1).fill_diagonal_(1)
+
+
+def _slices(total: int, width: int) -> list[slice]:
+    return [slice(start, min(start + width, total)) for start in range(0, total, width)]

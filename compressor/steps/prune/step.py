@@ -1,9 +1,9 @@
 """The step `prune`: a strategy decides which experts stay, merge or go."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue
 
 from compressor import entry_points
 from compressor.errors import CompressionError
@@ -35,10 +35,12 @@ def protector_of(protect: Any) -> Protector | None:
     return lambda planner: find(planner, int(count))
 
 
-def check_protect(protect: Any) -> Any:
-    """The same, unless a protector of that name takes another number."""
+def _check_protect(protect: Any) -> Any:
     protector_of(protect)
     return protect
+
+
+Protect = Annotated[str | tuple[dict[str, JsonValue], ...] | None, AfterValidator(_check_protect)]
 
 
 class Prune(Step):
@@ -57,7 +59,7 @@ class Prune(Step):
     )
     ratio: float | None = Field(None, description="Share of the experts to remove; no more than this goes.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the strategy.")
-    protect: str | tuple[dict[str, JsonValue], ...] | None = Field(
+    protect: Protect = Field(
         None,
         description="Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest "
         "centrality in the routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
@@ -72,34 +74,27 @@ class Prune(Step):
         "keep where the layout is known).",
     )
 
-    _check = field_validator("protect")(check_protect)
-
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
-        """With the protected experts that a file lists."""
         from compressor.steps.prune.protecting import with_list
 
         return self.model_copy(update={"protect": with_list(self.protect)})
 
     def view(self, model: "OpenModel") -> "OpenModel":
-        """The model whose smaller versions write `top_k`."""
         from compressor.steps.split.opening import with_top_k
 
         return with_top_k(model, self.top_k)
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
-        """What the strategy reads, unless it has decided already."""
         from compressor.steps.prune.planning import needs_of
 
         return needs_of(self, model, steps, planned)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
-        """What becomes of every expert."""
         from compressor.steps.prune.planning import plan_stage
 
         return plan_stage(self, state)[0]
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
-        """How many experts stay untouched."""
         from compressor.recipe.document import protected_blocks_of
 
         return protected_blocks_of((entry.get("plan") or {}).get("protected") or {})

@@ -1,16 +1,18 @@
 """A model seen as it is to be compressed: its experts split, neurons in order, and with the top-k that is written.
 
-A plan says into how many parts experts are split, how neurons were partitioned, and for every neuron its part: the
-parts of a layer's neurons [E, I] stand as ceil(log2 S) bits each, row by row, in base64.
+E experts, I neurons of each, H hidden, S parts, n tokens that were sent to an expert. An order [I] is S runs of equal
+length. The first run holds what matters most, so that pruning experts afterwards takes the last ones. Within a run
+neurons stand as they did, so that a plan need only say the part of each: those of a layer [E, I] stand in it as
+ceil(log2 S) bits each, row by row, in base64.
 """
 
 import base64
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,16 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import build_meta
+from compressor.memory import give_back
+from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.opened import OpenModel, resolve_count, served_model
 from compressor.model.serving import broken
+from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, CompressionPlan, check_source, check_split
 from compressor.recipe.step import Step
 from compressor.steps.configuration import fields_set
-from compressor.steps.split.neurons import measured, order_of, order_of_parts, parts_of
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.step import Split
 from compressor.steps.split.stored import stored_parts
@@ -35,9 +39,163 @@ from compressor.steps.split.tensors import SplitModel
 
 PARTS = 2  # where the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
+PLAIN = "plain because"  # why parts are not cut from quantised tensors, among what is found of a model
 REMEDY = "restore the plan or make it anew"
+SAMPLE = 256  # tokens of each expert whose activations are kept
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Neurons:
+    """A layer's neurons: energies [E, I] float64, and for each expert what its neurons did [I, n], float32."""
+
+    layer: MoeLayer
+    energy: Tensor
+    activity: tuple[Tensor, ...] = ()
+
+
+@torch.no_grad()
+def energy_of_weights(experts: Any) -> Tensor:
+    """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the other two."""
+    energy = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
+    for expert in range(len(energy)):
+        own = projections(experts, expert)
+        product = own.up.double().norm(dim=1) * own.down.double().norm(dim=0)
+        energy[expert] = (product if own.gate is None else product * own.gate.double().norm(dim=1)).cpu()
+    return energy
+
+
+class Meter:
+    """Sums what the neurons of one loaded layer do while batches pass it; `sample` keeps their activity as well.
+
+    The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
+    enters the down projection, so it is the squared norm of what the neuron adds to the output.
+    """
+
+    def __init__(self, model: Any, layer: MoeLayer, sample: bool) -> None:
+        self.layer, self.sample = layer, sample
+        self.experts = experts = model.get_submodule(layer.name)
+        self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=experts.down_proj.device)
+        self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
+        self.watch = Watch(model, layer, on_experts=self._called).attach()
+
+    @torch.no_grad()
+    def _called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        for expert, rows, slots in routed(weights, index):
+            inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
+            gated = inner.double() * weights[rows, slots, None].double()
+            self.sums[expert] += gated.square().sum(0)
+            kept = self.kept[expert]
+            if self.sample and (missing := SAMPLE - sum(map(len, kept))) > 0:
+                kept.append(gated[:missing].float().cpu())
+
+    @torch.no_grad()
+    def finish(self) -> Neurons:
+        """The measures of the layer; an expert that no token reached has those of its weights."""
+        self.watch.detach()
+        energy, activity = self.sums.cpu(), list[Tensor]()
+        for expert, kept in enumerate(self.kept):
+            lengths = projections(self.experts, expert).down.double().norm(dim=0).cpu()
+            energy[expert] *= lengths.square()
+            sampled = torch.cat(kept) if kept else torch.zeros(0, len(lengths))
+            activity.append((sampled * lengths.float()).T)
+        reached = energy.sum(1, keepdim=True) > 0
+        energy = torch.where(reached, energy, energy_of_weights(self.experts))
+        return Neurons(self.layer, energy, tuple(activity) if self.sample else ())
+
+
+class _Metering(LayerVisitor):
+    def __init__(self, sample: bool) -> None:
+        self.sample, self.meters = sample, list[Meter]()
+
+    def loaded(self, unit: str) -> None:
+        self.meters = [Meter(self.at.model, layer, self.sample) for layer in self.at.moe_layers]
+
+
+def measured(
+    model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, sample: bool, seed: int = 0
+) -> Iterator[Neurons]:
+    """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
+    if batches is None:
+        layers = model.architecture.layers
+        progress.start("measure neurons", len(layers))
+        for layer in layers:
+            model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
+            yield Neurons(layer, energy_of_weights(model.partial.model.get_submodule(layer.name)))
+            model.partial.release(layer.block)
+            give_back()
+            progress.advance(layer.name)
+        return
+    metering = _Metering(sample)
+    with closing(Pass(model, batches, progress, "measure neurons", seed).layers(metering)) as passed:
+        for _ in passed:
+            yield from (meter.finish() for meter in metering.meters)
+            metering.meters = []  # before their layer's memory is given back
+
+
+def by_energy(energy: Tensor) -> Tensor:
+    """Neurons by falling energy, the lower number first of equals: [..., I] -> [..., I]."""
+    return energy.argsort(dim=-1, descending=True, stable=True)
+
+
+def by_clusters(energy: Tensor, activity: Tensor, parts: int, seed: int = 0) -> Tensor:
+    """Neurons that do alike on the same tokens beside each other, [I]: `parts` clusters of equal size.
+
+    `activity` [I, n] is what each neuron adds to its tokens, up to direction; of it the size on each token, normed to
+    length 1, is clustered by k-means. A neuron goes to the nearest centre that has room, those first that would lose
+    most by another one. Clusters and the neurons in them stand by falling energy. Without tokens it is `by_energy`.
+    """
+    from sklearn.cluster import KMeans
+
+    points = activity.abs() / activity.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    if activity.shape[1] == 0 or len(points.unique(dim=0)) < parts:
+        return by_energy(energy)
+    fitted = KMeans(parts, n_init=3, random_state=seed).fit(points.double().numpy())
+    labels = balanced(torch.from_numpy(np.asarray(fitted.transform(points.double().numpy()))))
+    order = by_energy(energy)
+    weight = torch.zeros(parts, dtype=energy.dtype).index_add_(0, labels, energy)
+    return torch.cat([order[labels[order] == cluster] for cluster in by_energy(weight)])
+
+
+def balanced(distances: Tensor) -> Tensor:
+    """Clusters [I] of equal size from distances [I, S]: the nearest that has room, by falling loss of the next one."""
+    count, parts = distances.shape
+    best = distances.sort(dim=1).values
+    room, labels = [count // parts] * parts, torch.empty(count, dtype=torch.long)
+    for neuron in by_energy(best[:, 1] - best[:, 0]).tolist():
+        for cluster in distances[neuron].argsort(stable=True).tolist():
+            if room[cluster]:
+                room[cluster] -= 1
+                labels[neuron] = cluster
+                break
+    return labels
+
+
+def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0, block: int = 1) -> Tensor:
+    """The order of a layer's neurons, [E, I] int32; `block` neighbours stay together, and count as one."""
+    if block > 1:  # blocks as neurons: the sum of their energies, and the norm of what they do on each token
+        activity = tuple(each.unflatten(0, (-1, block)).norm(dim=1) for each in neurons.activity)
+        summed = replace(neurons, energy=neurons.energy.unflatten(1, (-1, block)).sum(-1), activity=activity)
+        blocks = order_of(summed, parts, way, seed)
+        return (block * blocks[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
+    if way == ENERGY:
+        order = by_energy(neurons.energy)
+    else:
+        pairs = zip(neurons.energy, neurons.activity, strict=True)
+        order = torch.stack([by_clusters(energy, activity, parts, seed) for energy, activity in pairs])
+    return order_of_parts(parts_of(order, parts))
+
+
+def parts_of(order: Tensor, parts: int) -> Tensor:
+    """The part that each neuron goes to, from an order cut into equal runs: [E, I] -> [E, I] int32."""
+    run = torch.arange(order.shape[1]) // (order.shape[1] // parts)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
+
+
+def order_of_parts(dealt: Tensor) -> Tensor:
+    """The order that deals neurons out so, those of a part ascending: [E, I] -> [E, I] int32."""
+    return dealt.argsort(dim=1, stable=True).int()
 
 
 def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenModel:
@@ -67,8 +225,10 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
         partial=SplitModel(model.partial, model.architecture.layers, architecture.config, shape.factors),
     )
     if model.layout.quantized:
-        with suppress(CompressionError):  # `cut_as_stored` gives the reason once it matters
+        try:
             split = replace(split, stored_parts=stored_parts(model, shape.factors))
+        except CompressionError as error:
+            split.found[PLAIN] = str(error)
     return with_top_k(split, top_k)
 
 
@@ -136,9 +296,9 @@ def dealt(
     whole, parts = model.whole, model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
     way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
+    batches = None if text is None else [text.batches[number] for number in text.fit]
 
     def orders() -> Mapping[str, Tensor]:
-        batches = None if text is None else [text.batches[number] for number in text.fit]
         neurons = measured(whole, batches, progress, way == CLUSTERS, seed)
         return {each.layer.name: order_of(each, parts, way, seed, block) for each in neurons}
 
@@ -151,13 +311,7 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     """The split model; where its parts cannot be cut from a quantised checkpoint as it is, a warning says why."""
     if not model.layout.quantized or (model.stored_parts and not changed):
         return model
-    reason = "what changes experts needs one"
-    if not changed:
-        assert isinstance(model.partial, SplitModel) and model.whole is not None
-        try:
-            stored_parts(model.whole, model.partial.factors)
-        except CompressionError as error:
-            reason = str(error)
+    reason = "what changes experts needs one" if changed else model.found[PLAIN]
     logger.warning("%s is stored quantised; its parts are written in a plain dtype: %s", model.source.label, reason)
     return replace(model, stored_parts=None)
 
@@ -168,6 +322,7 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     factors, stored = model.partial.factors, model.stored_parts
     if stored:
         stored.check(orders)
+    listed = (name.encode() + b"\0" + order.int().contiguous().numpy().tobytes() for name, order in orders.items())
     entry = {
         "parts": factors.parts,
         "experts": model.whole.architecture.experts,
@@ -175,7 +330,7 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
         "output_factor": factors.output,
         "selection_factor": factors.selection,
         **facts,
-        "order_sha256": digest_of(orders),
+        "order_sha256": hashlib.sha256(b"".join(listed)).hexdigest(),
         "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
     }
     return replace(model, partial=model.partial.ordered(orders), split=entry)
@@ -193,26 +348,21 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     """The model split as a plan's entry says, and with this top-k; raises as `as_planned` does."""
     stored = model.whole or model
     if split is None:
-        return seen_as(stored, 1, top_k)
+        return with_top_k(stored, top_k)
     check_split(split)
-    parts, width = int(split["parts"]), widths(build_meta(stored.config))
-    seen, orders = seen_as(stored, parts, top_k), dict[str, Tensor]()
+    parts, width, orders = int(split["parts"]), widths(build_meta(stored.config)), dict[str, Tensor]()
+    seen = seen_as(stored, parts, top_k)
     for layer in stored.architecture.layers:
         text = split["neurons"].get(layer.name)
         orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width[layer.name], parts, layer.name))
-    if digest_of(orders) != split.get("order_sha256"):
-        raise CompressionError("the plan's split deals neurons out otherwise than its order_sha256 says; restore it")
     if "block" not in split:
         seen = replace(seen, stored_parts=None)
     planned = in_order(seen, orders, {name: split[name] for name in ("by", "calibration") if name in split})
-    assert planned.split is not None
-    for name in ("experts", "output_factor", "selection_factor", "block"):
-        if planned.split.get(name) != split.get(name):
-            raise CompressionError(
-                f"the plan's split says {name} {split.get(name)}, the model asks for {planned.split.get(name)}; "
-                "restore it"
-            )
-    return replace(planned, split=split)
+    own = dict(planned.split or {})
+    if odd := [name for name in own.keys() | split.keys() if own.get(name) != split.get(name)]:
+        differs = ", ".join(sorted(odd))
+        raise CompressionError(f"the plan's split is not what the model asks for: {differs} differ; {REMEDY}")
+    return planned
 
 
 def packed(parts_of_neurons: Tensor, parts: int) -> str:
@@ -222,25 +372,11 @@ def packed(parts_of_neurons: Tensor, parts: int) -> str:
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
-    """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not deal them out evenly."""
+    """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
+    count, bits = experts * width, (parts - 1).bit_length()
     try:
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+        flags = np.unpackbits(data)[: count * bits].reshape(count, bits).astype(np.int32)
     except (TypeError, ValueError) as error:
-        raise CompressionError(f"{where}: what says where its neurons go is not base64; {REMEDY}") from error
-    count, bits = experts * width, (parts - 1).bit_length()
-    if len(data) != (needed := -(-count * bits // 8)):
-        raise CompressionError(f"{where}: {len(data)} bytes say where its neurons go, it takes {needed}; {REMEDY}")
-    flags = np.unpackbits(data)[: count * bits].reshape(count, bits).astype(np.int32)
-    dealt = torch.from_numpy((flags << np.arange(bits, dtype=np.int32)).sum(1)).int().view(experts, width)
-    even = torch.stack([(dealt == part).sum(1) for part in range(parts)])
-    if bool((even != width // parts).any()):
-        raise CompressionError(f"{where}: its neurons are not dealt out to {parts} parts of equal size; {REMEDY}")
-    return dealt
-
-
-def digest_of(orders: Mapping[str, Tensor]) -> str:
-    """SHA-256 of every layer's name and order."""
-    digest = hashlib.sha256()
-    for name, order in orders.items():
-        digest.update(name.encode() + b"\0" + order.int().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+        raise CompressionError(f"{where}: what says where its neurons go is damaged; {REMEDY}") from error
+    return torch.from_numpy((flags << np.arange(bits, dtype=np.int32)).sum(1)).int().view(experts, width)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -95,7 +96,7 @@ def _each(value: Any, change: Callable[[int], int]) -> Any:
 def _candidates(config: Any, values: set[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
     named = [
-        (path, held) for path, held in _numbers(config) if values & set(held if isinstance(held, list) else [held])
+        (path, held) for path, held in _numbers(config) if values & {*(held if isinstance(held, list) else [held])}
     ]
     return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))[:MOST_CANDIDATES]
 
@@ -177,26 +178,28 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
 
 
 def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
-    generator = torch.Generator().manual_seed(0)
+    generator, inside = torch.Generator().manual_seed(0), len(f"{layer.block}.")
     block = copy.deepcopy(model.get_submodule(layer.block)).to_empty(device="cpu")
     _fill(block, layer, generator)
-    experts = block.get_submodule(_inside(layer, layer.name))
+    experts = block.get_submodule(layer.name[inside:])
     state = {f"{layer.block}.{key}": value for key, value in block.state_dict().items()}
     order = torch.stack([torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)])
     hidden = torch.randn(1, TOKENS, int(model.config.get_text_config().hidden_size), generator=generator)
     wanted, least = _output(block, layer, hidden), float("inf")
-    largest = float(wanted.abs().max())
-    for selection in (1.0, 1 / parts):  # the factors that routers are known to need, the plainest first
-        for output in (float(parts), 1.0):
-            factors = Factors(parts, output, selection)
-            other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
-            split = split_experts(experts, layer, order, factors) | split_beside(
-                state, layer, divided(layer)[1], factors
-            )
-            _copy(other, state | split, layer, block)
-            least = min(least, float((_output(other, layer, hidden) - wanted).abs().max()) / largest)
-            if least <= ROUNDING:
-                return factors
+    # the factors that routers are known to need, the plainest first
+    for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
+        factors = Factors(parts, output, selection)
+        split = split_experts(experts, layer, order, factors)
+        split |= split_beside(state, layer, divided(layer)[1], factors)
+        other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
+        for name, value in other.named_buffers():
+            whole = block.get_buffer(name)
+            value.copy_(whole) if value.shape == whole.shape else value.zero_()
+        with suppress(RuntimeError):  # a tensor has not the shape that the config asks for
+            other.load_state_dict({key[inside:]: value for key, value in (state | split).items()})
+            least = min(least, float((_output(other, layer, hidden) - wanted).abs().max() / wanted.abs().max()))
+        if least <= ROUNDING:
+            return factors
     reason = ""
     if getattr(experts, "has_post_expert_norm", False):
         reason = ", for it normalises each expert's output"
@@ -209,16 +212,11 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     )
 
 
-def _inside(layer: MoeLayer, name: str) -> str:
-    return name.removeprefix(f"{layer.block}.")
-
-
 def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None:
     """Random weights that give logits and outputs of about 1, and tables of random experts."""
-    tables = {_inside(layer, table) for table in layer.tables}
     for name, value in (*block.named_parameters(), *block.named_buffers()):
         noise = torch.randn(value.shape, generator=generator)
-        if name in tables:
+        if f"{layer.block}.{name}" in layer.tables:
             value.copy_(torch.rand(len(value), layer.experts, generator=generator).argsort(-1)[:, : value.shape[1]])
         elif not value.is_floating_point():
             value.zero_()
@@ -230,32 +228,16 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
             value.copy_(noise / value.shape[-1] ** 0.5)
 
 
-def _copy(block: nn.Module, tensors: dict[str, Tensor], layer: MoeLayer, first: nn.Module) -> None:
-    """Fill a split block; raises `CompressionError` where a tensor has not the shape that the config asks for."""
-    for name, value in block.named_buffers():
-        value.copy_(first.get_buffer(name)) if value.shape == first.get_buffer(name).shape else value.zero_()
-    for name, value in block.state_dict().items():
-        given = tensors[f"{layer.block}.{name}"]
-        if given.shape != value.shape:
-            raise CompressionError(
-                f"{layer.block}.{name} has shape {list(given.shape)} once it is split, the config asks for "
-                f"{list(value.shape)}; this architecture cannot be split"
-            )
-        value.copy_(given)
-
-
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
     """What a block makes of tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
+    inside = len(f"{layer.block}.")
     if layer.block == layer.unit:
-        router, experts = (block.get_submodule(_inside(layer, name)) for name in (layer.router, layer.name))
-        *_, weights, index = router(hidden[0])
-        if weights.is_floating_point() == index.is_floating_point():
-            raise CompressionError(f"{layer.router} hands on no experts and weights; this architecture cannot be split")
-        pair = (weights, index) if weights.is_floating_point() else (index, weights)
-        output = experts(hidden[0], pair[1], pair[0])
+        *_, weights, index = block.get_submodule(layer.router[inside:])(hidden[0])
+        if index.is_floating_point():
+            weights, index = index, weights
+        output = block.get_submodule(layer.name[inside:])(hidden[0], index, weights)
     else:
-        parameters = inspect.signature(block.forward).parameters
-        rows = min((len(block.get_buffer(_inside(layer, table))) for table in layer.tables), default=TOKENS)
-        ids = {"input_ids": torch.arange(TOKENS)[None] % rows} if "input_ids" in parameters else {}
-        output = block(hidden, **ids)
+        rows = min((len(block.get_buffer(table[inside:])) for table in layer.tables), default=TOKENS)
+        takes_ids = "input_ids" in inspect.signature(block.forward).parameters
+        output = block(hidden, **({"input_ids": torch.arange(TOKENS)[None] % rows} if takes_ids else {}))
     return output if isinstance(output, Tensor) else output[0]

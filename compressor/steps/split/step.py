@@ -37,7 +37,6 @@ class Split(Step):
         return None if parts == 1 else self.model_copy(update={"parts": parts})
 
     def view(self, model: "OpenModel") -> "OpenModel":
-        """The model of sub-experts, their neurons in no order yet."""
         from compressor.steps.split.opening import seen_as
 
         return seen_as(model, int(self.parts))
@@ -53,7 +52,6 @@ class Split(Step):
         return Needs(text=self.calibration is not None and not planned)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
-        """The part of every neuron."""
         from compressor.steps.split.opening import dealt
 
         changed = any(step.name in ("correct", "distill") for step in state.steps)
@@ -61,7 +59,6 @@ class Split(Step):
         return dict(dealt(state.model, text, self.by, state.progress, state.seed, changed).split or {})
 
     def take(self, decided: Mapping[str, Any], state: "State") -> None:
-        """Have the model's neurons in the order that was decided."""
         from compressor.steps.split.opening import as_decided
 
         state.model = as_decided(state.model, decided, state.model.top_k)

@@ -163,14 +163,14 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
     configs = [node["quantization_config"] for node in nodes if node.get("quantization_config")]
     method = "".join(str(each.get("quant_method")) for each in configs)
-    if not layout.regular or method not in ("fp8", "mxfp4", "compressed-tensors"):
+    formats = set(_values(configs, "format")) - {None} if method == "compressed-tensors" else set()
+    if not layout.regular or method not in ("fp8", "mxfp4", "compressed-tensors") or not formats <= set(FORMATS):
         raise CompressionError(f"how {method or 'it'} stores experts is not known")
-    if method == "compressed-tensors" and not set(_values(configs, "format")) - {None} <= set(FORMATS):
-        raise CompressionError("this format of compressed-tensors is not known")
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
-    names = ("weight_block_size", "group_size", "block_structure")
-    sizes = [value for name in names for value in _values(configs, name)]
+    sizes = [
+        value for name in ("weight_block_size", "group_size", "block_structure") for value in _values(configs, name)
+    ]
     flat = [each for value in sizes for each in (value if isinstance(value, list) else [value])]
     blocks = {int(each) for each in flat if isinstance(each, int) and each > 0}
     layers = {layer.name: layer for layer in whole.architecture.layers}
@@ -183,13 +183,16 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
             continue
         info, module = whole.checkpoint.tensors[name], whole.partial.model.get_submodule(role.layer)
         if role.is_router or role.kind == "table":
-            if (role.is_router and info.dtype not in PLAIN) or whole.partial.plain_keys.patterns[name] is not None:
-                raise CompressionError(f"{name} is stored otherwise than the router computes")
+            known = info.dtype in PLAIN or not role.is_router
+            found = Cut() if known and whole.partial.plain_keys.patterns[name] is None else None
         elif role.kind == "expert":
-            cuts[name] = _cut_of_one(info, role, width_of(module), factors.output, scaled)
+            found = _cut_of_one(info, role, width_of(module), factors.output, scaled)
         else:
-            cuts[name] = _cut_of_mxfp4(info, role, module, factors)
+            found = _cut_of_mxfp4(info, role, module, factors)
             blocks.add(MXFP4)
+        if found is None:
+            raise CompressionError(f"how {name} is stored is not known")
+        cuts[name] = found
         blocks |= {PACKED} if name.endswith("_packed") else set()
     block = math.lcm(*blocks, *(cut.neurons or 1 for cut in cuts.values()))
     for name in layers:
@@ -209,47 +212,42 @@ def _values(node: Any, wanted: str) -> Iterator[Any]:
 def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: int) -> None:
     """Refuse names that do not count experts, and a quantisation that speaks of single ones, which become several."""
     prefixes = expert_prefixes(whole.layout, layer)
-    if any(
-        role.kind == "expert" and role.layer == layer.name and not name.startswith(f"{prefixes.get(role.expert)}.")
-        for name, role in whole.layout.roles.items()
-    ):
-        raise CompressionError(f"the names of tensors of {layer.name} do not tell experts apart")
+    for name, role in whole.layout.roles.items():
+        if role.kind == "expert" and role.layer == layer.name and not name.startswith(f"{prefixes.get(role.expert)}."):
+            raise CompressionError(f"the names of tensors of {layer.name} do not tell experts apart")
     for part in range(parts):
         renames = {old: f"{old.rpartition('.')[0]}.{expert * parts + part}" for expert, old in prefixes.items()}
         if renumbered_quantization(configs, renames) != configs:
             raise CompressionError("its quantization_config speaks of single experts")
 
 
-def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled: set[str]) -> Cut:
-    """That of a tensor which is one expert's alone."""
+def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled: set[str]) -> Cut | None:
+    """That of a tensor which is one expert's alone; None where it is not known how it counts neurons."""
     family, _, suffix = role.family.rpartition("|")
-    down, is_scale = ".down_proj" in role.family.removeprefix(role.layer).partition("|")[0], suffix in SCALES
-    axis = int(down)
+    axis = int(".down_proj" in role.family.removeprefix(role.layer).partition("|")[0])
+    is_plain, is_scale, is_weight = info.dtype in PLAIN, suffix in SCALES, suffix in ("", ".weight_packed")
     if suffix == ".weight_shape" and info.shape == (2,):
         return Cut(axis, says_shape=True)
-    if suffix not in ("", *COMPANIONS) or (is_scale and info.dtype not in (*PLAIN, "F8_E8M0")):
-        raise CompressionError(f"what {info.name} says is not known")
-    if suffix in ("", ".weight_packed") and (family in scaled) == (info.dtype in PLAIN):
-        raise CompressionError(f"{info.name} is not stored with its scales")
-    own = factor if down and (is_scale or info.dtype in PLAIN) else 1.0
-    beside = suffix not in ("", ".weight_packed")
-    if info.parameters == 1 or (beside and len(info.shape) == 2 and info.shape[axis] == 1):
+    if suffix not in ("", *COMPANIONS) or (is_scale and not is_plain and info.dtype != "F8_E8M0"):
+        return None
+    if is_weight and (family in scaled) == is_plain:
+        return None
+    own = factor if axis and (is_scale or is_plain) else 1.0
+    if info.parameters == 1 or (not is_weight and len(info.shape) == 2 and info.shape[axis] == 1):
         return Cut(axis, factor=own)  # the same for all neurons
-    if len(info.shape) != 2 or width % info.shape[axis]:
-        raise CompressionError(f"{info.name} does not count neurons evenly")
-    return Cut(axis, width // info.shape[axis], factor=own)
+    counts = len(info.shape) == 2 and width % info.shape[axis] == 0
+    return Cut(axis, width // info.shape[axis], factor=own) if counts else None
 
 
-def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut:
+def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut | None:
     """That of a tensor which holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
     matched, width = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0])), width_of(module)
     if matched is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
-        raise CompressionError(f"how {info.name} is stored is not known")
+        return None
     name, kind = matched.groups()
-    if name == "gate_up" and info.shape[1] == 2 * width:
-        return Cut(0, 1, paired=True)
-    if name == "down" and kind == "bias":
+    if name == "gate_up":
+        return Cut(0, 1, paired=True) if info.shape[1] == 2 * width else None
+    if kind == "bias":
         return Cut(factor=factors.output / factors.parts)
-    if name == "down" and info.dtype == "U8" and info.shape[2] * MXFP4 == width:
-        return Cut(1, MXFP4, factor=factors.output if kind == "scales" else 1.0)
-    raise CompressionError(f"{info.name} does not count neurons evenly")
+    counts = info.dtype == "U8" and info.shape[2] * MXFP4 == width
+    return Cut(1, MXFP4, factor=factors.output if kind == "scales" else 1.0) if counts else None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
 from compressor.progress import Silent
-from compressor.steps.constants.planning import (
+from compressor.steps.constants.mone import (
     NEEDS,
     LayerConstants,
     Substituting,
@@ -56,8 +56,7 @@ def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_
 
 def test_the_experts_that_miss_least_go_first_and_ties_keep_the_lower_number() -> None:
     found = LayerConstants(torch.zeros(5, 2), torch.tensor([2.0, 0.0, 1.0, 0.0, 3.0], dtype=torch.float64))
-    assert [found.replaceable(count) for count in (1, 2, 3, 4)] == [(3,), (1, 3), (1, 2, 3), (0, 1, 2, 3)]
-    assert found.replaceable(2, frozenset({3, 2})) == (0, 1)
+    assert found.order() == [3, 1, 2, 0, 4] and found.order(frozenset({3, 2})) == [1, 0, 4]
     gate, output, norm = torch.tensor([4.0, 0]), torch.tensor([[2.0, 4], [0, 0]]), torch.tensor([6.0, 0])
     sums: Any = SimpleNamespace(squared_gate_sum=gate, squared_gate_output_sum=output, squared_gated_norm_sum=norm)
     made = LayerConstants.of(sums)

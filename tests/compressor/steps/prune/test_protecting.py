@@ -153,9 +153,9 @@ def variations() -> list[Strategy]:
     for name in MERGING:
         for merge in METHODS:
             wishes += [(name, {"merge": merge, "align": align, "merge_routers": not align}) for align in (False, True)]
-    wishes += [("enumerate", {"search": "greedy", "beam": beam}) for beam in (1, 2)]
+    wishes += [("enumerate", {"most_subsets": 0})]
     wishes += [("reap", {"saliency": "ean"}), ("auto", {"candidates": "hc-smoe,data-centric"})]
-    wishes += [("model-centric", {"representation": "vectorized"}), ("hc-smoe", {"linkage": "single"})]
+    wishes += [("model-centric", {"representation": "vectorized"})]
     return [*(load_strategy(*wish) for wish in wishes), random_drop(0)]
 
 

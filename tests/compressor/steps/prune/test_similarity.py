@@ -133,8 +133,6 @@ def test_rbf_with_median_zero_compares_which_tokens_coincide() -> None:
 
 
 def test_cka_refusals() -> None:
-    with pytest.raises(CompressionError, match=r"\[experts, tokens, width\], none zero, not \[2, 0, 3\]"):
-        linear_cka(torch.zeros(2, 0, 3))
     broken = normal(3, 4, 2)
     broken[2, 1, 0] = torch.nan
     for function in (*CKAS, mean_output_distances):
@@ -181,8 +179,6 @@ def test_all_rows_equal() -> None:
 
 
 def test_feature_refusals() -> None:
-    with pytest.raises(CompressionError, match=r"\[experts, values\], not \[3\]"):
-        pairwise_distances(normal(3))
     with pytest.raises(CompressionError, match="features of expert 1 hold a value that is not finite"):
         pairwise_distances(torch.tensor([[0.0, 1], [torch.inf, 1]]))
 

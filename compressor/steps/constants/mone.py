@@ -1,20 +1,24 @@
-"""Constants of experts, and which experts they stand for: from the options of `constants` to a plan of every layer.
+"""MoNE: a constant for each expert that is left out, as vLLM serves them (arXiv:2507.00390).
 
 An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
-sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. MoNE
-(arXiv:2507.00390) takes the plain mean of o and chooses by its variance and by the expert's routed tokens.
+sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. The paper takes
+the plain mean of o and chooses by its variance and by the expert's routed tokens.
 
 Layers give up as many experts each, or more where the model loses least on held-out text. A layer's cost is a curve:
 what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. It is measured at a few numbers, and
-between two of them it grows with what the constants miss, sum g^2 ||o - c||^2. Errors grow on their way through the
-layers, and those of several layers do not simply add up. So the division of least cost is then moved an expert at a
-time by measurements of the whole, and taken where it is nearer to the base than the even one by the rule of
-`compressor.evaluation.evaluator.accepts`.
+between two of them it grows with what the constants miss. Errors grow on their way through the layers, and those of
+several layers do not simply add up. So the division of least cost is then moved an expert at a time by measurements of
+the whole, and taken where it is nearer to the base than the even one (`compressor.evaluation.evaluator.accepts`).
+
+Every tensor that stays is a copy of the stored bytes, quantised ones included, unless `correct` refitted it. Experts
+keep their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
+Stock transformers computes with none, so a written checkpoint is compared with the source by a forward of our own.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,29 +28,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Variants, accepts, require_enough
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Riding, Variants, accepts, require_enough
 from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
-from compressor.model.constant_experts import Substitutes, number_in, substitute
+from compressor.model.constant_experts import (
+    FIELD,
+    SUFFIX,
+    SubstitutedCheckpoint,
+    Substitutes,
+    is_replaced,
+    number_in,
+    substitute,
+)
+from compressor.model.experts import parameter_names
 from compressor.model.layout import expert_prefixes
-from compressor.model.opened import OpenModel, left_by
-from compressor.progress import Progress
+from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.opened import OpenModel, left_by, open_substituted, pick_dtype
+from compressor.model.streaming import LayerVisitor, Pass, Replay
+from compressor.model.verification import check_carried
+from compressor.progress import Progress, Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.statistics.statistics import LayerStatistics, collect
+from compressor.steps.configuration import config_with
 from compressor.steps.constants.step import Constants
-from compressor.steps.correct.step import CONSTANTS
+from compressor.steps.correct import cut_layer
+from compressor.steps.correct.in_order import RecordingVisitor
+from compressor.steps.correct.refit import correct_layer
+from compressor.steps.correct.step import CONSTANTS, Correct
+from compressor.steps.cutting import Conversion
+from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
 from compressor.steps.prune.protecting import Protected, given_protected
 from compressor.steps.state import State
+from compressor.steps.tensors import (
+    OutputJob,
+    OutputTensor,
+    Piece,
+    in_order_of,
+    refuse_overflow,
+    stored_unit,
+    tensor_bytes_view,
+    tensor_output,
+)
 
-MONE = "mone"  # the format in which constants stand for experts
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
 EVEN, UNEVEN = "even", "uneven"
+CHECKED = 32  # that a written checkpoint is checked on
+TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
+VALUES = "constants"  # the name under which a layer's refitted ones are kept
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
@@ -73,14 +110,10 @@ class LayerConstants:
         missed = (stats.squared_gated_norm_sum.double() - (output * values).sum(-1)).clamp(min=0)
         return cls(values.float(), missed)
 
-    def replaceable(self, count: int, protected: frozenset[int] = frozenset()) -> tuple[int, ...]:
-        """The `count` experts whose constants miss least, ascending; none that is protected.
-
-        Among equals the one with the higher number comes first.
-        """
+    def order(self, protected: frozenset[int] = frozenset()) -> list[int]:
+        """The experts that are not protected, those whose constants miss least first; of equals the higher number."""
         backwards = self.missed.flip(0).argsort(stable=True)
-        order = (len(self.missed) - 1 - backwards).tolist()
-        return tuple(sorted([expert for expert in order if expert not in protected][:count]))
+        return [expert for expert in (len(self.missed) - 1 - backwards).tolist() if expert not in protected]
 
 
 def measure(
@@ -90,8 +123,7 @@ def measure(
 
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
-    names = [layer.name for layer in model.architecture.layers]
-    paths = {} if kept is None else {name: kept / f"{name}.safetensors" for name in names}
+    paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in model.architecture.layers if kept is not None}
     if paths and all(told_of(path) is not None for path in paths.values()):
         return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
     constants: dict[str, LayerConstants] = {}
@@ -110,16 +142,11 @@ def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str,
 
 
 def replacing(
-    layers: Sequence[MoeLayer],
-    constants: Mapping[str, LayerConstants],
-    numbers: Sequence[int],
-    protected: Mapping[str, frozenset[int]],
+    layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], numbers: Sequence[int], protected: Protected
 ) -> Variant:
     """The constants of a division: of each layer's `numbers`, in their order, the experts that are missed least."""
-    dropped = {
-        layer.name: constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
-        for layer, number in zip(layers, numbers, strict=True)
-    }
+    pairs = zip((layer.name for layer in layers), numbers, strict=True)
+    dropped = {name: constants[name].order(protected.get(name, frozenset()))[:number] for name, number in pairs}
     return substitutes_of(dropped, constants)
 
 
@@ -176,12 +203,9 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
     """As many from every layer, as far as `removed` divides and each can spare them; the last layers give the rest."""
     numbers = [0] * len(most)
-    left = removed
-    while left > 0:
-        open_layers = [place for place, number in enumerate(numbers) if number < most[place]]
-        for place in open_layers[-left:]:
+    while left := removed - sum(numbers):
+        for place in [place for place, number in enumerate(numbers) if number < most[place]][-left:]:
             numbers[place] += 1
-            left -= 1
     return numbers
 
 
@@ -230,9 +254,7 @@ class _Search:
     progress: Progress
     figures: dict[tuple[int, ...], Figures] = field(default_factory=dict)
 
-    def measure(
-        self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None
-    ) -> list[Figures]:
+    def costs(self, divisions: Sequence[Sequence[int]], phase: str, only: Sequence[int] | None = None) -> list[Figures]:
         """Figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
@@ -244,7 +266,7 @@ class _Search:
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:
         """Measure on all held-out text what has not been."""
         fresh = [key for key in dict.fromkeys(map(tuple, divisions)) if key not in self.figures]
-        self.figures.update(zip(fresh, self.measure(fresh, "evaluate divisions"), strict=True))
+        self.figures.update(zip(fresh, self.costs(fresh, "evaluate divisions"), strict=True))
 
     def kl(self, division: Sequence[int]) -> float:
         """KL from the base of a division that has been measured, nats per token."""
@@ -259,19 +281,20 @@ class _Search:
         """Each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
         layers, batches = self.model.architecture.layers, self.evaluator.batches
         alone = [
-            tuple(number if place == own else 0 for place in range(len(layers)))
-            for own, layer in enumerate(layers)
-            for number in probed_numbers(self.most[own], layer.experts)
+            (place, number)
+            for place, layer in enumerate(layers)
+            for number in probed_numbers(self.most[place], layer.experts)
         ]
+        divisions = [[number if each == place else 0 for each in range(len(layers))] for place, number in alone]
         before = np.cumsum([0, *(batch.numel() for batch in batches)])  # tokens of the batches before each
         few = [number for number in range(len(batches)) if before[number] < PROBED]
-        measured = dict(zip(alone, self.measure(alone, "measure curves", few), strict=True))
+        measured = [own.means["kl"] for own in self.costs(divisions, "measure curves", few)]
         curves = list[Curve]()
-        for place, (layer, most) in enumerate(zip(layers, self.most, strict=True)):
+        for place, layer in enumerate(layers):
             constants = self.constants[layer.name]
-            replaced = constants.replaceable(most, self.protected.get(layer.name, frozenset()))
-            costs = {division[place]: own.means["kl"] for division, own in measured.items() if division[place]}
-            curves.append(curve(sorted(constants.missed[list(replaced)].tolist()), costs))
+            replaced = constants.order(self.protected.get(layer.name, frozenset()))[: self.most[place]]
+            costs = {number: cost for (own, number), cost in zip(alone, measured, strict=True) if own == place}
+            curves.append(curve(constants.missed[replaced].tolist(), costs))
         return curves
 
     def moved(self, step: int) -> list[list[int]]:
@@ -284,12 +307,12 @@ class _Search:
             if 0 <= best[place] + change <= self.most[place]
         ]
         tried = [[number + (change if place == p else 0) for p, number in enumerate(best)] for place, change in changes]
-        costs = [figures.means["kl"] - base for figures in self.measure(tried, "measure moves")]
+        costs = [figures.means["kl"] - base for figures in self.costs(tried, "measure moves")]
         ranked = sorted((cost, *change) for cost, change in zip(costs, changes, strict=True))
         giving, taking = ([(cost, place) for cost, place, own in ranked if own == change] for change in (step, -step))
         divisions, numbers, used = list[list[int]](), list(best), set[int]()
         for (more, giver), (less, taker) in zip(giving, taking, strict=False):
-            if more + less >= 0 or {giver, taker} & used or giver == taker:
+            if more + less >= 0 or giver == taker or {giver, taker} & used:
                 break
             used |= {giver, taker}
             numbers[giver], numbers[taker] = numbers[giver] + step, numbers[taker] - step
@@ -345,7 +368,7 @@ def budget_of(options: Constants) -> str:
 def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Needs:
     """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
     refuse_model(model)
-    kept, budget = _kept(model, options), budget_of(options)
+    kept, budget = _total(model, options), budget_of(options)
     correct: Any = next((step for step in steps if step.name == "correct"), None)
     if correct is not None and correct.method != CONSTANTS and model.layout.quantized:
         raise CompressionError(
@@ -378,7 +401,7 @@ def refuse_model(model: OpenModel) -> None:
             )
 
 
-def _kept(model: OpenModel, options: Constants) -> int:
+def _total(model: OpenModel, options: Constants) -> int:
     layers, budget = model.architecture.layers, budget_of(options)
     total, count = sum(layer.experts for layer in layers), len(layers)
     given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
@@ -412,7 +435,7 @@ def measured_constants(state: State) -> dict[str, LayerConstants]:
 def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
     """Which experts constants stand for in each layer."""
     assert state.text is not None
-    model, calibration, total = state.model, state.text.fit, _kept(state.model, options)
+    model, calibration, total = state.model, state.text.fit, _total(state.model, options)
     layers = model.architecture.layers
     protected = protected_experts(options.protect, total // len(layers), planner_of(state))
     constants = measured_constants(state)
@@ -423,27 +446,226 @@ def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
     numbers, figures = even_numbers(removed, most), dict[str, Any]()
     if budget_of(options) == UNEVEN:
         numbers, figures = divide(model, constants, removed, protected, calibration.heldout_batches, state.progress)
-    guarded = {name: sorted(experts) for name, experts in protected.items() if experts}
     plans = []
     for layer, number in zip(layers, numbers, strict=True):
         missed = constants[layer.name].missed
-        replaced = constants[layer.name].replaceable(number, protected.get(layer.name, frozenset()))
-        share = float(missed[list(replaced)].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
-        plans.append(
-            LayerPlan.keep(
-                layer,
-                [expert for expert in range(layer.experts) if expert not in replaced],
-                constants=replaced,
-                decided_by="sum g^2 ||o - c||^2",
-                figures={"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)},
-            )
-        )
+        replaced = sorted(constants[layer.name].order(protected.get(layer.name, frozenset()))[:number])
+        share = float(missed[replaced].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
+        figured = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
+        kept = sorted({*range(layer.experts)}.difference(replaced))
+        by = "sum g^2 ||o - c||^2"
+        plans.append(LayerPlan.keep(layer, kept, constants=tuple(replaced), decided_by=by, figures=figured))
+    guarded = {name: sorted(experts) for name, experts in protected.items() if experts}
     return {
         "experts": total // len(layers),
-        "format": MONE,
+        "format": "mone",
         "budget": budget_of(options),
         "experts_total": total,
         "figures": figures,
         **({"protected": guarded} if guarded else {}),
         "layers": [layer_to_dict(plan) for plan in plans],
     }
+
+
+def kept_at(folder: Path, layer: MoeLayer) -> Path:
+    """The file of a corrected layer."""
+    return folder / f"{layer.name}.safetensors"
+
+
+def _kept(layer: MoeLayer, substitutes: Mapping[str, Substitutes]) -> list[int]:
+    """The experts of a layer for which no constant stands."""
+    return [expert for expert in range(layer.experts) if expert not in substitutes[layer.name].dropped]
+
+
+@dataclass(slots=True)
+class InOrder(RecordingVisitor):
+    """Refits the constants of each layer on what the corrected earlier layers output; keeps the layers in `folder`."""
+
+    calibration: Calibration
+    substitutes: Mapping[str, Substitutes]  # by experts module, as planned
+    correction: Correct
+    folder: Path
+    progress: Progress
+    seed: int = 0
+    figures: dict[str, Any] = field(default_factory=dict)  # of the corrected layers, by experts module
+
+    def run(self, riding: Riding | None = None) -> dict[str, Any]:
+        """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
+        batches, evaluation, visitors = self.calibration.batches, list[Tensor](), list[LayerVisitor]([self])
+        if riding is not None:
+            riding.first, evaluation = len(batches), riding.batches
+            visitors.append(riding)
+        Pass(self.model, batches, self.progress, "correct", self.seed, evaluation=evaluation).run(*visitors)
+        return self.figures
+
+    def before(self, unit: str, replay: Replay) -> None:
+        """Record the loaded layer, refit it with its constants, and let the batches pass that."""
+        layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
+        fresh = [layer for layer in layers if told_of(kept_at(self.folder, layer)) is None]
+        for layer, recording in zip(fresh, self.record(fresh, replay), strict=True):
+            self._refit(layer, recording)
+        partial = self.model.partial
+        for layer in layers:  # which are computed with as they are kept
+            path, experts = kept_at(self.folder, layer), partial.model.get_submodule(layer.name)
+            tensors, kept = kept_tensors(path), _kept(layer, self.substitutes)
+            values = tensors.pop(VALUES).to(partial.device, partial.dtype)
+            for key, value in tensors.items():
+                set_tensor(partial.model, key, value.to(partial.device))
+            sliced = len(experts.down_proj) == len(kept)
+            rows = {expert: row for row, expert in enumerate(kept)} if sliced else None
+            substitute(experts, Substitutes(self.substitutes[layer.name].dropped, values, rows))
+            self.figures[layer.name] = told_of(path)
+        give_back()
+
+    def passed(self, unit: str) -> None:
+        for layer in self.at.moe_layers:
+            substitute(self.model.partial.model.get_submodule(layer.name), None)
+
+    def _refit(self, layer: MoeLayer, recording: cut_layer.Recording) -> None:
+        model, planned, kept = self.model.partial.model, self.substitutes[layer.name], _kept(layer, self.substitutes)
+        experts = model.get_submodule(layer.name)
+        for name in parameter_names(experts):
+            set_tensor(model, f"{layer.name}.{name}", getattr(experts, name)[kept])
+        writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+        wide = planned.values.to(experts.down_proj.device, torch.float32, copy=True)
+        slots = torch.tensor([*kept, *planned.dropped], device=wide.device).argsort()
+        constants = cut_layer.Constants(wide, wide.to(writing, copy=True), slots)
+        figures = correct_layer(model, layer, recording, self.correction, self.seed, writing, constants)
+        tensors = {VALUES: constants.best}
+        if self.correction.method != CONSTANTS:
+            keys = [tensor.key for tensor in layer.tensors]
+            tensors |= {key: getattr(*parent_and_name(model, key)) for key in keys}
+        keep_tensors(kept_at(self.folder, layer), tensors, figures)
+
+
+def _in_order(state: State, progress: Progress) -> InOrder:
+    """The pass that refits what the plan of a stage says; layers that wait in the work folder are only read."""
+    assert state.text is not None
+    planned = substitutes_of(
+        {layer.module: layer.constants for layer in state.stage_plan().layers}, measured_constants(state)
+    )
+    correct, folder = state.step_of("correct"), state.cut().folder
+    return InOrder(state.model, state.text.fit, planned, correct, folder, progress, state.seed)
+
+
+def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
+    """Refit constants, and with `ridge` experts that stay, into the work folder; returns the plan with figures."""
+    if state.step_of("correct") is None:
+        return {}
+    number, figures = state.stage[0], _in_order(state, state.progress).run()
+    layers = [
+        replace(layer, figures={**layer.figures, "correction": figures[layer.module]}) if layer.constants else layer
+        for layer in state.stage_plan().layers
+    ]
+    return {number: {**(state.plan.steps[number].plan or {}), "layers": [layer_to_dict(layer) for layer in layers]}}
+
+
+def constants_job(state: State) -> OutputJob:
+    """The job of writing the stage. What is measured and refitted waits in the work folder."""
+    model, expected = state.model, _in_order(state, Silent())
+    correct, planned, roles = expected.correction, expected.substitutes, model.layout.roles
+    layers = [layer for layer in model.architecture.layers if layer.name in planned]
+    visitor: LayerVisitor = expected
+    if correct is None:
+        stored = pick_dtype("auto", model.config, model.checkpoint)
+        rounded = {name: replace(own, values=own.values.to(stored)) for name, own in planned.items()}
+        values = {name: own.values for name, own in rounded.items()}
+        visitor = Substituting(model, [rounded])
+    else:
+        values = {layer.name: kept_tensors(kept_at(expected.folder, layer))[VALUES] for layer in layers}
+    copies = [
+        OutputTensor.copy(model.checkpoint, name, role.unit)
+        for name, role in roles.items()
+        if not is_replaced(role, planned)
+    ]
+    added = list[OutputTensor]()
+    for layer in layers:
+        prefixes = expert_prefixes(model.layout, layer)
+        for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
+            name = f"{prefixes[expert]}{SUFFIX}"
+            content = partial(_bytes_of, refuse_overflow(name, value))
+            added.append(replace(tensor_output(name, value, layer.unit), content=content))
+    outputs = in_order_of(model.architecture.units, [*copies, *added])
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
+    config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.stage_plan().layers if entry.constants}
+
+    def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
+        own = [output for output in copies if output.unit == unit]
+        if correct is not None and correct.method != CONSTANTS:
+            changed = {output.name for output in own if roles[output.name].layer in planned}
+            yield from _refitted(model, planned, expected.folder, unit, changed) if changed else ()
+            own = [output for output in own if output.name not in changed]
+        yield from stored_unit([*own, *added], unit)
+
+    def verify(folder: Path) -> None:
+        written = {name: (info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+        wanted = {output.name: (output.dtype, output.shape) for output in outputs}
+        if odd := sorted(name for name, _ in written.items() ^ wanted.items()):
+            raise CompressionError(f"the written tensor {odd[0]!r} is not as planned; please report this model")
+        check_carried(folder, model.source.folder)
+        check_forward(folder, model, visitor)
+
+    units = ("", *model.architecture.units)
+    return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
+
+
+def _bytes_of(value: Tensor) -> Iterator[Piece]:
+    yield tensor_bytes_view(value)
+
+
+def _refitted(
+    model: OpenModel, planned: Variant, folder: Path, unit: str, wanted: set[str]
+) -> Iterator[tuple[str, Iterator[Piece]]]:
+    """The refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
+    stored = stored_partial(model)
+
+    def change(layer: MoeLayer) -> dict[str, Tensor]:
+        tensors = kept_tensors(kept_at(folder, layer)) if layer.name in planned else {}
+        tensors.pop(VALUES, None)
+        for key, value in tensors.items():
+            if key.startswith(f"{layer.name}."):
+                tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
+                tensors[key][_kept(layer, planned)] = value
+            refuse_overflow(key, value.to(stored.dtype))
+        return tensors
+
+    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, unit):
+        if name in wanted:
+            yield name, content
+
+
+@dataclass(slots=True)
+class _Outputs(LayerVisitor):
+    logits: list[Tensor] = field(default_factory=list)
+
+    def finished(self, batch: int, output: Any) -> None:
+        self.logits.append(output[0].detach().float().cpu())
+
+
+def logits_with(model: OpenModel, visitor: LayerVisitor, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Logits [B, L, V] of each batch of token ids [B, L]; `visitor` puts the constants in, a layer at a time."""
+    outputs = _Outputs()
+    Pass(model, batches, to_end=True).run(visitor, outputs)
+    return outputs.logits
+
+
+def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, Variant]:
+    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
+    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+    partial = model.partial
+    return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
+
+
+def check_forward(folder: Path, source: OpenModel, visitor: LayerVisitor) -> None:
+    """Refuse a written checkpoint that does not compute what the source does with what `visitor` puts into it."""
+    tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
+    written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
+    [wanted] = logits_with(source, visitor, [tokens])
+    [logits] = logits_with(written, Substituting(written, [constants]), [tokens])
+    off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
+    if not off <= TOLERANCE * max(size, 1e-6):
+        raise CompressionError(
+            f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "
+            "model"
+        )
