@@ -23,7 +23,7 @@ from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.opening import order_of_parts, packed, parts_of, resolved_parts, unpacked
-from tests import quantized, small, zoo
+from tests import small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of, recipe_of
 from tests.small import tree
@@ -158,53 +158,34 @@ def test_repeated_and_interrupted_runs_leave_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second"]
 
 
-def test_a_quantised_model_whose_blocks_are_torn_apart_is_split_in_a_plain_dtype(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    quantized.save_fp8(tmp_path / "model", sizes={"moe_intermediate_size": 48})  # parts of one block and a half
-    split(tmp_path / "model", tmp_path / "out", 2, dtype="float32")
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    plain, finer = quantized.plain_model(tmp_path / "model"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert finer.dtype == torch.bfloat16
-    wanted, found = (zoo.logits(each.float().eval(), zoo.tokens(plain)) for each in (plain, finer))
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-2  # plain weights rounded to bfloat16
-
-
 COMPRESS = ("compress", "--experts", 6, "--strategy", "model-centric")
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "fault"),
+    ("options", "fault", "commands"),
     [
-        (("split",), ("--split", 1), "the recipe has no step that does anything"),
-        (("split",), ("--split", 2, "--calibration", "absent.txt"), "absent.txt"),
-        *(
-            (command, options, fault)
-            for command in (("split",), COMPRESS)
-            for options, fault in (
-                (("--split", 5), "its experts' 24 neurons do not divide into 5 equal parts; give one of 2, 3, 4, 6, 8"),
-                (("--split", 48), "do not divide into 48 equal parts"),
-                (("--split", 65), "--split 65 is not 1 to 64"),
-                (("--split", 2, "--split-by", "clusters"), "--split-by clusters needs text on which neurons fire"),
-                (("--split", 2, "--split-by", "chance"), "split: by is 'chance'; input should be 'energy' or 'cluster"),
-            )
-        ),
+        (("--split", 1), "the recipe has no step that does anything", (("split",),)),
+        (("--split", 2, "--calibration", "absent.txt"), "absent.txt", (("split",),)),
         (
-            COMPRESS,
-            ("--split", 2, "--top-k", 5),
-            "--top-k 5 is not between 1 and the 4 experts that a token is routed to now",
+            ("--split", 5),
+            "24 neurons do not divide into 5 equal parts; give one of 2, 3, 4, 6, 8",
+            (("split",), COMPRESS),
         ),
-        (COMPRESS, ("--top-k", 3), "--top-k 3 is not between 1 and the 2 experts"),
+        (("--split", 65), "--split 65 is not 1 to 64", (("split",), COMPRESS)),
+        (("--split", 2, "--split-by", "clusters"), "clusters needs text on which neurons fire", (("split",), COMPRESS)),
+        (("--split", 2, "--split-by", "chance"), "by is 'chance'; input should be 'energy' or", (("split",), COMPRESS)),
+        (("--split", 2, "--top-k", 5), "--top-k 5 is not between 1 and the 4 experts that a token", (COMPRESS,)),
+        (("--top-k", 3), "--top-k 3 is not between 1 and the 2 experts", (COMPRESS,)),
     ],
 )
 def test_what_cannot_be_split_so_leaves_nothing(
-    command: tuple[Any, ...], options: tuple[Any, ...], fault: str, model: Path, tmp_path: Path, run: Run
+    options: tuple[Any, ...], fault: str, commands: tuple[tuple[Any, ...], ...], model: Path, tmp_path: Path, run: Run
 ) -> None:
-    name, *more = command
-    done = run(name, model, "-o", tmp_path / "out", *more, *options)
-    assert done.status == 2 and fault in done.err.splitlines()[-1]
-    assert name == "compress" or len(done.err.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
+    for name, *more in commands:
+        done = run(name, model, "-o", tmp_path / "out", *more, *options)
+        assert done.status == 2 and fault in done.err.splitlines()[-1]
+        assert name == "compress" or len(done.err.strip().splitlines()) == 1
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("way", ["weights", "clusters", "pruned"])

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
-from compressor.plugins import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
@@ -86,13 +84,3 @@ def test_gaussian_weights_even_ones_and_none() -> None:
     assert float(found[0]) == pytest.approx((2 / np.pi) ** 0.5, abs=0.01)
     assert found[1:].tolist() == [1, 1, 1]
     assert kept(aimer.plan(stats(vectors), 2)) == [0, 1]  # ties go to the lower expert
-
-
-def test_the_contract_and_refusals() -> None:
-    check_strategy(aimer)
-    with pytest.raises(CompressionError, match="1 experts are fewer than the top-k of 2; keep at least 2"):
-        aimer.plan(stats(torch.ones(3, 3)), 1)
-    with pytest.raises(CompressionError, match="the score of expert 1 is not a number"):
-        aimer.plan(stats(torch.tensor([[1.0] * 3, [float("nan")] * 3, [2.0] * 3])), 2)
-    with pytest.raises(CompressionError, match="strategy 'aimer' has no option 'merge'; it has none"):
-        load_strategy("aimer", {"merge": "uniform"})

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
@@ -67,25 +66,3 @@ def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:
         for layer in unreached:
             assert len(layer.groups) == 4 and not layer.dropped
             assert layer.figures["within_group_distance"] == pytest.approx(4)  # four pairs, each 1 apart
-
-
-def test_experts_that_no_token_visits_are_compared_like_others(tmp_path: Path) -> None:
-    """Dense statistics run every expert on every sampled token, visited or not."""
-    stock, model = opened("mixtral", tmp_path)
-    needs = frozenset({"expert_outputs", "routed_count"})
-    for stats in collect(model, needs, calibration(batches(stock, (1,), length=2)), Silent()):
-        missed = (stats.routed_count == 0).nonzero().flatten()
-        assert len(missed) >= 4
-        table = distances(stats.expert_outputs, "mean-output")[0]
-        assert (table[missed][:, missed] + torch.eye(len(missed)) > 0).all()
-
-
-def test_needs_follow_the_options() -> None:
-    assert load_strategy("data-centric").needs == {"mixed_outputs"}
-    assert load_strategy("data-centric", {"mix_tokens": False}).needs == {"expert_outputs"}
-    assert "routed_count" in load_strategy("data-centric", {"merge": "max"}).needs
-    assert {"weights", "router_arguments"} <= load_strategy("data-centric", {"merge": "learned"}).needs
-    with pytest.raises(CompressionError, match="no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"):
-        load_strategy("data-centric", {"similarity": "cka"})
-    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
-        load_strategy("data-centric", {"merge": "sum"})

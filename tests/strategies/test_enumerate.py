@@ -12,14 +12,11 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.prune.reconstruction import KeptErrors, relative_error
-from strategies import enumerate_subsets
+from compressor.steps.prune.reconstruction import KeptErrors
 from strategies.enumerate_subsets import NEEDS, Options, plan
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import by_hand, make_plan
 from tests.stock import Small
 
 NAMES = ["mixtral", "qwen3_moe-norm_topk_false", "gpt_oss", "minimax_m2", "zaya", "deepseek_v4"]
@@ -136,24 +133,6 @@ def test_greedy_takes_one_of_every_routing_group_at_once(name: str, tmp_path: Pa
         assert {0, 3, 5} < set(guarded) and even(guarded, 2)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_protected_experts_stay_and_the_rest_is_the_best(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    for stats in layers(model, batches(stock)):
-        for protected in (frozenset({7}), frozenset({2, 3, 6})):
-            legal = [
-                chosen
-                for chosen in combinations(range(8), 4)
-                if protected <= set(chosen) and even(chosen, stats.layer.routing_groups)
-            ]
-            made = plan(stats, 4, protected)
-            assert made.figures["search"] == f"all {len(legal)} subsets"
-            errors = {chosen: relative_error(stats, LayerPlan.keep(stats.layer, chosen)) for chosen in legal}
-            assert errors[kept(made)] <= min(errors.values()) * (1 + 1e-6)
-        assert kept(plan(stats, 4, frozenset({1, 2, 6, 7}))) == (1, 2, 6, 7)
-        assert kept(plan(stats, 4, frozenset({1, 2, 6, 7}), GREEDY)) == (1, 2, 6, 7)
-
-
 def test_more_subsets_than_most_are_not_tried(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     for stats in layers(model, batches(stock)):
@@ -183,29 +162,3 @@ def test_ties_go_to_the_lowest_experts(options: Options, tmp_path: Path) -> None
         made = plan(stats, 4, frozenset({5}), options)
         assert kept(made) == (0, 1, 2, 5)
         assert made.figures["reconstruction_error"] == 0
-
-
-def test_experts_that_no_token_visits_go_first(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    for stats in layers(model, batches(stock, (1,), length=2)):
-        visited = set(stats.top_k_index.unique().tolist())
-        assert len(visited) <= 4
-        for options in (Options(), GREEDY):
-            made = plan(stats, 4, options=options)
-            assert visited <= set(kept(made))
-            assert made.figures["reconstruction_error"] == 0
-
-
-def test_the_same_plan_twice_through_the_registry(tmp_path: Path) -> None:
-    stock = zoo.save("gpt_oss", tmp_path)
-    strategy = load_strategy("enumerate", {"most_subsets": 1})
-    assert strategy.summary.startswith("Enumerate: ") and strategy.needs == NEEDS
-    assert strategy.plan is enumerate_subsets.plan
-    first, second = (
-        make_plan(
-            open_model(locate(str(tmp_path)), "float32", "cpu"), strategy, 4, {}, calibration(batches(stock)), Silent()
-        )
-        for _ in range(2)
-    )
-    assert by_hand(first).to_json() == by_hand(second).to_json()
-    assert all(layer.is_drop for layer in first.layers)

@@ -1,8 +1,5 @@
 """HC-SMoE: against scikit-learn and SciPy on a stock model's outputs, by hand, protection, routing groups, refusals."""
 
-import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,10 @@ from scipy.spatial.distance import pdist
 
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
-from compressor.recipe.registry import load_strategy, option_fields
-from compressor.statistics.statistics import LayerStatistics, collect
+from compressor.recipe.registry import load_strategy
+from compressor.statistics.statistics import LayerStatistics
 from strategies.data_centric import distances
-from strategies.hc_smoe import Options, cluster, plan
+from strategies.hc_smoe import cluster, plan
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, make_plan
 
@@ -102,15 +99,6 @@ def test_a_case_by_hand() -> None:
     assert members(plan(stats(PLACES), 6)) == [(0, 1), (2,), (3,), (4, 5), (6,), (7,)]
 
 
-def test_a_merge_made_early_is_never_undone() -> None:
-    """More clusters are always splits of fewer, and every expert stays by itself if all are kept."""
-    trees = [members(plan(stats(PLACES), keep)) for keep in range(2, 9)]
-    for coarse, fine in pairwise(trees):
-        assert all(any(set(group) <= set(whole) for whole in coarse) for group in fine)
-    assert trees[-1] == [(expert,) for expert in range(8)]
-    assert plan(stats(PLACES), 8).is_drop
-
-
 def test_only_means_matter_and_ties_are_broken_alike_every_time() -> None:
     same = torch.zeros(6, 4)
     for keep in range(2, 6):  # all equally near: the lowest become one
@@ -130,20 +118,6 @@ def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int])
             assert all((expert,) in members(made) for expert in protected)
             for group in made.groups:  # nobody was visited: a plain mean
                 assert group.coefficients == pytest.approx((1 / len(group.members),) * len(group.members))
-
-
-def test_experts_that_no_token_visits_are_clustered_but_weigh_nothing(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    strategy = load_strategy("hc-smoe")
-    merged = 0
-    for found in collect(model, strategy.needs, calibration(batches(stock, (1,), length=2)), Silent()):
-        assert int((found.routed_count == 0).sum()) >= 4
-        for group in strategy.plan_layer(found, 2).groups:
-            visits = found.routed_count[list(group.members)]
-            if len(group.members) > 1 and visits.sum() > 0:
-                assert [share == 0 for share in group.coefficients] == (visits == 0).tolist()
-                merged += int((visits == 0).sum())
-    assert merged > 0
 
 
 def test_protected_experts_are_taken_out_before_clustering() -> None:
@@ -172,18 +146,3 @@ def test_routing_groups_are_clustered_by_themselves() -> None:
     near = [0.0, 50, 1, 51, 0, 50, 1, 51]  # the twins are across the groups' border
     assert members(plan(stats(near, **GROUPS), 4)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert members(plan(stats(near, **GROUPS), 4, frozenset({0}))) == [(0,), (1, 2, 3), (4, 6), (5, 7)]
-
-
-def test_options_decide_the_needs() -> None:
-    assert option_fields("hc-smoe") == {"merge": "frequency", "merge_routers": True, "align": False}
-    assert load_strategy("hc-smoe").needs == {"expert_outputs", "routed_count"}
-    assert load_strategy("hc-smoe", {"merge": "uniform"}).needs == {"expert_outputs"}
-    assert {"weights", "inputs"} <= load_strategy("hc-smoe", {"merge": "learned"}).needs
-    uneven = plan(stats(PLACES, [1.0, 3, 1, 1, 1, 1, 1, 1]), 4, options=Options(merge_routers=False))
-    assert uneven.groups[0].router_coefficients == (0, 1, 0, 0)
-    assert uneven.groups[0].coefficients == pytest.approx((1 / 6, 1 / 2, 1 / 6, 1 / 6))
-
-
-def test_importing_the_strategy_does_not_import_the_library() -> None:
-    check = "import sys, strategies.hc_smoe; sys.exit('sklearn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -26,7 +26,7 @@ from strategies import count_guided, gated_mass
 from strategies.hub_guided import Options, factors, plan
 from tests import small, zoo
 from tests.command_line import Run, names, refused
-from tests.opened import batches, calibration, opened, plain_calls
+from tests.opened import batches, calibration, plain_calls
 from tests.plans import kept, make_plan, pruned
 from tests.strategies.test_reap import naive_scores
 
@@ -85,22 +85,6 @@ def test_without_later_routers_or_exponent_it_is_gated_mass_or_count_guided(grou
                 assert made == gated_mass.plan(found, keep, protected)
                 made = plan(found, keep, protected, Options("visits", exponent))
                 assert made.groups == count_guided.plan(found, keep, protected).groups
-
-
-def test_needs_follow_the_options_and_wrong_options_are_refused() -> None:
-    needs = {
-        ("gated-mass", 1.0): {"gated_norm_sum", "rank_change"}, ("visits", 2): {"routed_count", "rank_change"},
-        ("gated-mass", 0.0): {"gated_norm_sum"}, ("visits", 0): {"routed_count"},
-    }  # fmt: skip
-    for (mass, exponent), expected in needs.items():
-        assert load_strategy("hub-guided", {"mass": mass, "exponent": exponent}).needs == expected
-    for exponent in (-0.5, 11, float("nan"), float("inf")):
-        with pytest.raises(CompressionError, match=r"exponent is .*; give a number from 0 to 10"):
-            load_strategy("hub-guided", {"exponent": exponent})
-    with pytest.raises(CompressionError, match="there is no mass 'ean'; known are gated-mass, visits"):
-        load_strategy("hub-guided", {"mass": "ean"})
-    with pytest.raises(CompressionError, match="the outputs of expert 1 are not finite"):
-        plan(stats([1, float("nan"), 3], [1, 1, 1]), 2)
 
 
 # --- a planted hub ----------------------------------------------------------------------------------------------------
@@ -263,36 +247,3 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> No
         torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=0)
     with pytest.raises(CompressionError, match="calibration data; pass --calibration"):
         make_plan(model, spec.strategy, 4, {}, None, Silent())
-
-
-def test_equal_experts_are_equally_heard(tmp_path: Path) -> None:
-    """Twins are told apart by their number alone, however the calibration is cut into batches."""
-    stock = zoo.build("mixtral", num_hidden_layers=3)
-    twins = {0: 2, 1: 3, 4: 6, 5: 7}
-    with torch.no_grad():
-        for name, experts in zoo.experts(stock).items():
-            router = stock.get_submodule(name.rpartition(".")[0]).gate
-            for parameter in (*experts.parameters(), *router.parameters()):
-                for one, other in twins.items():
-                    parameter[other] = parameter[one]
-    stock.save_pretrained(tmp_path)
-    model = open_model(locate(str(tmp_path)), "float32", "cpu")
-    made = []
-    for sizes in ((6,), (2, 2, 2), (1, 5)):
-        data = calibration(batches(stock, sizes))
-        strategy = load_strategy("hub-guided")
-        for changes in Planner(model, data, Silent()).rank_changes([strategy]).values():
-            torch.testing.assert_close(changes[[0, 1, 4, 5]], changes[[2, 3, 6, 7]], rtol=1e-6, atol=0)
-        made.append([kept(layer) for layer in make_plan(model, strategy, 5, {}, data, Silent()).layers])
-    assert made[0] == made[1] == made[2]
-    for layer in made[0]:
-        assert sum(one in layer and other not in layer for one, other in twins.items()) == 1
-        assert not any(other in layer and one not in layer for one, other in twins.items())
-
-
-def test_every_family_with_several_layers_or_modules_is_planned(tmp_path: Path) -> None:
-    for name in ("deepseek_v3", "ernie4_5_vl_moe", "gpt_oss"):
-        stock, model = opened(name, tmp_path / name)
-        made = make_plan(model, load_strategy("hub-guided"), 4, {}, calibration(batches(stock)), Silent())
-        assert [layer.module for layer in made.layers] == [layer.name for layer in model.architecture.layers]
-        assert made.layers[-1].decided_by == "gated_norm_sum"

@@ -162,14 +162,3 @@ def test_every_merge_plans_the_same_groups_twice(merge: str, tmp_path: Path) -> 
             assert sum(group.coefficients) == pytest.approx(1, abs=1e-9)
             if merge == "max":
                 assert sorted(group.coefficients) == [0.0] * (len(group.members) - 1) + [1.0]
-
-
-def test_unknown_choices_are_refused() -> None:
-    with pytest.raises(CompressionError, match="no representation 'mean'; known are surrogate, vectorized"):
-        load_strategy("model-centric", {"representation": "mean"})
-    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
-        load_strategy("model-centric", {"merge": "sum"})
-    with pytest.raises(
-        CompressionError, match="has no option 'similarity'; it has align, merge, merge_routers, representation"
-    ):
-        load_strategy("model-centric", {"similarity": "linear-cka"})

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
-from compressor.statistics.statistics import LayerStatistics, collect
+from compressor.statistics.statistics import LayerStatistics
 from strategies import count_guided, gated_mass
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
@@ -111,12 +109,6 @@ def test_cases_by_hand(saliency: str, keep: int, expected: list[int], share: flo
     assert made.figures == {"kept_share_of_saliency": round(share, 6)}
 
 
-def test_reap_is_the_default() -> None:
-    assert plan(stats(), 2) == plan(stats(), 2, options=Options("reap"))
-    assert option_fields("reap") == {"saliency": "reap"}
-    assert load_strategy("reap").summary.startswith("REAP: keep the experts with the largest mean gated output (Lasby")
-
-
 def test_gated_mass_and_count_guided_by_hand() -> None:
     made = gated_mass.plan(stats(), 3)
     assert kept(made) == [0, 3, 5]  # 2 0 2 3 1.5 3
@@ -135,35 +127,12 @@ def test_a_rare_specialist_stays_by_its_mean_but_not_by_its_mass() -> None:
     assert kept(plan(found, 2)) == [0, 2]
 
 
-@given(mass=st.lists(st.floats(0, 1e6), min_size=3, max_size=12), visits=st.integers(1, 1000), keep=st.integers(2, 3))
-def test_mass_and_mean_agree_where_all_are_visited_alike(mass: list[float], visits: int, keep: int) -> None:
-    visits = 2 ** (visits % 11)  # so that the quotients are exact
-    found = stats(sums={"gated_norm_sum": mass, "routed_count": [float(visits)] * len(mass)})
-    assert kept(gated_mass.plan(found, keep)) == kept(plan(found, keep))
-
-
-def test_visits_of_weighted_sources_may_be_below_one() -> None:
-    """A mean is a ratio of two sums weighted alike, so their weight does not show in it."""
-    light = {key: [0.1 * value for value in values] for key, values in SUMS.items()}
-    for keep in range(2, 6):
-        assert kept(plan(stats(sums=light), keep)) == kept(plan(stats(), keep))
-
-
 @pytest.mark.parametrize("saliency", SALIENCIES)
 def test_unreached_experts_go_first_and_unreached_layers_keep_the_lowest(saliency: str) -> None:
     assert kept(plan(stats(), 5, options=Options(saliency))) == [0, 2, 3, 4, 5]
     silent = plan(stats(sums={key: [0.0] * 6 for key in SUMS}), 3, options=Options(saliency))
     assert kept(silent) == [0, 1, 2]
     assert silent.figures == {"kept_share_of_saliency": 0.0}
-
-
-def test_experts_that_no_token_of_a_model_reaches_are_dropped(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    strategy = load_strategy("reap")
-    for found in collect(model, strategy.needs, calibration(batches(stock, (1,), length=2)), Silent()):
-        reached = (found.routed_count > 0).nonzero().flatten().tolist()
-        assert 2 <= len(reached) <= 4
-        assert kept(strategy.plan_layer(found, len(reached))) == reached
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
@@ -184,17 +153,3 @@ def test_needs_are_what_the_saliency_reads() -> None:
             with pytest.raises(CompressionError, match=f"'{missing}' was not collected"):
                 strategy.plan_layer(stats(sums=fewer), 3)
     assert load_strategy("reap", {"saliency": "ean"}).needs == {"norm_sum"}
-
-
-def test_an_unknown_saliency_is_refused() -> None:
-    with pytest.raises(
-        CompressionError,
-        match="no saliency 'norm'; known are reap, frequency, ean, mean-norm, mean-squared-norm",
-    ):
-        load_strategy("reap", {"saliency": "norm"})
-    with pytest.raises(CompressionError, match="option saliency is 2, it should be like its default 'reap'"):
-        load_strategy("reap", {"saliency": 2})
-    with pytest.raises(CompressionError, match="strategy 'reap' has no option 'score'; it has saliency"):
-        load_strategy("reap", {"score": "ean"})
-    with pytest.raises(CompressionError, match="strategy 'gated-mass' has no option 'saliency'; it has none"):
-        load_strategy("gated-mass", {"saliency": "ean"})

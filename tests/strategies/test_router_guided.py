@@ -12,7 +12,6 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
@@ -104,18 +103,6 @@ def test_by_hand() -> None:
     assert [(g.coefficients, g.head) for g in uniform.groups] == [((0.5, 0.5), 0), ((0.5, 0.5), 2)]
 
 
-def test_protected_experts_stay_alone_and_strangers_without_a_home_are_dropped() -> None:
-    logits = torch.ones(3, 4)
-    made = router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({3}))
-    assert [group.members for group in made.groups] == [(0, 1, 2), (3,)]
-    assert made.groups[1].untouched
-    alone = router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({1, 3}))
-    assert [group.members for group in alone.groups] == [(1,), (3,)]
-    assert alone.dropped == (0, 2) and alone.is_drop and alone.figures == {}
-    with pytest.raises(CompressionError, match=r"m\.experts: 3 protected experts do not fit into the 2 places"):
-        router_guided.plan(statistics([4, 3, 2, 1], logits), 2, frozenset({0, 1, 2}))
-
-
 def test_experts_and_layers_that_no_token_reached() -> None:
     made = router_guided.plan(statistics([0, 0, 0, 0], torch.zeros(0, 4)), 2)
     assert [group.members for group in made.groups] == [(0, 2, 3), (1,)]
@@ -180,10 +167,3 @@ def test_stock_models_are_planned_and_load(name: str, tmp_path: Path) -> None:
             assert all(len({member // 4 for member in group.members}) == 1 for group in layer.groups)
     compressor.apply(by_hand(first), tmp_path / "out")
     assert zoo.logits(zoo.reload(name, tmp_path / "out"), zoo.tokens(stock)).isfinite().all()
-
-
-def test_needs_follow_the_options_and_refusals_say_why() -> None:
-    assert load_strategy("router-guided").needs == {"routed_count", "router_logits"}
-    assert {"weights", "router_arguments"} <= load_strategy("router-guided", {"merge": "learned"}).needs
-    with pytest.raises(CompressionError, match="there is no merge 'sum'"):
-        load_strategy("router-guided", {"merge": "sum"})

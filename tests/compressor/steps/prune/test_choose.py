@@ -20,7 +20,6 @@ from compressor.steps.prune.choose import (
     METHODS,
     _Merge,
     coefficients,
-    competing,
     keep_best,
     learn_coefficients,
     merge_groups,
@@ -29,7 +28,7 @@ from compressor.steps.prune.choose import (
 from compressor.steps.prune.reconstruction import SmallerRouter
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.stock import stock_small
+from tests.stock import Small
 
 LAYER = MoeLayer(
     "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3.mlp.gate", "model.layers.3", 3, 8, 2
@@ -140,10 +139,6 @@ def test_keep_best_by_hand() -> None:
         kept(COUNTS, 1, set())
 
 
-def test_routing_blocks_are_neighbours() -> None:
-    assert competing(stats(GROUPED).layer) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 NEEDS = merge_needs("learned", False)
 NAMES = ["mixtral", "gpt_oss", "deepseek_v3", "minimax_m2", "zaya", "deepseek_v4"]
 
@@ -164,31 +159,6 @@ def learn(model: OpenModel, parts: Any, handle: Callable[[LayerStatistics, Layer
     return found
 
 
-@torch.no_grad()
-def stock_error(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan, calls: Any) -> float:
-    """||y - F(x)||^2 / ||y||^2 over all tokens, by the stock modules of the smaller model."""
-    small = stock_small(name, stock, layer, plan)
-    own = dict(stock.get_submodule(layer.block).named_parameters()) | dict(
-        stock.get_submodule(layer.block).named_buffers()
-    )
-    block = small.get_submodule(layer.block)
-    gap = size = 0.0
-    for (args, kwargs), (hidden, _, _), output in zip(
-        calls.router_arguments, calls.experts_arguments, calls.experts_outputs, strict=True
-    ):
-        args = tuple(
-            next((getattr(block, key) for key, value in own.items() if value is argument), argument)
-            for argument in args
-        )
-        _, weights, index, *_ = small.get_submodule(layer.router)(*args, **kwargs)
-        found = small.get_submodule(layer.name)(
-            hidden, index.reshape(len(hidden), -1), weights.reshape(len(hidden), -1)
-        )
-        gap += float((found - output).double().square().sum())
-        size += float(output.double().square().sum())
-    return gap / size
-
-
 def check(plan: LayerPlan) -> None:
     for group in plan.groups:
         assert abs(sum(group.coefficients) - 1) < 1e-9
@@ -204,7 +174,7 @@ def check(plan: LayerPlan) -> None:
 def test_reported_errors_are_those_of_the_stock_modules(name: str, merge_routers: bool, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
-    calls = plain_calls(stock, model.architecture, parts)
+    calls, small = plain_calls(stock, model.architecture, parts), Small.of(name, stock)
 
     def both(stats: LayerStatistics, _: LayerPlan) -> tuple[MoeLayer, LayerPlan, LayerPlan]:
         start = merge_groups(stats, pairs(stats), "uniform", merge_routers)
@@ -212,32 +182,12 @@ def test_reported_errors_are_those_of_the_stock_modules(name: str, merge_routers
 
     for layer, start, plan in learn(model, parts, both):
         check(plan)
-        before, after = (stock_error(name, stock, layer, it, calls[layer.name]) for it in (start, plan))
+        before, after = (small.error(layer, it, calls[layer.name]) for it in (start, plan))
         assert plan.figures["error_uniform"] == pytest.approx(before, abs=1e-4)
         assert plan.figures["error_learned"] == pytest.approx(after, abs=1e-4)
         assert after < before  # these all have something to gain
         if not merge_routers:
             assert [g.router_coefficients for g in plan.groups] == [g.router_coefficients for g in start.groups]
-
-
-@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
-def test_every_family_learns(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    parts = batches(stock)
-    torch.manual_seed(0)
-    calls = plain_calls(stock, model.architecture, parts)
-
-    def learned(stats: LayerStatistics, start: LayerPlan) -> tuple[MoeLayer, LayerPlan, LayerPlan, int]:
-        return stats.layer, start, learn_coefficients(stats, start, steps=2), len(stats.inputs)
-
-    for layer, start, plan, sampled in learn(model, parts, learned):
-        check(plan)
-        if sampled == 0 or len(start.groups) == layer.experts:
-            assert plan == start
-            continue
-        assert plan.figures["error_uniform"] > 0
-        error = stock_error(name, stock, layer, start, calls[layer.name])
-        assert plan.figures["error_uniform"] == pytest.approx(error, rel=1e-3, abs=1e-4)
 
 
 def loss(stats: LayerStatistics, plan: LayerPlan, made: _Merge, router: Any, merge: bool) -> tuple[float, Tensor]:
@@ -326,31 +276,6 @@ def test_identical_experts_that_no_router_tells_apart_merge_without_loss(tmp_pat
     assert plan.figures["error_learned"] < 1e-6
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
-def test_the_merged_expert_of_two_identical_ones_is_either_whatever_the_coefficients(
-    alpha: float, tmp_path: Path
-) -> None:
-    def change(block: Any) -> None:
-        block.experts.gate_up_proj[1], block.experts.down_proj[1] = (
-            block.experts.gate_up_proj[0],
-            block.experts.down_proj[0],
-        )
-        block.gate.weight[:2] *= 0.01
-
-    stock, model = planted(tmp_path, change)
-    run: Any = collecting.collect(model, NEEDS, calibration(batches(stock)), Silent())
-    stats = next(run)
-    plan = merge_groups(stats, [(0, 1), *REST], "uniform")
-    logits = torch.tensor([alpha, 1 - alpha]).log().clamp(min=-1e4)
-    made = _Merge(stats, plan)
-    made.logits[0] = logits
-    x = stats.inputs
-    index, weights = torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1)
-    output, _ = made.forward(weights, index)
-    torch.testing.assert_close(output, stats.weights.experts(x, index, weights), rtol=1e-5, atol=1e-6)
-    run.close()
-
-
 def test_a_member_that_no_token_visits_loses_its_coefficient(tmp_path: Path) -> None:
     """Expert 1 is noise to those that visit expert 0: what is learned is to leave it out of the merged expert."""
 
@@ -361,28 +286,6 @@ def test_a_member_that_no_token_visits_loses_its_coefficient(tmp_path: Path) -> 
     plan = first_layer(model, stock, [(0, 1), *REST], routers=False)
     assert plan.groups[0].coefficients[0] > 0.9
     assert plan.figures["error_learned"] < 0.1 * plan.figures["error_uniform"]
-
-
-def test_learning_twice_gives_the_same_numbers(tmp_path: Path) -> None:
-    stock, model = opened("deepseek_v3", tmp_path)
-    first, second = (
-        learn(model, batches(stock), lambda stats, plan: learn_coefficients(stats, plan)) for _ in range(2)
-    )
-    assert first == second
-
-
-def test_shared_weights_are_not_touched(tmp_path: Path) -> None:
-    stock, model = opened("minimax_m2", tmp_path)
-
-    def learned(stats: LayerStatistics, plan: LayerPlan) -> bool:
-        def tensors() -> list[Tensor]:
-            return [*stats.weights.block.state_dict().values(), stats.inputs, stats.top_k_weights, stats.top_k_index]
-
-        before = [tensor.clone() for tensor in tensors()]
-        learn_coefficients(stats, plan, steps=3)
-        return all(torch.equal(one, other) for one, other in zip(before, tensors(), strict=True))
-
-    assert all(learn(model, batches(stock), learned))
 
 
 def test_nothing_to_learn_leaves_the_plan_as_it_is(tmp_path: Path) -> None:

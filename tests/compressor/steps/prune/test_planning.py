@@ -56,12 +56,3 @@ def test_a_sources_plan_is_made_and_judged_on_its_own_tokens_alone(name: str, tm
     stock, model = opened("mixtral", tmp_path)
     parts = batches(stock, (2, 1, 2, 1, 1))
     assert same_layers(model, name, sourced(parts, (0, 0, 1, 1, 1), (1, 3)), 2)
-
-
-def test_sources_of_which_only_some_have_heldout_tokens(tmp_path: Path) -> None:
-    """As of a source too short to hold any out."""
-    stock, model = opened("mixtral", tmp_path)
-    parts = batches(stock, (2, 1, 2, 1, 1))
-    data = sourced(parts, (0, 0, 1, 1, 2), (1, 3))
-    made = make_plan(model, load_strategy("auto"), 4, {}, data, Silent())
-    assert all(layer.figures["heldout_errors"] for layer in made.layers)

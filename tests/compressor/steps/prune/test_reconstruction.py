@@ -119,34 +119,6 @@ def test_rescaled_errors_are_the_least_of_all_scales(tmp_path: Path) -> None:
     assert turned  # some tokens' output points the other way, and no scale below 0 is allowed
 
 
-def test_outputs_are_taken_from_the_statistic(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    for stats in layers(model, batches(stock)):
-        plan = LayerPlan.keep(stats.layer, [0, 2, 4, 5])
-        close(reconstruct(changed(stats, expert_outputs=2 * stats.expert_outputs), plan), 2 * reconstruct(stats, plan))
-
-
-def test_members_are_brought_into_the_order_of_their_head(tmp_path: Path) -> None:
-    """Expert 1 is expert 0 with other neuron numbers: merged with a head the pair is expert 0, without it is not."""
-    stock = zoo.build("mixtral")
-    with torch.no_grad():
-        for experts in zoo.experts(stock).values():
-            up: Any = experts.gate_up_proj
-            down: Any = experts.down_proj
-            half = up.shape[1] // 2
-            order = torch.randperm(half, generator=torch.Generator().manual_seed(0))
-            up[1] = up[0][torch.cat([order, half + order])]
-            down[1] = down[0][:, order]
-    stock.save_pretrained(tmp_path)
-    for stats in layers(open_model(locate(str(tmp_path)), "float32", "cpu"), batches(stock)):
-        rest = [Group.single(expert) for expert in range(2, 8)]
-        pair = Group((0, 1), (0.5, 0.5), (0.5, 0.5), head=0)
-        one = reconstruct(stats, LayerPlan.of(stats.layer, [Group((0, 1), (1.0, 0.0), (0.5, 0.5)), *rest]))
-        close(reconstruct(stats, LayerPlan.of(stats.layer, [pair, *rest])), one)
-        unlike = reconstruct(stats, LayerPlan.of(stats.layer, [replace(pair, head=None), *rest]))
-        assert float((unlike - one).norm() / one.norm()) > 0.02
-
-
 def changed(stats: LayerStatistics, **values: Any) -> LayerStatistics:
     return replace(stats, values={**stats.values, **values})
 
@@ -207,15 +179,6 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], c
 
 
 @ROUTERS
-def test_with_all_experts_the_sampled_choices_come_back(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    for stats in layers(model, batches(stock)):
-        if len(stats.inputs):
-            found = SmallerRouter(stats).kept(range(stats.layer.experts))
-            assert_same(found, (stats.top_k_weights, stats.top_k_index), stats.layer.experts)
-
-
-@ROUTERS
 def test_kept_and_merged_experts_route_as_in_the_stock_smaller_model(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
@@ -256,40 +219,3 @@ def test_a_bias_as_long_as_the_sample_is_not_cut_by_tokens(tmp_path: Path) -> No
         rows = torch.tensor([7, 1])
         whole = router.kept(kept)
         assert_same(router.kept(kept, rows), (whole[0][rows], whole[1][rows]), 4)
-
-
-def test_the_skip_expert_of_zaya_has_no_weight(tmp_path: Path) -> None:
-    stock, model = opened("zaya", tmp_path)
-    skipped = 0
-    for stats in layers(model, batches(stock)):
-        weights, slots = SmallerRouter(stats).kept([1, 3, 6, 7])
-        skipped += int((weights == 0).sum())
-        assert (slots[weights == 0] == 0).all()
-    assert skipped > 0
-
-
-def test_shares_carry_gradients_and_stand_in_for_the_plans_own(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    for stats in layers(model, batches(stock)):
-        plan = merge_groups(stats, [(0, 1), *((expert,) for expert in range(2, 8))])
-        shares = [torch.ones(1) for _ in plan.groups]
-        shares[0] = torch.tensor([0.2, 0.8], requires_grad=True)
-        with torch.enable_grad():
-            weights, slots = SmallerRouter(stats).planned(plan, shares)
-            (slope,) = torch.autograd.grad(weights.square().sum(), shares[0])
-        assert (slope != 0).all()
-        own = LayerPlan.of(stats.layer, [Group((0, 1), (0.5, 0.5), (0.2, 0.8)), *plan.groups[1:]])
-        assert_same((weights.detach(), slots), SmallerRouter(stats).planned(own), 7)
-
-
-@ROUTERS
-def test_weights_and_samples_are_not_touched(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    for stats in layers(model, batches(stock)):
-        positional, by_keyword = stats.router_arguments
-        arguments = [value for value in (*positional, *by_keyword.values()) if isinstance(value, Tensor)]
-        tensors = [*stats.weights.block.state_dict().values(), *arguments]
-        before = [tensor.clone() for tensor in tensors]
-        SmallerRouter(stats).kept([0, 2, 4, 5], torch.tensor([3, 4]))
-        SmallerRouter(stats).planned(LayerPlan.keep(stats.layer, [0, 2, 4, 5]))
-        assert all(torch.equal(one, other) for one, other in zip(before, tensors, strict=True))

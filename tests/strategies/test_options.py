@@ -1,0 +1,53 @@
+"""Options of the built-in strategies: what they need measured, and which values are refused."""
+
+from typing import Any
+
+import pytest
+
+from compressor.errors import CompressionError
+from compressor.recipe.registry import load_strategy
+
+LEARNED = {"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "needs"),
+    [
+        ("model-centric", {}, {"weights"}),
+        ("model-centric", {"merge": "learned"}, LEARNED),
+        ("data-centric", {}, {"mixed_outputs"}),
+        ("data-centric", {"mix_tokens": False}, {"expert_outputs"}),
+        ("data-centric", {"merge": "max"}, {"mixed_outputs", "routed_count"}),
+        ("hc-smoe", {}, {"expert_outputs", "routed_count"}),
+        ("hc-smoe", {"merge": "uniform"}, {"expert_outputs"}),
+        ("router-guided", {}, {"routed_count", "router_logits"}),
+        ("router-guided", {"merge": "learned"}, LEARNED | {"routed_count", "router_logits"}),
+        ("hub-guided", {}, {"gated_norm_sum", "rank_change"}),
+        ("hub-guided", {"mass": "visits", "exponent": 2}, {"routed_count", "rank_change"}),
+        ("hub-guided", {"mass": "visits", "exponent": 0.0}, {"routed_count"}),
+    ],
+)
+def test_needs_follow_the_options(name: str, options: dict[str, Any], needs: set[str]) -> None:
+    assert load_strategy(name, options).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *((name, {"merge": "sum"}, "there is no merge 'sum'") for name in ("data-centric", "hc-smoe", "router-guided")),
+        ("data-centric", {"similarity": "cka"}, "no similarity 'cka'; known are linear-cka, rbf-cka, mean-output"),
+        ("model-centric", {"representation": "mean"}, "no representation 'mean'; known are surrogate, vectorized"),
+        (
+            "model-centric",
+            {"similarity": "rbf-cka"},
+            "'similarity'; it has align, merge, merge_routers, repr",
+        ),
+        ("reap", {"saliency": "norm"}, "known are reap, frequency, ean, mean-norm, mean-squared-norm"),
+        ("hub-guided", {"mass": "ean"}, "there is no mass 'ean'; known are gated-mass, visits"),
+        *(("hub-guided", {"exponent": value}, "a number from 0 to 10") for value in (-0.5, 11, float("nan"))),
+        ("ream", {"group_size": 1}, "group_size is 1; it must be 2 or more, or 0"),
+    ],
+)
+def test_impossible_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompressionError, match=message):
+        load_strategy(name, options)
