@@ -47,7 +47,7 @@ from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.plans import by_hand, pruned
 
-DRAWN = ("sizes", "experts", "errors")  # of the figures, those that show what the file says
+DRAWN = ("experts", "errors")  # of the figures, those that show what the file says
 DEEP: Any = json.loads("[" * 150 + "]" * 150)
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 10**400, -(10**400), 10**4290, 0.5, 1.7e308, -1.7e308, float("inf"),

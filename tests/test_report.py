@@ -34,7 +34,7 @@ def test_the_folder_alone_gives_a_whole_page(run: Run, out: Path, tmp_path: Path
     for name, heading, *_ in SECTIONS:
         assert f'id="{name}"' in page and heading in page
     assert "moe-compress compress" in page and "hc-smoe" in page
-    drawn = ("errors", "experts", "similarity", "sizes", "visits")
+    drawn = ("errors", "experts", "similarity", "visits")
     assert names(tmp_path / "figures") == [f"{name}.png" for name in drawn]
     assert names(tmp_path) == ["figures", "report.html"]
     assert small.tree(out) == before

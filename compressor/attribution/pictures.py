@@ -20,10 +20,8 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import STANDING, STEERS, Centrality, edges_of, ranking
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
-from compressor.document.heatmaps import Panel, Scale, draw_panels, log_scale
-from compressor.document.marks import colour
-from compressor.document.palette import FONT, MARKERS, scale_axis
-from compressor.document.picture import Drawing
+from compressor.document.drawing import MARKERS, Panel, Scale, colour, draw_panels, log_scale, scale_axis
+from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
 
 if TYPE_CHECKING:

@@ -11,11 +11,9 @@ from compressor.comoe.evaluating import TaskResult
 from compressor.comoe.training import Trained
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Table, Text, Words
-from compressor.document.heatmaps import draw_heat
+from compressor.document.drawing import draw_bars, draw_heat, ink_on
 from compressor.document.markdown import markdown
-from compressor.document.marks import draw_bars
-from compressor.document.palette import FONT, ink_on
-from compressor.document.picture import Drawing, png
+from compressor.document.picture import FONT, Drawing, png
 from compressor.files import whole_folder
 from compressor.formatting import counted, human_count, share
 from compressor.records import plain_json

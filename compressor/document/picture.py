@@ -12,12 +12,13 @@ from html import escape
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from compressor.document.palette import DPI, FONT
 from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
+DPI = 150
+FONT = 8.0  # points
 PNG_WIDTH = 11.0  # inches at the most, unless one drawing alone is wider
 SETTINGS: Any = {
     "svg.fonttype": "none",

@@ -18,8 +18,8 @@ from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned, Words
+from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
-from compressor.document.marks import Dots, draw_dots
 from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
@@ -284,7 +284,7 @@ def _draw(canvas: "FigureBase", result: GateResult) -> None:
         kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
     rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in result.tasks) else ""
     label = f"drop, worse to the right{rises}\ndashed: the drop allowed, {margin(result)}"
-    draw_dots(canvas.add_subplot(), names, kinds, label, placed(result.max_drop), scaled=False)
+    draw_dots(canvas.add_subplot(), names, kinds, label, placed(result.max_drop))
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:

@@ -1,13 +1,10 @@
-"""What a comparison found: a row for each way of making the model smaller, beside the base and random drops.
-
-Tables and pictures show rows as entries, which have a label and in which random drops share one line.
-"""
+"""What a comparison found: a row for each way of making the model smaller, beside the base and random drops."""
 
 import json
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
+from compressor.document.drawing import MARKERS, ROLES, colour, scale_axis, spaced
 from compressor.document.markdown import markdown
-from compressor.document.marks import colour, spaced
-from compressor.document.palette import MARKERS, ROLES, scale_axis
 from compressor.document.picture import Drawing, png
 from compressor.files import whole_folder
 from compressor.formatting import human_bytes, human_count, joined, readable
@@ -107,11 +103,11 @@ class Comparison:
         return found
 
 
-def label(row: Row) -> str:
-    """A line's name: 'reap, 2 parts, top 3 + ridge for wiki'; random drops that differ in their seed share one."""
+def label(row: Row, name: str | None = None) -> str:
+    """A row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge for wiki'."""
     return "".join(
         (
-            "random" if row.is_random else row.name,
+            name or row.name,
             f", {row.split} parts" if row.split > 1 else "",
             f", top {row.top_k}" if row.top_k is not None else "",
             f" + {row.correction}" if row.correction != "none" else "",
@@ -121,49 +117,33 @@ def label(row: Row) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line: a model, or the random drops to one expert count, which are alike but in seed and figures."""
-
-    label: str
-    rows: tuple[Row, ...]
-
-    @property
-    def first(self) -> Row:
-        """One of the rows."""
-        return self.rows[0]
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """Loss of each row."""
-        return tuple(row.loss for row in self.rows)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the rows."""
-        return fmean(self.losses)
-
-
 def sort_key(loss: float) -> float:
     """Puts what is not a number last."""
     return math.inf if math.isnan(loss) else loss
 
 
-def entries(rows: Iterable[Row], apart: bool = False) -> tuple[Entry, ...]:
-    """The rows in their order, random drops joined where the first of them stands unless they shall stay `apart`."""
-    found: dict[tuple[str, int, int | None], list[Row]] = {}
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Rows with many experts first, and the least loss first among equally many."""
+    return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
+
+
+def without_seeds(rows: Iterable[Row]) -> list[Row]:
+    """The rows in their order, random drops that differ in their seeds as one: its means, and the highest peak."""
+    groups = dict[Any, list[Row]]()
     for number, row in enumerate(rows):
-        is_joined = row.is_random and not apart
-        seed = f", seed {row.seed}" if row.is_random and apart and row.seed is not None else ""
-        found.setdefault((label(row) + seed, row.experts, None if is_joined else number), []).append(row)
-    return tuple(Entry(key[0], tuple(together)) for key, together in found.items())
-
-
-def ranked(comparison: Comparison, apart: bool = False) -> tuple[Entry, ...]:
-    """All entries but the base: many experts first, and the least loss first among equally many."""
-    return tuple(
-        sorted(entries(comparison.rows[1:], apart), key=lambda entry: (-entry.first.kept, sort_key(entry.loss)))
-    )
+        groups.setdefault((label(row, "random"), row.experts) if row.is_random else number, []).append(row)
+    found = []
+    for drops in groups.values():
+        row, losses = drops[0], [drop.loss for drop in drops]
+        if len(drops) > 1:
+            names = ("loss", "perplexity", "kl", "flips", "error", "seconds")
+            means: dict[str, Any] = {name: fmean(getattr(drop, name) or 0.0 for drop in drops) for name in names}
+            sources = {name: fmean(drop.loss_by_source[name] for drop in drops) for name in row.loss_by_source}
+            name = f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}"
+            peak = max(drop.peak_memory for drop in drops)
+            row = replace(row, name=name, loss_by_source=sources, peak_memory=peak, **means)
+        found.append(row)
+    return found
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -188,7 +168,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         Heading(f"{comparison.model}: comparison", level=1),
         _data_line(comparison),
         *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
-        *_tables(comparison, apart=True),
+        *_tables(comparison, comparison.rows[1:]),
         Text(LEGEND),
         comparison_figure(comparison),
         *([Text(f"Made with {made_with}.")] if made_with else []),
@@ -197,7 +177,7 @@ def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
 
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
     """What a terminal shows: the base, then each expert count's models; means of random drops."""
-    return *_tables(comparison), _data_line(comparison)
+    return *_tables(comparison, without_seeds(comparison.rows[1:])), _data_line(comparison)
 
 
 def _data_line(comparison: Comparison) -> Text:
@@ -214,79 +194,72 @@ def _data_line(comparison: Comparison) -> Text:
     )
 
 
-def _tables(comparison: Comparison, apart: bool = False) -> list[Table]:
+def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
     """The base, then each expert count's models, the best in bold; loss on each evaluation source if several."""
-    shown = (Entry("base", (comparison.base,)), *ranked(comparison, apart))
-    ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.first.kept != other.first.kept}
-    cells = [_cells(comparison, entry) for entry in shown]
-    rows: list[tuple[Words, ...]] = [
+    shown = [comparison.base, *ranked(rows)]
+    ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
+    cells = [_cells(comparison, row) for row in shown]
+    lines: list[tuple[Words, ...]] = [
         tuple(map(Strong, row.values())) if place - 1 in ruled else tuple(row.values())
         for place, row in enumerate(cells)
     ]
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    tables = [Table(caption, tuple(cells[0]), tuple(rows), frozenset(), OPTIONAL, ruled)]
+    tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset(), OPTIONAL, ruled)]
     if len(sources := tuple(comparison.evaluation)) > 1:
         losses = []
-        for row, entry in zip(cells, shown, strict=True):
-            found = (
-                [each.loss_by_source[name] for each in entry.rows if name in each.loss_by_source] for name in sources
-            )
-            losses.append((row["model"], row["experts"], *(f"{fmean(each):.4f}" if each else "-" for each in found)))
+        for row in shown:
+            found = (row.loss_by_source.get(name) for name in sources)
+            losses.append((label(row), str(row.experts), *("-" if loss is None else f"{loss:.4f}" for loss in found)))
         columns = ("model", "experts", *sources)
         tables.append(Table("Loss by evaluation source", columns, tuple(losses), ruled=ruled))
     return tables
 
 
-def _cells(comparison: Comparison, entry: Entry) -> dict[str, str]:
-    """A row by column: means of random drops, and the highest of their peaks."""
-    rows, name = entry.rows, entry.label
-    if len(rows) > 1:
-        name += f" ({len(rows)} seeds), loss {min(entry.losses):.4f}..{max(entry.losses):.4f}"
-    means = {
-        each: fmean(getattr(row, each) for row in rows)
-        for each in ("parameters", "perplexity", "kl", "flips", "seconds")
-    }
-    errors = [row.error for row in rows if row.error is not None]
+def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
+    """A row by column."""
     return {
-        "model": name,
-        "experts": str(entry.first.experts),
-        "parameters": human_count(means["parameters"]),
-        **({"active": human_count(fmean(row.active or 0 for row in rows))} if comparison.with_active else {}),
-        "loss": f"{entry.loss:.4f}",
-        "increase": "-" if entry.first is comparison.base else f"{entry.loss - comparison.base.loss:+.4f}",
-        "perplexity": f"{means['perplexity']:.4g}",
-        "KL": f"{means['kl']:.4f}",
-        "flips": f"{means['flips']:.4f}",
-        "layer error": f"{fmean(errors):.4f}" if len(errors) == len(rows) else "-",
-        "seconds": f"{means['seconds']:.1f}",
-        "peak memory": human_bytes(max(row.peak_memory for row in rows)),
+        "model": label(row),
+        "experts": str(row.experts),
+        "parameters": human_count(row.parameters),
+        **({"active": human_count(row.active or 0)} if comparison.with_active else {}),
+        "loss": f"{row.loss:.4f}",
+        "increase": "-" if row is comparison.base else f"{row.loss - comparison.base.loss:+.4f}",
+        "perplexity": f"{row.perplexity:.4g}",
+        "KL": f"{row.kl:.4f}",
+        "flips": f"{row.flips:.4f}",
+        "layer error": "-" if row.error is None else f"{row.error:.4f}",
+        "seconds": f"{row.seconds:.1f}",
+        "peak memory": human_bytes(row.peak_memory),
     }
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
     """Losses upwards over falling counts of experts, a line for each label from the base on; random drops in a band."""
     rows, base = comparison.rows, comparison.base
-    lines, labels = dict[str, list[Entry]](), dict[str, str]()
-    for entry in ranked(comparison):
-        lines.setdefault(entry.label, []).append(entry)
+    lines, first = dict[str, dict[float, list[float]]](), dict[str, Row]()  # increases by label and experts kept
+    for row in ranked(rows[1:]):
+        name = label(row, "random") if row.is_random else label(row)
+        lines.setdefault(name, {}).setdefault(row.kept, []).append(row.loss - base.loss)
+        first.setdefault(name, row)
     strategies = list(dict.fromkeys(row.name for row in rows[1:] if not row.is_random))
-    alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
+    labels, alt = dict[str, str](), [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, points in lines.items():
-        drops = max(len(entry.rows) for entry in points)
-        band = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if points[0].first.is_random else ""
+        drops = max(map(len, points.values()))
+        band = f" ({f'mean and range of {drops}' if drops > 1 else 'one drop'})" if first[name].is_random else ""
         labels[name] = textwrap.fill(readable(name + band), 44)
-        increases = (f"{each.first.kept:g} {each.loss - base.loss:+.4f}" for each in points)
-        alt.append(f"{name}: {', '.join(increases)}.")
+        alt.append(f"{name}: {', '.join(f'{kept:g} {fmean(each):+.4f}' for kept, each in points.items())}.")
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.add_subplot()
         handles = [(0.0, "base", axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0))]
         for number, (name, points) in enumerate(lines.items()):
-            row, xs = points[0].first, [base.kept, *(entry.first.kept for entry in points)]
+            row, xs = first[name], [base.kept, *points]
             shade = ROLES["muted"] if row.is_random else colour(strategies.index(row.name))
-            is_hollow = number // len(MARKERS) % 2 == 1
-            mean, low, high = ([0.0, *(end(entry.losses) - base.loss for entry in points)] for end in (fmean, min, max))
+            face, edge = ("white", shade) if number // len(MARKERS) % 2 else (shade, "white")
+            mean = [0.0, *(fmean(each) for each in points.values())]
             if row.is_random:
+                low = [0.0, *(min(each) for each in points.values())]
+                high = [0.0, *(max(each) for each in points.values())]
                 axes.fill_between(xs, low, high, color=shade, alpha=0.2, linewidth=0)
             (line,) = axes.plot(
                 xs,
@@ -296,19 +269,14 @@ def comparison_figure(comparison: Comparison) -> Figure:
                 linestyle="dashed" if row.is_random else STYLES.get(row.correction, "dashdot"),
                 marker=MARKERS[number % len(MARKERS)],
                 markersize=6,
-                markerfacecolor="white" if is_hollow else shade,
-                markeredgecolor=shade if is_hollow else "white",
-                markeredgewidth=1.2 if is_hollow else 0.5,
+                markerfacecolor=face,
+                markeredgecolor=edge,
+                markeredgewidth=1.0,
                 markevery=slice(1, None),  # all lines start at the base, where a marker says nothing
             )
             handles.append((sort_key(mean[-1]), labels[name], line))
-        handles.sort(key=lambda each: -each[0])
-        canvas.legend(
-            [line for *_, line in handles],
-            [text for _, text, _ in handles],
-            loc="outside right upper",
-            handlelength=3.2,
-        )
+        _, texts, drawn = zip(*sorted(handles, key=lambda each: -each[0]), strict=True)
+        canvas.legend(drawn, texts, loc="outside right upper", handlelength=3.2)
         scale = scale_axis(axes, "y", [row.loss - base.loss for row in rows], 4)
         axes.set_ylabel("\n".join(filter(None, (f"loss above the base's {base.loss:.4f} (nats per token)", scale))))
         parts = ", parts counted as parts of one" if any(row.split > 1 for row in rows) else ""
@@ -318,8 +286,8 @@ def comparison_figure(comparison: Comparison) -> Figure:
         axes.invert_xaxis()
         axes.grid(axis="y")
 
-    texts = "\n".join(["base", *labels.values()]).splitlines()
-    size = 7.3 + 0.068 * max(map(len, texts)), max(5.0, 0.6 + 0.185 * len(texts))
+    legend = "\n".join(["base", *labels.values()]).splitlines()
+    size = 7.3 + 0.068 * max(map(len, legend)), max(5.0, 0.6 + 0.185 * len(legend))
     title = f"{comparison.model}: loss with fewer experts"
     caption = (
         "Loss above the base's by the experts kept in each MoE layer; the legend lists lines in the order in which "

@@ -1,20 +1,28 @@
 """The figures of a report: the same drawings for the page, as SVG, and for a model card, as PNG."""
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from compressor.document.blocks import Figure
-from compressor.document.heatmaps import draw_heat, label_axes
-from compressor.document.marks import Dots, draw_bars, draw_dots, spaced
-from compressor.document.palette import COLOURS, FONT, HEAT, ROLES, draw_key, ink_on
-from compressor.document.picture import Drawing
+from compressor.document.drawing import (
+    COLOURS,
+    HEAT,
+    ROLES,
+    Dots,
+    draw_bars,
+    draw_dots,
+    draw_heat,
+    draw_key,
+    ink_on,
+    label_axes,
+    spaced,
+)
+from compressor.document.picture import FONT, Drawing
 from compressor.evaluation.gate_report import gate_figure
 from compressor.formatting import counted, listed, percent, readable, short, span
 from compressor.recipe.document import changed, result_of
@@ -42,36 +50,13 @@ LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
 MOST_NAMED = 8  # groups in a text alternative
 MOST_LETTERS = 24  # of a layer's name
-OUTLINES = {"merged": "solid", "✕ dropped": (0, (3, 2))}  # of a matrix's groups
+DASHES = (0, (3, 2))
 
 
 def _brief(layer: LayerReport) -> str:
     """A layer's name; of a long one the end, where modules differ."""
     name = layer.name
     return readable(name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}")
-
-
-def sizes(data: Report) -> Figure:
-    """Bars of what is left of experts, parameters and bytes."""
-    rows = data.sizes()
-
-    def draw(canvas: "FigureBase") -> None:
-        axes = canvas.subplots()
-        axes.set(xlim=(0, 1), ylim=(len(rows) - 0.35, -0.6))
-        axes.set_axis_off()
-        for place, row in enumerate(rows):
-            for width, role in ((1.0, "faint"), (min(row.after / max(row.before, 1), 1.0), "after")):
-                axes.barh(place + 0.12, width, 0.34, facecolor=ROLES[role], edgecolor="none")
-            axes.text(0, place - 0.16, row.name, fontweight="bold", va="bottom")
-            left = f"{row.shown_before} → {row.shown_after} ({row.left})"
-            axes.text(1, place - 0.16, left, ha="right", va="bottom")
-
-    alt = "; ".join(
-        f"{row.name}: {row.shown_before} before, {row.shown_after} after, {row.left} is left" for row in rows
-    )
-    drawing = Drawing("Sizes before and after", f"{alt}.", (WIDTH, 1.5), draw, margins=(0.05,) * 4)
-    caption = "The whole bar is the base, the filled part what the compressed model has of it."
-    return Figure("sizes", "What is left of experts, parameters and bytes", caption, (drawing,))
 
 
 def cells(layer: LayerReport) -> list[tuple[str, str]]:
@@ -102,15 +87,10 @@ def experts(data: Report) -> Figure | None:
         (f"cross: {gone(layer.plan for layer in layers)}", cross, any(layer.plan.dropped for layer in layers)),
         ("frame: protected", {"fill": False, "edgecolor": ROLES["ink"]}, any(layer.protected for layer in layers)),
     ]
-    looks = [(textwrap.fill(label, 54), style) for label, style, is_there in kinds if is_there]
-    legend = Drawing(
-        "What the cells are",
-        f"{'; '.join(' '.join(label.split()) for label, _ in looks)}.",
-        (WIDTH, 0.17 * sum(label.count("\n") + 1 for label, _ in looks) + 0.12),
-        partial(draw_key, looks=looks),
-        is_legend=True,
-        margins=(0.0,) * 4,
-    )
+    looks = [(label, style) for label, style, is_there in kinds if is_there]
+    alt, size = f"{'; '.join(label for label, _ in looks)}.", (WIDTH, 0.17 * len(looks) + 0.12)
+    key = partial(draw_key, looks=looks)
+    legend = Drawing("What the cells are", alt, size, key, is_legend=True, margins=(0.0,) * 4)
 
     def draw(canvas: "FigureBase") -> None:
         from matplotlib.patches import PathPatch
@@ -169,20 +149,13 @@ def similarity(data: Report) -> Figure | None:
     def draw_scale(canvas: "FigureBase") -> None:
         bar = ScalarMappable(Normalize(low, high), colours)
         canvas.colorbar(bar, cax=canvas.subplots(), orientation="horizontal", ticks=[low, (low + high) / 2, high])
-        is_there = any(layer.plan.merged for layer in layers), any(layer.plan.dropped for layer in layers)
-        looks = [
-            (label, {"facecolor": "#808080", **_outline(style)})
-            for (label, style), there in zip(OUTLINES.items(), is_there, strict=True)
-            if there
-        ]
-        draw_key(canvas, looks, ncols=2, bbox_to_anchor=(0.52, 0.55))
 
     alt = (
         f"Colours from {low:g}, dark, to {high:g}, light. Solid outlines hold the experts of a merged group, dashed "
         "ones the dropped experts."
     )
-    margins = (0.2, 0.2, 1.9, 0.15)
-    legend = Drawing("Scale of similarity", alt, (WIDTH, 0.5), draw_scale, is_legend=True, margins=margins)
+    margins = (0.2, 0.2, 0.2, 0.15)
+    legend = Drawing("Scale of similarity", alt, (2.4, 0.5), draw_scale, is_legend=True, margins=margins)
     size, margins = (LEFT + SIDE + 0.08, ABOVE + SIDE + BELOW), (LEFT, BELOW, 0.08, ABOVE)
     draw = partial(_draw_matrix, low=low, high=high, cmap=colours)
     drawings = [
@@ -191,7 +164,8 @@ def similarity(data: Report) -> Figure | None:
     labels = ", ".join(dict.fromkeys(layer.similarity_label for layer in data.layers if layer.similarity_label))
     caption = (
         f"A square for each layer shows how similar the base's experts are{f' ({labels})' if labels else ''}. "
-        "They are ordered so that merged ones lie side by side; ✕ marks a dropped expert, ★ a protected one."
+        "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one holds the dropped. "
+        "✕ marks a dropped expert, ★ a protected one."
     )
     return Figure("similarity", "Similarity of the experts, with the chosen groups", caption, (legend, *drawings))
 
@@ -223,26 +197,23 @@ def matrix_alt(layer: LayerReport) -> str:
     return f"{alt} The most similar are {first[most]} and {second[most]} with {short(pairs[most])}."
 
 
-def _outline(style: Any, width: float = 1.0) -> dict[str, Any]:
-    """A white line on a black one, which any colour shows."""
-    from matplotlib.patheffects import withStroke
-
-    effects = [withStroke(linewidth=2.4 * width, foreground="#0b0d10")]
-    return {"edgecolor": "#fefefe", "linewidth": 1.1 * width, "linestyle": style, "path_effects": effects}
-
-
 def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: float, cmap: Any) -> None:
     """The matrix with its groups outlined, and the experts' numbers at both sides where they fit."""
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
     axes, placed, dropped = canvas.subplots(), order(layer.plan), layer.plan.dropped
     draw_heat(axes, np.array(layer.similarity)[np.ix_(placed, placed)].tolist(), low, high, cmap=cmap)
-    count, merged = len(placed), sorted(map(len, layer.plan.merged), reverse=True)
-    blocks = [*zip(accumulate(merged, initial=0), merged, ["merged"] * len(merged), strict=False)]
-    for start, size, kind in [*blocks, *([(count - len(dropped), len(dropped), "✕ dropped")] if dropped else [])]:
-        thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
-        look = {**_outline(OUTLINES[kind], thin), "joinstyle": "miter", "clip_on": False, "fill": False}
-        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, **look))
+    count, start = len(placed), 0
+    thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
+    look: dict[str, Any] = {"edgecolor": "#fefefe", "linewidth": 1.1 * thin, "fill": False, "clip_on": False}
+    effects = [withStroke(linewidth=2.4 * thin, foreground="#0b0d10")]  # white on black, which any colour shows
+    for size in sorted(map(len, layer.plan.merged), reverse=True):
+        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, path_effects=effects, **look))
+        start += size
+    if dropped:
+        corner, size = (count - len(dropped) - 0.5,) * 2, len(dropped)
+        axes.add_patch(Rectangle(corner, size, size, linestyle=DASHES, path_effects=effects, **look))
     axes.set_title(_brief(layer), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
@@ -343,10 +314,6 @@ def errors(data: Report) -> Figure | None:
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
         draw_dots(axes, [_brief(layer) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
-        for place, (_, known) in enumerate(rows):
-            if all(field in known for field in HELDOUT):
-                before, after = (known[field] for field in HELDOUT)
-                axes.hlines(place, before, after, color=ROLES["muted"], linewidth=0.8, zorder=1)
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
     size = (WIDTH, 0.17 * len(kinds) + min(max(7.0 / len(rows), 0.13), 0.26) * len(rows) + 0.6)
@@ -401,7 +368,6 @@ def distillation(data: Report) -> Figure | None:
 
 
 MADE: Mapping[str, Callable[[Report], Figure | None]] = {
-    "sizes": sizes,
     "experts": experts,
     "similarity": similarity,
     "visits": visits,

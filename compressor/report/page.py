@@ -277,7 +277,7 @@ def hubs(data: Report) -> list[Block]:
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
-    ("sizes", "Sizes", "sizes", sizes),
+    ("sizes", "Sizes", None, sizes),
     ("experts", "Experts", "experts", lambda data: experts(data.stage)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),

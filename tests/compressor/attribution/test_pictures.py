@@ -28,7 +28,7 @@ from compressor.attribution.pictures import (
 )
 from compressor.attribution.report import Findings, findings, full_content, write_attribution
 from compressor.document.blocks import Figure
-from compressor.document.heatmaps import log_scale
+from compressor.document.drawing import log_scale
 from tests.attributions import attribution, sender
 from tests.drawn import axes_of, canvases
 

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from compressor.document.heatmaps import draw_heat
-from compressor.document.marks import draw_bars
-from compressor.document.palette import DPI, draw_key
-from compressor.document.picture import Drawing, inline_svgs, png
+from compressor.document.drawing import draw_bars, draw_heat, draw_key
+from compressor.document.picture import DPI, Drawing, inline_svgs, png
 from compressor.formatting import readable
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure as Canvas
 
-from compressor.document.palette import DECADES, TINIEST, log_limits, scale_axis, ticks
+from compressor.document.drawing import DECADES, TINIEST, log_limits, scale_axis, ticks
 
 SIZES = st.floats(1e-25, 1e25)
 VALUES = st.lists(st.one_of(SIZES, SIZES.map(lambda size: -size), st.just(0.0)), min_size=1, max_size=12)

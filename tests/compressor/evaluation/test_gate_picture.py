@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from compressor.document.palette import ROLES
+from compressor.document.drawing import ROLES
 from compressor.document.picture import inline_svgs, png
 from compressor.evaluation.gate_report import gate_figure
 from compressor.evaluation.gate_verdict import GateResult

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from compressor.document.palette import DPI, ROLES, scale_axis
-from compressor.document.picture import drawing_settings, png
+from compressor.document.drawing import ROLES, scale_axis
+from compressor.document.picture import DPI, drawing_settings, png
 from compressor.report import comparison_report as picture
 from compressor.report.comparison_report import Comparison, label
 from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
@@ -58,7 +58,8 @@ def expected(made: Comparison) -> dict[str, list[tuple[float, float]]]:
     """The points of each line by label: from the base, by falling count, the mean of equal ones."""
     together: dict[str, dict[int, list[float]]] = {}
     for each in made.rows[1:]:
-        together.setdefault(label(each), {}).setdefault(each.experts, []).append(each.loss - made.rows[0].loss)
+        name = label(each, "random") if each.is_random else label(each)
+        together.setdefault(name, {}).setdefault(each.experts, []).append(each.loss - made.rows[0].loss)
     return {
         name: [
             (made.rows[0].experts, 0.0),

@@ -13,7 +13,7 @@ from compressor.cli.rendering import show_comparison
 from compressor.document import markdown as rendered
 from compressor.errors import CompressionError
 from compressor.report import comparison_report
-from compressor.report.comparison_report import Comparison, Row, comparison_blocks, entries, label, write_reports
+from compressor.report.comparison_report import Comparison, Row, comparison_blocks, label, without_seeds, write_reports
 from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
@@ -38,8 +38,7 @@ def size(text: str) -> float:
 
 
 def find(rows: list[dict[str, str]], wanted: Row) -> dict[str, str]:
-    name = f"random, seed {wanted.seed}" if wanted.strategy == "random" else label(wanted)
-    keys = {"model": name, "experts": str(wanted.experts)}
+    keys = {"model": label(wanted), "experts": str(wanted.experts)}
     (found,) = [cells for cells in rows if all(cells[key].strip("*") == value for key, value in keys.items())]
     return {name: cell.strip("*") for name, cell in found.items()}
 
@@ -71,7 +70,7 @@ def assert_bold_is_best(made: Comparison) -> None:
     for cells in bold:
         assert all(cell.startswith("**") and cell.endswith("**") for cell in cells.values())
         least = min(each.loss for each in made.rows[1:] if each.experts == int(cells["experts"].strip("*")))
-        assert cells["loss"] == f"**{least + 0.0:.4f}**"  # of two zeros the one without a minus
+        assert cells["loss"] == f"**{least:.4f}**"
 
 
 def test_bold_is_the_least_loss_of_its_count() -> None:
@@ -93,23 +92,15 @@ def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Com
 
 @settings(max_examples=60, deadline=None)
 @given(comparisons())
-def test_entries_share_out_all_rows_and_join_random_drops_alone(made: Comparison) -> None:
-    found = entries(made.rows[1:])
-    assert sorted(map(id, made.rows[1:])) == sorted(id(each) for entry in found for each in entry.rows)
-    for entry in found:
-        assert {(label(each), each.experts) for each in entry.rows} == {(entry.label, entry.first.experts)}
-        assert len(entry.rows) == 1 or all(each.strategy == "random" for each in entry.rows)
-        assert entry.loss == pytest.approx(sum(each.loss for each in entry.rows) / len(entry.rows))
-    assert len({(entry.label, entry.first.experts) for entry in found}) == len(found)
-
-
-def test_equal_names_are_joined_for_random_drops_alone() -> None:
-    rows = [row(name, 8, loss, seed=seed) for name in ("random", "reap") for seed, loss in enumerate((1.5, 2.5))]
-    assert [(entry.label, entry.losses) for entry in entries(rows)] == [
-        ("random", (1.5, 2.5)),
-        ("reap", (1.5,)),
-        ("reap", (2.5,)),
-    ]
+def test_random_drops_alone_are_joined(made: Comparison) -> None:
+    found = without_seeds(made.rows[1:])
+    assert [each for each in found if not each.is_random] == [each for each in made.rows[1:] if not each.is_random]
+    drops = dict[Any, list[float]]()
+    for each in made.rows[1:]:
+        if each.is_random:
+            drops.setdefault((label(each, "random"), each.experts), []).append(each.loss)
+    means = [(each.experts, pytest.approx(each.loss)) for each in found if each.is_random]
+    assert means == [(count, sum(losses) / len(losses)) for (_, count), losses in drops.items()]
 
 
 def test_each_of_several_evaluation_sources_has_a_column() -> None:

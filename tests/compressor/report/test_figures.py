@@ -196,11 +196,11 @@ def test_same_data_same_bytes() -> None:
 
 
 def test_what_is_not_known_is_not_drawn() -> None:
-    assert list(by_name(bare())) == ["sizes", "experts"]
+    assert list(by_name(bare())) == ["experts"]
     half = report(2)
     half = replace(half, layers=(replace(half.layers[0], similarity=None, visits_before=(0.0,) * 16), half.layers[1]))
     assert len(by_name(half)["similarity"].drawings) == 2 and len(by_name(half)["visits"].drawings) == 3
-    assert [each.name for each in figures(half, ("errors", "sizes"))] == ["errors", "sizes"]
+    assert [each.name for each in figures(half, ("errors", "experts"))] == ["errors", "experts"]
 
 
 @pytest.mark.filterwarnings("error")

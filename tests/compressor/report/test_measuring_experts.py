@@ -17,7 +17,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
-from compressor.report.measuring_pass import measure_layers, sample_size, similarity_of
+from compressor.report.measuring import measure_layers, sample_size, similarity_of
 from compressor.statistics.meters import mix_tokens
 from compressor.steps.prune.similarity import closeness, linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls

@@ -20,7 +20,7 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring_pass import Gap, measure_layers, shares, similarity_of
+from compressor.report.measuring import Gap, measure_layers, shares, similarity_of
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import by_hand, make_plan

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from compressor.document.drawing import ROLES
 from compressor.document.html import POLICY, stylesheet
-from compressor.document.palette import ROLES
 from compressor.evaluation.gate_report import COLUMNS, verdict_line
 from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.report.data import Report, load_of
@@ -171,7 +171,7 @@ def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
                  "No routers were calibrated, and nothing was distilled", *bare().missing):  # fmt: skip
         assert said in text
     assert "moe-compress gate org/some-moe-model smaller-model" in text
-    assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-sizes", "figure-experts"]
+    assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-experts"]
     assert "nan" not in text.lower().split() and "None," not in text
     assert "<" not in text and [link for link, said in tree.named("a") if said == "what is missing"]
 
