@@ -53,16 +53,21 @@ def read(text: str) -> Any:
 
 
 def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> None:
+    """Without measuring, what the run has noted: which experts tokens were routed to while it planned."""
     result = run("report", out, "-o", tmp_path / "report.html", "--json")
     assert result.status == 0, result
     data = read(result.out)
     assert not data.missing and data.measured_tokens == 8 * 32
     assert set(vars(data.seconds)) >= {"open", "plan", "write"} and data.peak_memory_bytes
     for layer in data.layers:
-        assert layer.similarity is not None and len(layer.similarity) == layer.experts
-        assert layer.visits_before is not None and len(layer.visits_before) == layer.experts
-        assert layer.visits_after is not None and len(layer.visits_after) == len(layer.groups) == 4
-        assert layer.error is not None and layer.error > 0
+        assert len(layer.similarity) == len(layer.visits_before) == layer.experts
+        assert len(layer.visits_after) == len(layer.groups) == 4 and layer.error > 0
+    result = run("report", out, "-o", tmp_path / "noted.html", "--no-measure", "--json")
+    data = read(result.out)
+    assert (data.measured_tokens, data.measured_text) == (8 * 32, "text.txt")
+    assert all(layer.error is None and layer.visits_after is None for layer in data.layers)
+    assert all(sum(layer.visits_before or ()) == pytest.approx(1, abs=1e-5) for layer in data.layers)
+    assert "256 tokens of text.txt" in (tmp_path / "noted.html").read_text(encoding="utf-8")
 
 
 def test_a_folder_from_another_machine_says_what_is_missing(
@@ -80,35 +85,21 @@ def test_a_folder_from_another_machine_says_what_is_missing(
     assert json.loads(result.out)["layers"][0]["visits_after"] is not None
 
 
-def test_without_measuring_nothing_runs(run: Run, out: Path, tmp_path: Path) -> None:
-    """The page shows what the run has noted: who visited whom while it planned."""
-    result = run("report", out, "-o", tmp_path / "report.html", "--no-measure", "--json")
-    assert result.status == 0, result
-    data = read(result.out)
-    assert (data.measured_tokens, data.measured_text) == (8 * 32, "text.txt")
-    assert all(layer.error is None and layer.visits_after is None for layer in data.layers)
-    assert all(sum(layer.visits_before or ()) == pytest.approx(1, abs=1e-5) for layer in data.layers)
-    assert "256 tokens of text.txt" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "page", "message"),
     [
-        (("missing",), "is not a folder"),
-        (("model",), "compression.json cannot be read"),
-        (("out", "--hubs", "missing.json"), "missing.json cannot be read"),
-        (("out", "--model", "out"), "is not the model"),
+        (("missing",), "report.html", "is not a folder"),
+        (("model",), "report.html", "compression.json cannot be read"),
+        (("out", "--hubs", "missing.json"), "report.html", "missing.json cannot be read"),
+        (("out", "--model", "out"), "report.html", "is not the model"),
+        (("out",), "missing/report.html", "missing is not a folder; create it or name another place for the report"),
+        (("out",), "", "is a folder; name a file"),
     ],
 )
 def test_bad_input_leaves_no_page(
-    run: Run, out: Path, tmp_path: Path, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run: Run, out: Path, tmp_path: Path, arguments: tuple[str, ...], page: str, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(out.parent)
-    refused(run("report", *arguments, "-o", tmp_path / "report.html"), message)
+    refused(run("report", *arguments, "-o", tmp_path / page), message)
     assert names(tmp_path) == []
-
-
-def test_a_page_in_no_folder_is_refused(run: Run, out: Path, tmp_path: Path) -> None:
-    message = "missing is not a folder; create it or name another place for the report"
-    refused(run("report", out, "-o", tmp_path / "missing" / "report.html"), message)
-    refused(run("report", out, "-o", tmp_path), "is a folder; name a file")

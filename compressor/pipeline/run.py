@@ -22,10 +22,10 @@ from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
 from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
-from compressor.pipeline.task import Task, filled, find_model, first_state, open_run, prepare
+from compressor.pipeline.task import Task, find_model, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
-from compressor.recipe.recipe import RECIPE, Recipe, recipe_yaml
+from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import LayerAt, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import read_as, read_object
@@ -206,7 +206,10 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
 
     def assembled() -> None:
         files = [name for name in stage.job.files if name != "config.json"]
-        records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(filled(task, state.plan, label))}
+        own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}  # and all steps so far
+        base = {} if state.plan.base is None else {"base": state.plan.base.label}
+        recipe = recipe_of_plan(state.plan).model_copy(update=own | base)
+        records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(recipe)}
         assemble(stage.folder, work.output, records, task.recipe.output.max_shard_bytes)
         stage.job.verify(work.output)
 

@@ -23,7 +23,7 @@ from compressor.memory import PeakMemory
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
-from compressor.recipe.recipe import Recipe, recipe_of_plan
+from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import Needs, Step, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
@@ -281,10 +281,3 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
     identity = known if text is None else text.identity
     return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
-
-
-def filled(task: Task, plan: Plan, label: str) -> Recipe:
-    """The recipe that makes an output again: every step so far, without folders, `protect` as it was requested."""
-    base = {} if plan.base is None else {"base": plan.base.label}
-    own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}
-    return recipe_of_plan(plan).model_copy(update=own | base)

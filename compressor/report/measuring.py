@@ -83,8 +83,14 @@ def measure(
         raise CompressionError("--revision is that of the model that --model names; give both")
     plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
     base = _base(folder, plan, record, model, revision, dtype, device, progress)
-    output = _output(folder, base, dtype, device)
-    text = None
+    output, text, how = None, None, (dtype, device)
+    if base is not None:  # both compute alike
+        name = str(base.partial.dtype).removeprefix("torch.")
+        how = (name if name in DTYPES else dtype), str(base.partial.device)
+    try:
+        output = open_model(locate(str(folder)), *how)
+    except CompressionError as error:  # it has no weights here
+        logger.debug("%s cannot be run: %s", folder, error)
     if (opened := base or output) is not None:
         if calibration is None:
             text = _recorded_text(opened, plan, record, samples)
@@ -103,7 +109,7 @@ def measure(
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if (kept := kept_measures(folder, "report", key)) is not None:
         return kept
-    layers, tokens, name = {layer.module: layer for layer in run.layers}, run.tokens, run.text
+    layers, tokens, source = {layer.module: layer for layer in run.layers}, run.tokens, run.text
     planned = {layer.module: layer for layer in plan.stage.layers}
 
     @cache
@@ -116,7 +122,7 @@ def measure(
 
     fresh: Iterator[LayerMeasures] = iter(())
     if text is not None and output is not None:
-        tokens, name = text.tokens, _name(text.identity)
+        tokens, source = text.tokens, _name(text.identity)
         fresh = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
     elif base is not None:
         fresh = by_weights(base, similarity, progress)
@@ -124,7 +130,7 @@ def measure(
         known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
         layers[layer.module] = replace(layers.get(layer.module, layer), **known)
     missing = tuple(_missing(folder, plan, base, output, text, " beyond what the run recorded" if run.tokens else ""))
-    measured = Measured(tuple(layers.values()), tokens, name, missing)
+    measured = Measured(tuple(layers.values()), tokens, source, missing)
     keep_measures(folder, measured, "report", key)
     return measured
 
@@ -179,18 +185,6 @@ def _base(
         if model is not None:
             raise
         logger.debug("the base of %s cannot be opened: %s", folder, error)
-        return None
-
-
-def _output(folder: Path, base: OpenModel | None, dtype: str, device: str) -> OpenModel | None:
-    """The compressed model, opened in the dtype that the base is computed in; None if it has no weights here."""
-    if base is not None:
-        same = str(base.partial.dtype).removeprefix("torch.")
-        dtype, device = (same if same in DTYPES else dtype), str(base.partial.device)
-    try:
-        return open_model(locate(str(folder)), dtype, device)
-    except CompressionError as error:
-        logger.debug("%s cannot be run: %s", folder, error)
         return None
 
 

@@ -174,20 +174,12 @@ def similarity(data: Report) -> list[Block]:
                 pairs = within(layer, group.members)
                 figures = short(mean(pairs)), short(min(pairs, default=None))
                 rows.append((f"merged, slot {slot}", listed(group.members), *figures))
-        alone = {group.members[0] for group in plan.groups if len(group.members) == 1}
-        others = {
-            "protected": alone & set(layer.protected),
-            "kept alone": alone - set(layer.protected),
-            lost: set(plan.dropped),
-        }
-        rows += [(what, listed(numbers), "-", "-") for what, numbers in others.items() if numbers]
         decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
         decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
         columns = ("", "experts", "mean similarity", "least similarity")
-        below: list[Block] = [
-            Facts(tuple(decided.items())),
-            Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})),
-        ]
+        below: list[Block] = [Facts(tuple(decided.items()))]
+        if rows:
+            below.append(Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})))
         if with_matrices and layer.similarity is not None:
             numbers = ("expert", *map(str, range(len(layer.similarity))))
             lines = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))

@@ -61,7 +61,9 @@ BLOCKS: dict[str, tuple[Callable[[str], Block], str]] = {  # how a text gets in,
 @given(text=TEXTS)
 def test_any_text_comes_out_as_the_same_text(kind: str, text: str) -> None:
     build, element = BLOCKS[kind]
-    found = [words for _, words in made(build(text)).named(element)]
+    tree = made(build(text), title=text)
+    assert [title for _, title in tree.named("h1")] == [readable(text)]
+    found = [words for _, words in tree.named(element)]
     assert readable(text) in found or (kind == "figure" and f"Title. {readable(text)}" in found)
 
 
@@ -70,14 +72,6 @@ def test_no_text_makes_elements(kind: str) -> None:
     build, _ = BLOCKS[kind]
     plain, wild = ([tag for tag, _, _ in made(build(text)).elements] for text in ("word", HOSTILE))
     assert plain == wild
-
-
-@given(TEXTS)
-@settings(deadline=None, max_examples=12)
-def test_titles_are_data(title: str) -> None:
-    tree = made(title=title)
-    assert [text for _, text in tree.named("h1")] == [readable(title)]
-    assert readable(title) + ": some report" in [text for _, text in tree.named("title")]
 
 
 WORDS: st.SearchStrategy[Words] = st.recursive(
@@ -121,14 +115,11 @@ def test_tables_have_headers_and_scroll() -> None:
     assert region == {"class": "scroll", "role": "region", "tabindex": "0", "aria-label": "Table: Caption"}
 
 
-def test_signs_are_hidden_from_who_hears_the_page() -> None:
+def test_signs_are_hidden_from_who_hears_the_page_and_there_is_one_style_sheet() -> None:
     tree = made(Text(Toned("pass", "good", "✓"), "good"))
     (sign,) = (each for each, text in tree.named("span") if text == "✓")
     assert sign == {"aria-hidden": "true", "class": "sign"}
     assert ("verdict good", "✓ pass") in [(each.get("class"), text) for each, text in tree.named("p")]
-
-
-def test_one_template_and_one_style_sheet() -> None:
     content = page("T", "Kind", "L", Facts(()), (Heading("A", 2, "a"),), "M")
     assert content.count("<style>") == content.count("</style>") == 1 and stylesheet() in content
     assert "{{" not in content and "{%" not in content

@@ -84,14 +84,6 @@ def test_columns_of_words_fold_before_a_column_goes(
     assert " ".join(cells) == name and len(cells) > 1 and "two" in header(text) and "0.1234" in text
 
 
-def test_a_table_is_whole_where_no_terminal_limits_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    text = shown(capsys, WIDE)
-    assert "third figure" in header(text) and "A table" in text
-
-
 @pytest.mark.parametrize(
     "words",
     [HOSTILE, (HOSTILE,), Code(HOSTILE), Strong(HOSTILE), Note(HOSTILE), Toned(HOSTILE, "bad", "✗")],
@@ -116,15 +108,15 @@ def test_any_word_is_shown_as_it_is(word: str) -> None:
     assert printed.getvalue() == f"{word}\n"
 
 
-def test_links_name_their_target_unless_it_is_on_the_page_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paragraphs_stay_on_one_line_and_links_name_their_target(
+    capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
+) -> None:
     links = Link("paper", "https://a.org/b"), Link("https://a.org/b", "https://a.org/b"), Link("below", "#below")
     assert shown(capsys, *map(Text, links)) == "paper (https://a.org/b)\nhttps://a.org/b\nbelow\n"
-
-
-def test_paragraphs_stay_on_one_line(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
     terminal.setenv("COLUMNS", "40")
     text = "word " * 40
     assert shown(capsys, Text(text), Items((text,)), Listing(text)) == f"{text}\n- {text}\n{text}\n"
+    assert shown(capsys, Figure("a", "b", "c", ()), Details("d", (Text("e"),))) == ""
 
 
 def test_a_heading_names_the_table_below_it_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,21 +125,18 @@ def test_a_heading_names_the_table_below_it_and_nothing_else(capsys: pytest.Capt
     assert "Own" in (text := shown(capsys, Heading("Above"), Table("Own", ("a",), ()))) and "Above" not in text
 
 
-def test_rules_stand_below_the_rows_that_ask_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_their_rules_and_numbers_end_at_the_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")  # which limits no table where stdout is no terminal
+    assert "third figure" in header(shown(capsys, WIDE))
     rows = tuple((name, "1") for name in "abcd")
     lines = shown(capsys, Table("", ("n", "x"), rows, ruled={0, 2})).splitlines()
     kinds = "".join(line[2] if line.startswith("│") else "-" for line in lines if line[0] in "│├")
     assert kinds == "a-bc-d"
-
-
-def test_numbers_end_at_the_right_and_words_begin_at_the_left(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = (("long name", "1", "x"), ("b", "1000", "words"))
-    text = shown(capsys, Table("", ("a", "b", "c"), rows, texts=frozenset({"c"})))
+    wide = (("long name", "1", "x"), ("b", "1000", "words"))
+    text = shown(capsys, Table("", ("a", "b", "c"), wide, texts=frozenset({"c"})))
     assert "│ long name │    1 │ x     │" in text and "│ b         │ 1000 │ words │" in text
-
-
-def test_pictures_and_what_is_folded_away_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, Figure("a", "b", "c", ()), Details("d", (Text("e"),))) == ""
 
 
 def test_colours_repeat_what_words_say(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:

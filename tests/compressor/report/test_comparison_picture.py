@@ -1,6 +1,5 @@
 """The picture of a comparison: every line's points, what tells lines apart, and that no text covers another."""
 
-import io
 import math
 import subprocess
 import sys
@@ -10,15 +9,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from PIL import Image
 
-from compressor.document.drawing import ROLES, scale_axis
-from compressor.document.picture import DPI, drawing_settings, png
+from compressor.document.picture import DPI, drawing_settings
 from compressor.report import comparison_report as picture
 from compressor.report.comparison_report import Comparison, label
 from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
@@ -160,22 +156,6 @@ def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
     assert axes.get_window_extent().width > 5 * DPI
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(-1e6, 1e6), max_size=8))
-def test_the_scale_is_logarithmic_for_a_spread_above_ten(increases: list[float]) -> None:
-    values = [0.0, *(value for value in increases if not 0 < abs(value) < 1e-12)]
-    sizes = sorted(abs(value) for value in values if value)
-    axes = Figure().add_subplot()
-    said = scale_axis(axes, "y", values, 4)
-    assert (axes.get_yscale() == "symlog") == (bool(sizes) and sizes[-1] > 10 * sizes[0]) == bool(said)
-    low, high = axes.get_ylim()
-    assert low <= min(values) and max(values) <= high  # all is to be seen
-    if said:
-        below = float(said.removeprefix("logarithmic, linear below "))
-        assert math.log10(below) == pytest.approx(round(math.log10(below)), abs=1e-9)  # a power of ten
-        assert below <= max(sizes[0], sizes[-1] / 1e4) * (1 + 1e-9) and below * 1e6 > sizes[-1]
-
-
 def test_scale_of_the_pictures() -> None:
     scales = {name: comparison_figure(made).axes[0].get_yscale() for name, made in PICTURES.items()}
     assert scales["15 lines at 2 counts"] == scales["better than the base"] == "symlog"
@@ -185,22 +165,6 @@ def test_scale_of_the_pictures() -> None:
 def test_many_decades_are_numbered_once_each() -> None:
     numbers = [float(text.get_text()) for text in comparison_figure(PICTURES["both signs"]).axes[0].get_yticklabels()]
     assert numbers == [-0.1, -0.01, -0.001, -0.0001, 0, 0.0001, 0.001, 0.01, 0.1, 1]
-
-
-def test_the_file_is_a_png_of_the_figures_size() -> None:
-    made = picture.comparison_figure(full())
-    (drawing,) = made.drawings
-    with Image.open(io.BytesIO(png(made.title, made.drawings))) as image:
-        assert image.format == "PNG"
-        width, height = (int(side * 150) for side in drawing.size)
-        assert image.size == (width, height + 51)  # of a title in one line
-        assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
-        colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 24) if count > 20}
-    assert {(0x33, 0x22, 0x88), (0xCC, 0x66, 0x77), to_rgb255(ROLES["muted"])} <= colours
-
-
-def to_rgb255(code: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(code[1:]))
 
 
 def test_alternative_text_tells_each_line() -> None:

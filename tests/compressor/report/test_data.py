@@ -85,14 +85,12 @@ def test_an_output_from_elsewhere_lacks_only_the_runs_figures(out: Path, tmp_pat
 
 
 def test_what_was_measured_goes_to_its_layer(out: Path, cached: None) -> None:
-    modules = [layer.module for layer in report_data(out).layers]
-    measured = replace(MEASURED, layers=tuple(replace(MEASURED.layers[0], module=name) for name in modules[1:]))
-    first, second = report_data(out, measured).layers
+    measured = replace(MEASURED, layers=MEASURED.layers[1:])
+    data = report_data(out, measured)
+    first, second = data.layers
     assert (first.error, first.similarity) == (None, None)
-    assert (second.error, second.cosine, second.similarity_label) == (0.125, 0.875, "made up")
-    assert (second.stream_error, second.stream_cosine) == (0.1, 0.9)
-    assert report_data(out, measured).missing == ("Something is missing.",)
-    assert report_data(out, measured).measured_tokens == 1000
+    assert second.fields() == measured.layers[0].fields()
+    assert (data.missing, data.measured_tokens) == (("Something is missing.",), 1000)
 
 
 def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None:
@@ -135,11 +133,6 @@ def test_a_damaged_record_is_refused(out: Path, tmp_path: Path, damage: str) -> 
     change(content)
     (tmp_path / "compression.json").write_text(json.dumps(content))
     with pytest.raises(CompressionError, match=message):
-        report_data(tmp_path)
-
-
-def test_a_folder_that_is_no_output_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CompressionError, match=r"compression\.json cannot be read .* moe-compress has written"):
         report_data(tmp_path)
     (tmp_path / "compression.json").write_text("{")
     with pytest.raises(CompressionError, match="is not valid JSON"):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.model.opened import OpenModel
+from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
@@ -37,17 +37,11 @@ def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figur
 
 def measured(both: tuple[Any, OpenModel], plan: CompressionPlan) -> list[LayerMeasures]:
     stock, model = both
-    again = opened_again(model)
     plans = {layer.module: layer for layer in plan.layers}
+    again = open_model(model.source, "float32", "cpu")
     return list(
         measure_layers(again, model, batches(stock), lambda name: similarity_of(plan, plans[name]), Silent(), plan.seed)
     )
-
-
-def opened_again(model: OpenModel) -> OpenModel:
-    from compressor.model.opened import open_model
-
-    return open_model(model.source, "float32", "cpu")
 
 
 def outputs(both: tuple[Any, OpenModel], mixed: bool) -> dict[str, Tensor]:
@@ -70,13 +64,11 @@ def cka_by_numpy(x: np.ndarray, y: np.ndarray) -> float:
 
 @pytest.mark.parametrize("strategy", ["reap", "hc-smoe"])
 def test_experts_are_compared_by_their_outputs(both: tuple[Any, OpenModel], strategy: str) -> None:
-    found, wanted = measured(both, plan_of(both[1], strategy, {})), outputs(both, mixed=False)
-    for layer in found:
+    wanted = outputs(both, mixed=False)
+    for layer in measured(both, plan_of(both[1], strategy, {})):
         assert layer.similarity_label == "linear CKA of expert outputs, 36 tokens"
-        assert layer.similarity is not None
-        assert np.allclose(layer.similarity, linear_cka(wanted[layer.module]), atol=1e-4)
         values = wanted[layer.module].double().numpy()
-        assert np.allclose(layer.similarity, [[cka_by_numpy(x, y) for y in values] for x in values], atol=1e-4)
+        assert np.allclose(layer.similarity or (), [[cka_by_numpy(x, y) for y in values] for x in values], atol=1e-4)
 
 
 def test_data_centric_experts_are_compared_as_they_were_grouped(both: tuple[Any, OpenModel]) -> None:
@@ -107,14 +99,12 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
     plan = plan_of(both[1], "model-centric", {"representation": representation})
     for layer in measured(both, plan):
         experts = both[0].get_submodule(layer.module)
-        flat = torch.stack(
-            [
-                surrogate(experts, e).flatten()
-                if representation == "surrogate"
-                else torch.cat([experts.gate_up_proj[e].flatten(), experts.down_proj[e].flatten()]).detach().double()
-                for e in range(8)
-            ]
-        )
+        rows = [
+            surrogate(experts, e) if representation == "surrogate"
+            else torch.cat([experts.gate_up_proj[e].flatten(), experts.down_proj[e].flatten()]).detach().double()
+            for e in range(8)
+        ]  # fmt: skip
+        flat = torch.stack([row.flatten() for row in rows])
         distances = torch.cdist(flat, flat)
         assert np.allclose(layer.similarity or (), 1 - distances / distances.max(), atol=1e-4)
         assert layer.similarity_label.startswith(f"closeness of {representation} weights")

@@ -1,6 +1,6 @@
 """Visits and errors, streamed, against whole models in memory: the stock source, and the output as stock loads it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel, open_model
-from compressor.progress import Progress, Silent
+from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
@@ -49,13 +49,13 @@ class Case:
     plan: CompressionPlan
     parts: tuple[Tensor, ...]
 
-    def measured(self, progress: Progress | None = None, source: bool = True) -> dict[str, LayerMeasures]:
+    def layers(self, source: OpenModel | None = None) -> Iterator[LayerMeasures]:
         plans = {layer.module: layer for layer in self.plan.layers}
-        found = measure_layers(
-            self.out, self.model if source else None, self.parts, lambda name: similarity_of(self.plan, plans[name]),
-            progress or Silent(),
-        )  # fmt: skip
-        return {layer.module: layer for layer in found}
+        base, chosen = source or self.model, lambda name: similarity_of(self.plan, plans[name])
+        return measure_layers(self.out, base, self.parts, chosen, Silent())
+
+    def measured(self) -> dict[str, LayerMeasures]:
+        return {layer.module: layer for layer in self.layers()}
 
 
 def make_case(name: str, folder: Path, strategy: str, keep: int = 4) -> Case:
@@ -145,44 +145,35 @@ def block_errors(case: Case, layer: MoeLayer) -> tuple[float, float] | None:
     return relative(pairs) if pairs and first(pairs[0][0]).numel() else None
 
 
-def test_visits_are_those_that_a_plain_forward_counts(case: Case) -> None:
+def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
+    """Visits as a plain forward counts them, errors of the output's own block, and of both models on their own."""
     before = counted(case.stock, case.model.architecture, case.parts)
     after = counted(case.small, case.out.architecture, case.parts)
-    found = case.measured()
-    assert list(found) == [layer.name for layer in case.model.architecture.layers]
-    for name, layer in found.items():
-        assert layer.visits_before == pytest.approx(before[name], abs=1e-6)
-        assert layer.visits_after == pytest.approx(after[name], abs=1e-6)
-        assert sum(layer.visits_before or ()) == pytest.approx(0 if "vision" in name else 1, abs=1e-5)
-
-
-def test_errors_are_those_of_the_outputs_own_block(case: Case) -> None:
-    found = case.measured()
-    for layer in case.model.architecture.layers:
-        wanted, measured = block_errors(case, layer), found[layer.name]
-        if wanted is None:
-            assert (measured.error, measured.cosine) == (None, None)
-        else:
-            assert (measured.error, measured.cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-            assert wanted[0] > 1e-3
-
-
-def test_stream_errors_are_those_of_both_models_on_their_own(case: Case) -> None:
     units = [layer.unit for layer in case.model.architecture.layers]
     both = [
         calls_of(model, units, lambda model=model: [model(input_ids=part, use_cache=False) for part in case.parts])
         for model in (case.stock, case.small)
     ]
     found = case.measured()
+    assert list(found) == [layer.name for layer in case.model.architecture.layers]
     for layer in case.model.architecture.layers:
+        measured, wanted = found[layer.name], block_errors(case, layer)
+        assert measured.visits_before == pytest.approx(before[layer.name], abs=1e-6)
+        assert measured.visits_after == pytest.approx(after[layer.name], abs=1e-6)
+        assert sum(measured.visits_before or ()) == pytest.approx(0 if "vision" in layer.name else 1, abs=1e-5)
+        if wanted is None:
+            assert (measured.error, measured.cosine) == (None, None)
+        else:
+            assert (measured.error, measured.cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6) and wanted[0] > 1e-3
         one, two = (calls[layer.unit] for calls in both)
         wanted = relative([(x.output, y.output) for x, y in zip(one, two, strict=True)])
-        measured = found[layer.name]
         assert (measured.stream_error, measured.stream_cosine) == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
 def test_without_the_source_the_visits_after_are_still_measured(case: Case) -> None:
-    alone, both = case.measured(source=False), case.measured()
+    similarity = similarity_of(case.plan, None)
+    alone = {each.module: each for each in measure_layers(case.out, None, case.parts, lambda _: similarity, Silent())}
+    both = case.measured()
     assert {name: layer.visits_after for name, layer in alone.items()} == {
         name: layer.visits_after for name, layer in both.items()
     }
@@ -203,10 +194,7 @@ def test_keeping_everything_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_one_layer_of_each_model_is_in_memory(tmp_path: Path) -> None:
     case = make_case("mixtral", tmp_path, "reap")
     loaded: list[set[str]] = []
-    plans = {layer.module: layer for layer in case.plan.layers}
-    for _ in measure_layers(
-        case.out, case.model, case.parts, lambda name: similarity_of(case.plan, plans[name]), Silent()
-    ):
+    for _ in case.layers():
         for model in (case.model, case.out):
             held = model.partial.model.named_parameters()
             loaded.append({name.split(".")[2] for name, value in held if ".layers." in name and not value.is_meta})
@@ -220,9 +208,8 @@ def test_models_of_different_depth_are_refused(tmp_path: Path) -> None:
     case = make_case("mixtral", tmp_path, "reap")
     zoo.build("mixtral", num_hidden_layers=1).save_pretrained(tmp_path / "flat")
     flat = open_model(locate(str(tmp_path / "flat")), "float32", "cpu")
-    plans = {layer.module: layer for layer in case.plan.layers}
     with pytest.raises(CompressionError, match="flat and out have different layers"):
-        list(measure_layers(case.out, flat, case.parts, lambda name: similarity_of(case.plan, plans[name]), Silent()))
+        list(case.layers(flat))
 
 
 def test_a_gap_by_hand() -> None:

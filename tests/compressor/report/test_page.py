@@ -13,7 +13,7 @@ from compressor.document.html import POLICY, stylesheet
 from compressor.evaluation.gate_report import COLUMNS, verdict_line
 from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.report.data import Report, load_of
-from compressor.report.figures import figures
+from compressor.report.figures import NAMES, figures
 from compressor.report.page import page
 from tests.gates import gate, task
 from tests.reported import HOSTILE, STEPS, Tree, bare, hostile, report
@@ -73,25 +73,18 @@ def test_nothing_is_loaded(whole: str, tree: Tree) -> None:
     assert re.findall(r"url\((?!#)|@import", whole) == []
 
 
-def test_every_figure_has_an_alternative_and_a_caption(tree: Tree) -> None:
+def test_figures_and_tables_are_described_and_reached_by_keyboard(whole: str, tree: Tree) -> None:
     found = [attributes["id"] for attributes, _ in tree.named("figure")]
-    assert found == [f"figure-{each.name}" for each in figures(report())]
-    assert len(list(tree.named("figcaption"))) == len(found)
+    assert found == [f"figure-{name}" for name in NAMES] and len(list(tree.named("figcaption"))) == len(found)
     said = {attributes["id"]: text for attributes, text in tree.named("title", "desc") if "id" in attributes}
     for attributes, _ in tree.named("svg"):
         assert attributes["role"] == "img" and all(said[name] for name in attributes["aria-labelledby"].split())
-
-
-def test_tables_scroll_by_keyboard_and_have_headers(tree: Tree) -> None:
     regions = [attributes for _, attributes, _ in tree.elements if attributes.get("class") == "scroll"]
     assert len(regions) == len(list(tree.named("table"))) == len(list(tree.named("caption"))) >= 15
     assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
     assert all(attributes["scope"] in ("row", "col") for attributes, _ in tree.named("th"))
     folded = [tag for (tag, *_), above in zip(tree.elements, tree.ancestors, strict=True) if "details" in above]
     assert folded.count("table") == 3 * len(report().layers)
-
-
-def test_phone_language_and_modes(whole: str, tree: Tree) -> None:
     assert next(tree.named("html"))[0]["lang"] == "en"
     metas = {attributes.get("name"): attributes.get("content") for attributes, _ in tree.named("meta")}
     assert metas["viewport"] == "width=device-width, initial-scale=1" and metas["color-scheme"] == "light dark"
@@ -212,20 +205,17 @@ def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
         assert (f"{entry['kl']:g}", f"{entry['loss']:g}") in pairwise(cells)
 
 
-def test_what_changed_nothing_is_no_way_that_the_model_was_made() -> None:
-    routers = {"name": "routers", "options": {}, "result": {"before": 0.4, "after": 0.4, "steps": []}}
-    kept = {**STEPS[1], "result": {**STEPS[1]["result"], "changed": False}}
-    text = text_of(made(report(2, steps=(routers, kept))))
-    assert "by hc-smoe and reconstruction." in text and "the routers stay as they are" in text
-    assert "tokens): nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
-
-
-def test_steps_may_be_repeated_and_each_distillation_has_its_curve() -> None:
+def test_steps_may_be_repeated_or_change_nothing() -> None:
     again = {**STEPS[1], "result": {**STEPS[1]["result"], "before": 0.125, "after": 0.0625}}
     text = text_of(made(report(2, steps=(*STEPS, again))))
     assert "by hc-smoe, reconstruction, router calibration and distillation." in text
     assert text.count("0.36 to 0.125 nats") == 2 and text.count("0.125 to 0.0625 nats") == 2
     assert text.count("0.36 after 0 steps, 0.13 after 30; the state after 20 was taken, at 0.125") == 2
+    routers = {"name": "routers", "options": {}, "result": {"before": 0.4, "after": 0.4, "steps": []}}
+    kept = {**STEPS[1], "result": {**STEPS[1]["result"], "changed": False}}
+    text = text_of(made(report(2, steps=(routers, kept))))
+    assert "by hc-smoe and reconstruction." in text and "the routers stay as they are" in text
+    assert "tokens): nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
 
 
 def test_same_data_same_page(whole: str) -> None:
@@ -263,19 +253,16 @@ def colours(mode: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_contrast_is_enough(mode: str) -> None:
+    """Of words, and of shapes in drawings, which the style sheet's filter turns in dark mode."""
     found = colours(mode)
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert (luminance(found["paper"]) < 0.05) == (mode == "dark")
     for text, ground in TEXT_PAIRS:
         assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
-
-
-@pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("role", SHAPES)
-def test_shapes_of_drawings_stand_out(mode: str, role: str) -> None:
-    """In dark mode as the style sheet's filter turns them."""
-    shown = turned(ROLES[role]) if mode == "dark" else ROLES[role]
-    assert contrast(shown, colours(mode)["paper"]) >= 3
+    for role in SHAPES:
+        assert contrast(turned(ROLES[role]) if mode == "dark" else ROLES[role], found["paper"]) >= 3, role
+    used = set(re.findall(r"var\(--([a-z]+)\)", stylesheet()))
+    assert used <= set(re.findall(r"--([a-z]+):", stylesheet())) and "!important" not in stylesheet()
 
 
 def turned(code: str) -> tuple[float, ...]:
@@ -285,8 +272,3 @@ def turned(code: str) -> tuple[float, ...]:
     red, green, blue = (amount - (2 * amount - 1) * part for part in parts)
     grey = 2 * (0.213 * red + 0.715 * green + 0.072 * blue)  # a turn by 180 degrees: twice the grey less the colour
     return tuple(min(max(grey - part, 0.0), 1.0) for part in (red, green, blue))
-
-
-def test_stylesheet_names_no_unknown_colour() -> None:
-    used = set(re.findall(r"var\(--([a-z]+)\)", stylesheet()))
-    assert used <= set(re.findall(r"--([a-z]+):", stylesheet())) and "!important" not in stylesheet()

@@ -1,4 +1,4 @@
-"""Dots, bars and heat maps: what matplotlib gets is what was given."""
+"""Dots, heat maps and scales: what matplotlib gets is what was given, and all that is finite lies on the axis."""
 
 import math
 from itertools import pairwise
@@ -9,44 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import StepPatch
 
 from compressor.document.drawing import (
     COLOURS,
+    DECADES,
     ROLES,
     Dots,
-    Panel,
-    draw_bars,
     draw_dots,
     draw_heat,
-    draw_panels,
     ink_on,
-    log_scale,
+    scale_axis,
     spaced,
+    ticks,
 )
-
-SHARES = st.floats(0.0, 1.0)
 
 
 def fresh() -> Axes:
     return Canvas().add_subplot()
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(SHARES, st.sampled_from(["kept", "merged", "dropped"])), min_size=1, max_size=20))
-def test_bars_have_their_values_and_roles(bars: list[tuple[float, str]]) -> None:
-    axes = fresh()
-    draw_bars(axes, [value for value, _ in bars], [role for _, role in bars], 0.25)
-    found: dict[int, tuple[float, str]] = {}
-    for patch in axes.patches:
-        assert isinstance(patch, StepPatch) and patch.get_fill() == (patch.get_label() != "dropped")
-        values, edges, _ = patch.get_data()
-        for place in range(len(bars)):
-            assert (edges[2 * place], edges[2 * place + 1]) == pytest.approx((place - 0.4, place + 0.4))
-            if not math.isnan(values[2 * place]):
-                assert place not in found
-                found[place] = (float(values[2 * place]), str(patch.get_label()))
-    assert [found[place] for place in range(len(bars))] == bars
 
 
 NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -89,19 +68,49 @@ def test_heat_shows_every_finite_value(rows: list[list[float | None]]) -> None:
             assert bool(np.ma.is_masked(cell)) == is_blank and (is_blank or float(cell) == value)
 
 
-def test_panels_share_their_scale_and_have_room() -> None:
-    panel = Panel("title", ("first", "second"), ((1.0, None), (1e-3, 1e-9)))
-    scale = log_scale("variance", [1.0, None, 1e-3, 1e-9])
-    assert (scale.low, scale.high, scale.has_smaller) == (1e-6, 1.0, True)
-    drawing = draw_panels("title", "", [[panel], [panel]], ["0", "1"], [scale], "layer")
-    canvas = Canvas(figsize=drawing.size, layout="constrained")
-    drawing.draw(canvas)
-    images = [image for axes in canvas.axes for image in axes.images]
-    assert len(images) == 2 and images[0].norm.vmin == images[1].norm.vmin == 1e-6
-    assert np.asarray(images[0].get_array())[1, 1] == 1e-6  # what is smaller has the first colour
-
-
 def test_ink_is_seen_on_every_colour() -> None:
     for code in (*COLOURS, *ROLES.values()):
         assert ink_on(code) in ("#000000", "#ffffff")
     assert (ink_on("#ffffff"), ink_on("#332288")) == ("#000000", "#ffffff")
+
+
+SIZES = st.floats(1e-25, 1e25)
+VALUES = st.lists(st.one_of(SIZES, SIZES.map(lambda size: -size), st.just(0.0)), min_size=1, max_size=12)
+
+
+@given(SIZES, st.floats(1.0, 1e12), st.integers(2, 12))
+def test_ticks_are_few_round_numbers_within_the_limits(low: float, factor: float, most: int) -> None:
+    high = low * factor
+    found = ticks(low, high, most)
+    assert found == sorted(found) and 2 <= len(found) <= most and (len(set(found)) == len(found) or low == high)
+    assert all(low * (1 - 1e-8) <= value <= high * (1 + 1e-8) for value in found)
+    if found != [low, high]:
+        assert {f"{value:.6e}"[0] for value in found} <= set("125")
+        assert all(float(f"{value:.0e}") == pytest.approx(value, rel=1e-12) for value in found)
+
+
+def test_ticks_by_hand() -> None:
+    assert ticks(0.004, 0.13) == [0.005, 0.01, 0.02, 0.05, 0.1]
+    assert ticks(1e-4, 10.0) == [1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0]
+    assert ticks(0.21, 0.4) == [0.21, 0.4]
+
+
+@settings(deadline=None, max_examples=60)
+@given(VALUES, st.sampled_from(["x", "y"]))
+def test_scale_fits_its_values(values: list[float], which: str) -> None:
+    axes = fresh()
+    said = scale_axis(axes, which, values)  # type: ignore[arg-type]
+    scale, (low, high) = getattr(axes, f"get_{which}scale")(), getattr(axes, f"get_{which}lim")()
+    sizes = [abs(value) for value in values if value]
+    if not sizes or (min(values) > 0 and max(values) <= 10 * min(values)):
+        assert scale == "linear" and said == ""
+    elif min(values) > 0 and max(sizes) / min(sizes) <= 10**DECADES:
+        assert scale == "log" and said == "logarithmic"
+    assert said == "" or "logarithmic" in said
+    assert max(values) <= high and (scale == "log" or min(values) >= low or min(values) > -max(sizes) / 10**DECADES)
+    marks = [mark for mark in getattr(axes, f"get_{which}ticks")() if low <= mark <= high]
+    assert len(marks) >= 2
+    if scale == "symlog":
+        assert min(values) <= 0 or max(sizes) / min(sizes) > 10**DECADES
+        assert 0.0 in marks
+    assert scale_axis(fresh(), "x", [math.nan, math.inf]) == ""
