@@ -131,26 +131,20 @@ def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_p
 def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: None, tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "a fine text"}\n{"text": "half \\ud83d of a character"}\n')
-    made = run(
-        "compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text,
-    )  # fmt: skip
-    refused(made, r"a\.jsonl, line 2 has '\\ud83d', half a character; mend or remove it")
+    command = ("compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text)
+    refused(run(*command), r"a\.jsonl, line 2 has '\\ud83d', half a character; mend or remove it")
     assert names(tmp_path) == ["a.jsonl", "in"]
 
 
-@pytest.mark.parametrize("top_k", [-1, 0])
-def test_a_token_visits_an_expert(run: Run, offline: None, tmp_path: Path, top_k: int) -> None:
-    folder = small.save(tmp_path / "in")
-    small.edit_json(folder / "config.json", lambda content: content.update(num_experts_per_tok=top_k))
-    for command in (["inspect", folder], ["compress", folder, "-o", tmp_path / "out", "--experts", 2]):
-        refused(run(*command), rf"the config sends a token to {top_k} experts \(\w+\); restore config\.json")
-    assert names(tmp_path) == ["in"]
-
-
-def test_architectures_that_are_no_names_are_passed_over(run: Run, offline: None, tmp_path: Path) -> None:
+def test_a_config_that_makes_no_sense_is_refused_or_passed_over(run: Run, offline: None, tmp_path: Path) -> None:
     folder = small.save(tmp_path / "in")
     small.edit_json(folder / "config.json", lambda content: content.update(architectures=[1]))
     assert run("inspect", folder).status == 0
+    for top_k in (-1, 0):
+        small.edit_json(folder / "config.json", lambda content, top_k=top_k: content.update(num_experts_per_tok=top_k))
+        for command in (["inspect", folder], ["compress", folder, "-o", tmp_path / "out", "--experts", 2]):
+            refused(run(*command), rf"the config sends a token to {top_k} experts \(\w+\); restore config\.json")
+    assert names(tmp_path) == ["in"]
 
 
 def test_a_leftover_that_is_no_plan_and_no_journal_is_made_anew(run: Run, offline: None, tmp_path: Path) -> None:

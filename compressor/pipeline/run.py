@@ -151,8 +151,7 @@ def earlier_plan(model: OpenModel) -> Plan | None:
 def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
     target, remedy = terms.out.resolve(), "name another output folder"
-    for model in models:
-        folder = model.source.folder
+    for folder in (model.source.folder for model in models):
         if target == folder or folder in target.parents:
             raise CompressionError(f"{terms.out} lies in the source checkpoint itself; {remedy}")
         if target in folder.parents and (terms.overwrite or not target.is_dir()):

@@ -275,10 +275,9 @@ def compare_models(
     """
     held = list[EvaluationSet]()  # of each calibration source, by which corrections of whole models are kept or undone
     if any(each.wanted for one in contenders for each in one.corrections):
-        numbers = sorted(calibration.heldout)
         for place, name in enumerate(calibration.source_names):
-            own = (calibration.batches[number] for number in numbers if calibration.source_of(number) == place)
-            held.append(EvaluationSet(name, tuple(own)))
+            own = [number for number in sorted(calibration.heldout) if calibration.source_of(number) == place]
+            held.append(EvaluationSet(name, tuple(calibration.batches[number] for number in own)))
     evaluator = Evaluator(base, [*sets, *held])
     table = _Table(base, calibration, evaluator, sets, progress, seed)
     with PeakMemory() as peak:

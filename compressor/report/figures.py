@@ -49,14 +49,8 @@ SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of wh
 LEVELS = 64  # of the colour scale, few enough for small images
 MOST_NUMBERED, MOST_UPRIGHT = 24, 12  # experts whose numbers fit, and fit upright
 MOST_NAMED = 8  # groups in a text alternative
-MOST_LETTERS = 24  # of a layer's name
+MOST_LETTERS = 24  # at the end of a layer's name, where modules differ
 DASHES = (0, (3, 2))
-
-
-def _brief(layer: LayerReport) -> str:
-    """A layer's name; of a long one the end, where modules differ."""
-    name = layer.name
-    return readable(name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}")
 
 
 def cells(layer: LayerReport) -> list[tuple[str, str]]:
@@ -173,10 +167,8 @@ def similarity(data: Report) -> Figure | None:
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     """A scale in tenths that holds all similarities but those of experts with themselves."""
     values = [value for layer in layers for value in within(layer, range(layer.plan.experts)) if math.isfinite(value)]
-    if not values:
-        return 0.0, 1.0
-    low, high = math.floor(10 * min(values)) / 10, math.ceil(10 * max(values)) / 10
-    return (low, high) if low < high else (low, low + 0.1)
+    low, high = math.floor(10 * min(values, default=0)) / 10, math.ceil(10 * max(values, default=1)) / 10
+    return low, max(high, low + 0.1)
 
 
 def matrix_alt(layer: LayerReport) -> str:
@@ -214,7 +206,7 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
     if dropped:
         corner, size = (count - len(dropped) - 0.5,) * 2, len(dropped)
         axes.add_patch(Rectangle(corner, size, size, linestyle=DASHES, path_effects=effects, **look))
-    axes.set_title(_brief(layer), loc="left", fontweight="bold")
+    axes.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold")
     axes.spines[:].set_visible(False)
     axes.set(xticks=[], yticks=[])
     if count > MOST_NUMBERED:
@@ -249,7 +241,7 @@ def visits(data: Report) -> Figure | None:
 
     def draw(canvas: "FigureBase", layer: LayerReport) -> None:
         above, below = canvas.subplots(2, 1, gridspec_kw={"hspace": 0.75})
-        above.set_title(_brief(layer), loc="left", fontweight="bold", pad=6)
+        above.set_title(readable(layer.name[-MOST_LETTERS:]), loc="left", fontweight="bold", pad=6)
         sides = (above, layer.visits_before, "before", roles(layer)), (below, layer.visits_after, "after", None)
         for axes, shares, when, kinds in sides:
             axes.set(xlim=(-0.6, layer.plan.experts - 0.4), ylim=(0, 1.02 * highest), xticks=[])
@@ -258,7 +250,6 @@ def visits(data: Report) -> Figure | None:
             if shares:
                 draw_bars(axes, shares, kinds or ["after"] * len(shares), 1 / len(shares))
             else:
-                axes.spines["left"].set_visible(False)
                 axes.text(0.0, highest / 2, "not counted", color=ROLES["muted"], va="center")
 
     margins = (0.42, 0.2, 0.1, 0.32)
@@ -313,7 +304,7 @@ def errors(data: Report) -> Figure | None:
 
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
-        draw_dots(axes, [_brief(layer) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
+        draw_dots(axes, [readable(layer.name[-MOST_LETTERS:]) for layer, _ in rows], kinds, "‖y' - y‖² / ‖y‖²")
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
     size = (WIDTH, 0.17 * len(kinds) + min(max(7.0 / len(rows), 0.13), 0.26) * len(rows) + 0.6)

@@ -78,43 +78,31 @@ def assert_lines(figure: Figure, made: Comparison) -> None:
 
 
 def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
+    """Colour is the strategy, line style the correction, and random drops are a dashed mean in a band."""
     made = full()
     figure = comparison_figure(made)
     assert_lines(figure, made)
-    ends = [points(line)[-1][1] for line in labelled(figure).values()]
+    lines, axes = labelled(figure), figure.axes[0]
+    ends = [points(line)[-1][1] for line in lines.values()]
     assert len(ends) == 17 and ends == sorted(ends, reverse=True)
-    axes = figure.axes[0]
     assert axes.get_xlim()[0] > EXPERTS > 8 > axes.get_xlim()[1]  # falls to the right, where the legend is
     assert picture.comparison_figure(made).title.startswith("org/tiny-moe")
     assert "nats per token" in axes.get_ylabel() and "base's 1.2500" in axes.get_ylabel()
     assert "experts" in axes.get_xlabel() and "base has 16" in axes.get_xlabel()
+    assert lines["reap"].get_color() == lines["reap + tune"].get_color() != lines["auto"].get_color()
+    styles = [[lines[f"{name}{correction}"] for name in ("reap", "auto")] for correction in ("", " + ridge", " + tune")]
+    assert all(one.get_linestyle() == other.get_linestyle() for one, other in styles)
+    assert len({str(one._unscaled_dash_pattern) for one, _ in styles}) == 3  # type: ignore[attr-defined]
+    assert lines["random (mean and range of 3)"].get_linestyle() == "--"
+    (band,) = axes.collections
+    corners = {(float(x), round(float(y), 9)) for path in band.get_paths() for x, y in path.vertices}
+    assert corners == {(16, 0), (12, 1.75), (12, 2.25), (8, 3.5), (8, 4.5)}
 
 
 @settings(max_examples=20, deadline=None)
 @given(comparisons())
 def test_any_rows_give_their_lines(made: Comparison) -> None:
     assert_lines(comparison_figure(made), made)
-
-
-def test_random_drops_are_a_dashed_mean_in_a_band() -> None:
-    made = full()
-    figure = comparison_figure(made)
-    line = labelled(figure)["random (mean and range of 3)"]
-    assert line.get_linestyle() == "--"
-    (band,) = figure.axes[0].collections
-    corners = {(float(x), round(float(y), 9)) for path in band.get_paths() for x, y in path.vertices}
-    assert corners == {(16, 0), (12, 1.75), (12, 2.25), (8, 3.5), (8, 4.5)}
-    one = comparison_figure(comparison([base(), row("random", 8, 2.0, seed=0)]))
-    assert "random (one drop)" in labelled(one)
-
-
-def test_colour_is_the_strategy_and_line_style_the_correction() -> None:
-    lines = labelled(comparison_figure(full()))
-    assert lines["reap"].get_color() == lines["reap + tune"].get_color() != lines["auto"].get_color()
-    styles = [[lines[f"{name}{correction}"] for name in ("reap", "auto")] for correction in ("", " + ridge", " + tune")]
-    assert all(one.get_linestyle() == other.get_linestyle() for one, other in styles)
-    drawn = {str(one._unscaled_dash_pattern) for one, _ in styles}  # type: ignore[attr-defined]
-    assert len(drawn) == 3
 
 
 LONG = "a-strategy-of-a-third-party (with=several, options=each, of_some=length, and_a_cost=$x^2$)"
@@ -157,23 +145,21 @@ def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
 
 
 def test_scale_of_the_pictures() -> None:
-    scales = {name: comparison_figure(made).axes[0].get_yscale() for name, made in PICTURES.items()}
+    axes = {name: comparison_figure(made).axes[0] for name, made in PICTURES.items()}
+    scales = {name: each.get_yscale() for name, each in axes.items()}
     assert scales["15 lines at 2 counts"] == scales["better than the base"] == "symlog"
     assert scales["small spread"] == scales["all equal"] == scales["the base alone"] == "linear"
-
-
-def test_many_decades_are_numbered_once_each() -> None:
-    numbers = [float(text.get_text()) for text in comparison_figure(PICTURES["both signs"]).axes[0].get_yticklabels()]
+    numbers = [float(text.get_text()) for text in axes["both signs"].get_yticklabels()]
     assert numbers == [-0.1, -0.01, -0.001, -0.0001, 0, 0.0001, 0.001, 0.01, 0.1, 1]
 
 
-def test_alternative_text_tells_each_line() -> None:
-    made = comparison(
-        [base(), *(row("auto", count, loss) for count, loss in ((12, 1.5), (8, 1.75))), row("reap", 8, 2.0)]
-    )
+def test_alternative_text_has_each_line() -> None:
+    rows = [base(), row("auto", 12, 1.5), row("auto", 8, 1.75), row("reap", 8, 2.0), row("random", 8, 2.5, seed=0)]
+    made = comparison(rows)
     assert picture.comparison_figure(made).alt == (
-        "Loss above the base's 1.2500 by experts kept. auto: 12 +0.2500, 8 +0.5000. reap: 8 +0.7500."
+        "Loss above the base's 1.2500 by experts kept. auto: 12 +0.2500, 8 +0.5000. reap: 8 +0.7500. random: 8 +1.2500."
     )
+    assert "random (one drop)" in labelled(comparison_figure(made))
 
 
 def test_importing_draws_in_nothing_and_drawing_never_takes_pyplot() -> None:

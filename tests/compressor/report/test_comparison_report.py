@@ -204,16 +204,3 @@ def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
     name, experts, _, *losses = lines[-1][:5]
     assert (name, experts) == ("random (3 seeds), loss 4.7500..5.7500", "8")
     assert losses == [f"{mean:.4f}", f"{mean - 1.25:+.4f}"]
-
-
-def test_a_narrow_terminal_shows_whole_numbers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
-    monkeypatch.setenv("COLUMNS", "80")
-    rows = [base(loss_by_source={"a": 1.0, "b": 1.5}), row("[bold] " + "long " * 12, 8, 2.125)]
-    show_comparison(comparison(rows, evaluation={"a": 1, "b": 2}), as_json=False)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "2.1250 │  +0.8750" in text and "[bold]" in text
-    assert "1.0000 │ 1.5000" in text
-    assert "In a wider terminal, or with --json: peak memory, seconds" in text and "seed 7" in text

@@ -85,18 +85,11 @@ def test_groups_are_outlined_where_they_lie(made: dict[str, Figure]) -> None:
     assert all(patch.get_path_effects() for patch in outlines)  # a black line below the white one
 
 
-def test_scale_holds_all_but_the_diagonal() -> None:
-    low, high = limits(report().layers)
-    off = [
-        value for each in report().layers for row, line in enumerate(each.similarity or ())
-        for column, value in enumerate(line) if row != column
-    ]  # fmt: skip
-    assert low <= min(off) < low + 0.1 and high - 0.1 < max(off) <= high
-
-
 def test_alternative_of_a_matrix_by_hand() -> None:
     matrix = ((1.0, 0.2, 0.9), (0.2, 1.0, 0.4), (0.9, 0.4, 1.0))
     each = layer(0, 3, 2, 0, groups=((0, 2), (1,)), similarity=matrix)
+    low, high = limits([each])
+    assert (low, high) == pytest.approx((0.2, 0.9))  # all but the diagonal
     assert matrix_alt(each) == (
         "3 experts in 2 slots; merged groups: 0+2; dropped: none. Mean similarity of all pairs 0.5, within merged "
         "groups 0.9. The most similar are 0 and 2 with 0.9."
@@ -125,9 +118,11 @@ def test_alternative_of_visits_by_hand() -> None:
     assert "not counted" in visit_alt(replace(each, visits_after=None))
 
 
-def test_every_expert_has_one_fate() -> None:
+def test_every_expert_has_one_disposition_and_layers_are_told_apart() -> None:
     each = layer(1, 16, 12, 1, rescaled=(4,))
     found = dispositions(each)
+    names = [each.name for each in named([layer(0), layer(0, module="vision.0"), layer(1)])]
+    assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
     assert sorted(found) == list(range(16)) and found[15] == "dropped" and found[11] == "protected as slot 11"
     assert found[0] == found[12] == "merged into slot 0" and found[5] == "kept as slot 5"
     assert found[4] == "rescaled as slot 4"
@@ -154,11 +149,6 @@ def test_grid_of_experts_draws_every_cell(made: dict[str, Figure]) -> None:
     assert all(word in said for word in ("kept", "merged", "dropped", "protected"))
     assert "Grid of 4 MoE layers by 16 experts: 36 experts kept, 24 merged into 12 and 4 dropped" in made["experts"].alt
     assert len(set(cells(layer(0, 144, 72, 0)))) == 72
-
-
-def test_layers_of_equal_number_are_told_apart_by_module() -> None:
-    names = [each.name for each in named([layer(0), layer(0, module="vision.0"), layer(1)])]
-    assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
 
 
 def test_errors_are_drawn_where_they_are(made: dict[str, Figure]) -> None:

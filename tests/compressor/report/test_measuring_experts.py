@@ -17,7 +17,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
-from compressor.report.measuring import measure_layers, sample_size, similarity_of
+from compressor.report.measuring import measure_layers, similarity_of
 from compressor.statistics.meters import mix_tokens
 from compressor.steps.prune.similarity import closeness, linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls
@@ -141,12 +141,6 @@ def test_closeness_turns_distances_round(experts: int, scale: float, seed: int) 
         assert float(found.min()) == 0
         assert torch.equal(found.flatten().argsort(stable=True), (-distances).flatten().argsort(stable=True))
 
-
-def test_samples_shrink_with_many_experts() -> None:
-    assert [sample_size(experts) for experts in (8, 64, 65, 256)] == [256, 256, 128, 128]
-
-
-# --- a third party's likeness -----------------------------------------------------------------------------------------
 
 THEIRS = """
 import torch
