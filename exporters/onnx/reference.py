@@ -122,16 +122,10 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def nudge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's arguments with each value of its input moved to a neighbouring float32, up or down by a fixed draw."""
-    first, *others = args or (None,)
-    key = next(iter(kwargs), "")
-    value = first if args else kwargs.get(key)
-    if not isinstance(value, Tensor) or value.dtype != torch.float32:
-        return args, kwargs
-    up = torch.rand(value.shape, generator=torch.Generator().manual_seed(NUDGE_SEED)) < 0.5
-    moved = value.nextafter(torch.where(up, torch.inf, -torch.inf))
-    return ((moved, *others), kwargs) if args else (args, kwargs | {key: moved})
+def nudge(hidden_states: Tensor) -> Tensor:
+    """A layer's input with each value moved to a neighbouring one, up or down by a fixed draw."""
+    up = torch.rand(hidden_states.shape, generator=torch.Generator().manual_seed(NUDGE_SEED)) < 0.5
+    return hidden_states.nextafter(torch.where(up, torch.inf, -torch.inf))
 
 
 Shown = Callable[[PartialModel, str], None]
@@ -176,12 +170,7 @@ class _Observer(LayerVisitor):
         """The layer's own forward, of nudged values for the nudged batch."""
         if self.cases[self.at.batch].name != NUDGED_NAME:
             return own
-
-        def moved(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = nudge(args, kwargs)
-            return own(*args, **kwargs)
-
-        return moved
+        return lambda hidden_states, *args, **kwargs: own(nudge(hidden_states), *args, **kwargs)
 
     def loaded(self, unit: str) -> None:
         if self.shown is not None:

@@ -172,9 +172,7 @@ def test_the_stock_model_says_the_same_in_memory_and_by_layers(dtype: torch.dtyp
 def nudging(model: Any, units: Sequence[str]) -> Iterator[None]:
     """Have the input of every one of these layers nudged."""
     handles = [
-        model.get_submodule(unit).register_forward_pre_hook(
-            lambda _, args, kwargs: nudge(args, kwargs), with_kwargs=True
-        )
+        model.get_submodule(unit).register_forward_pre_hook(lambda _, args: (nudge(args[0]), *args[1:]))
         for unit in units
     ]
     yield
