@@ -104,21 +104,16 @@ def test_what_could_not_be_pushed_is_refused_before_any_work(
         assert names(tmp_path / "work") == [] and writes(hub) == []
 
 
-def test_a_login_that_is_not_accepted_is_told_before_any_work(
+def test_a_login_is_asked_for_before_any_work(
     run: Run, model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", CANARY[:-1] + "X")
-    refused(run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)), "hf auth login")
-    assert names(tmp_path / "work") == [] and hub.repositories == {}
-
-
-def test_on_hugging_face_somebody_has_to_be_logged_in(
-    run: Run, model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    line = ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)
+    monkeypatch.setenv("HF_TOKEN", CANARY[:-1] + "X")  # which the Hub does not accept
+    refused(run(*line), "hf auth login")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://huggingface.co")
-    refused(run(*ask(model, tmp_path / "work" / "smaller", "--push-to-hub", REPOSITORY)), "nobody is logged in")
-    assert names(tmp_path / "work") == []
+    refused(run(*line), "nobody is logged in")
+    assert names(tmp_path / "work") == [] and hub.repositories == {}
 
 
 def test_a_hub_of_ones_own_may_want_no_login(

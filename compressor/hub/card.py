@@ -227,7 +227,7 @@ def card_text(
         *introduction(facts),
         *comparison(facts),
         *pictures("gate", "distillation"),
-        *making(facts, command, again(plan, name)),
+        *provenance(facts, command, again(plan, name)),
         Heading("Experts"),
         *pictures("experts"),
         *experts_details(data.stage),
@@ -355,11 +355,11 @@ def comparison(facts: Facts) -> Blocks:
         row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
         table = replace(table, rows=(*table.rows, row))
         note += " Active parameters are all but the experts that a token is not routed to."
-    judged = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
-    return Heading("Before and after"), table, Text(note), *judged
+    gate = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
+    return Heading("Before and after"), table, Text(note), *gate
 
 
-def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
+def provenance(facts: Facts, command: str | None, again: Again | None) -> Blocks:
     """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
     repeated: Blocks = (Text("The plan does not record what it was made with, so there is no recipe to repeat it."),)
     recipe, commands = again or ("", ())
@@ -374,8 +374,8 @@ def making(facts: Facts, command: str | None, again: Again | None) -> Blocks:
         )
     ran: Blocks = ()
     if command is not None:
-        said = "The last command that was run, in which paths are shortened to names:"
-        ran = Text(said), Listing(without_paths(command), "bash")
+        title = "The last command that was run, in which paths are shortened to names:"
+        ran = Text(title), Listing(without_paths(command), "bash")
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
     return Heading("How it was made"), *repeated, *ran, page.made_with(facts.outcome), Text(whole)
 
@@ -439,7 +439,7 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
 def limits(facts: Facts, has_licence: bool) -> Blocks:
     """The last section; `has_licence` if the card inherits one."""
     outcome = facts.outcome
-    told = [
+    sentences = [
         _accuracy(outcome.gate),
         _text(outcome.plan),
         _refitted(outcome),
@@ -449,7 +449,7 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
         LOCAL_BASE if base_id(outcome.plan.source) is None else "",
         "" if has_licence else "No licence was found in a card of the base; the base's own terms hold.",
     ]
-    return Heading("Limits"), Items(tuple(filter(None, told)))
+    return Heading("Limits"), Items(tuple(filter(None, sentences)))
 
 
 def _accuracy(gate: GateResult | None) -> str:
@@ -461,12 +461,12 @@ def _accuracy(gate: GateResult | None) -> str:
     limit = gate.options.get("limit")
     first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
     tasks = joined([task.task for task in gate.tasks]) or "no task"
-    told = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
+    sentence = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
     if gate.routing is None:
-        return told
+        return sentence
     return (
-        f"{told} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as stock "
-        "loaders run these weights, their accuracy was not measured."
+        f"{sentence} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as "
+        "stock loaders run these weights, their accuracy was not measured."
     )
 
 
@@ -519,7 +519,7 @@ def _graph(facts: Facts) -> str:
     options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
     quantize = options.get("quantize")
     experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
-    told = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
+    sentence = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
     difference, compared, cost = (
         checks.get("largest_difference"),
         checks.get("tokens_compared"),
@@ -527,12 +527,12 @@ def _graph(facts: Facts) -> str:
     )
     if isinstance(difference, float | int):
         other = one_line(str(checks.get("reference", "the stock model")))
-        told += f" was compared with {other}: logits differ by at most {difference:.2g}"
+        sentence += f" was compared with {other}: logits differ by at most {difference:.2g}"
         if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
-            told += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
+            sentence += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
     if isinstance(cost, float | int):
-        told += f"; rounding alone moved logits by up to {cost:.2g}"
-    return told + "."
+        sentence += f"; rounding alone moved logits by up to {cost:.2g}"
+    return sentence + "."
 
 
 def is_hub_id(name: str) -> bool:

@@ -1,6 +1,5 @@
 """The table of a model card says what the plan says, and stays readable for the largest models."""
 
-import re
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -11,8 +10,7 @@ from compressor.formatting import joined, label, one_line, ranges, without_paths
 from compressor.hub.card import experts_details
 from compressor.model.architecture import MoeLayer
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
-from compressor.report.data import LayerReport, all_dispositions, experts_table
-from compressor.report.figures import cells
+from compressor.report.data import experts_table
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:
@@ -71,34 +69,6 @@ def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
         found = [([expert], True) for expert in read_ranges(kept)] + [(members, False) for members in changed]
         assert sorted(found) == sorted((sorted(each.members), each.untouched) for each in layer.groups)
         assert (int(number), read_ranges(dropped)) == (layer.layer, list(layer.dropped))
-
-
-@given(plans())
-@settings(max_examples=40, deadline=None)
-def test_the_counts_add_up_to_all_experts(plan: CompressionPlan) -> None:
-    counts = {"groups": 0}
-    for count, word, into in re.findall(r"(\d+) (?:experts? )?(\w+)(?: into (\d+))?", all_dispositions(plan.layers)):
-        counts[word] = int(count)
-        counts["groups"] += int(into or 0)
-    left = counts.get("kept", 0) + counts.get("rescaled", 0)
-    assert left + counts.get("merged", 0) + counts.get("dropped", 0) == sum(layer.experts for layer in plan.layers)
-    assert left + counts["groups"] == plan.experts * len(plan.layers)
-
-
-@given(plans())
-@settings(max_examples=40, deadline=None)
-def test_cells_look_alike_exactly_where_experts_share_a_group(plan: CompressionPlan) -> None:
-    for layer in plan.layers:
-        drawn, slots = cells(LayerReport(module=layer.module, plan=layer)), layer.remap()
-        for one in range(layer.experts):
-            for other in range(one):
-                both = [slots[one], slots[other]]
-                plain = [slot < 0 or layer.groups[slot].untouched for slot in both]
-                if any(plain):
-                    kinds = [(slot < 0, untouched) for slot, untouched in zip(both, plain, strict=True)]
-                    assert (drawn[one] == drawn[other]) == (kinds[0] == kinds[1])
-                else:
-                    assert (drawn[one] == drawn[other]) == (both[0] == both[1])
 
 
 @given(st.sets(st.integers(0, 60)))
