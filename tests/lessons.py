@@ -43,15 +43,15 @@ class Lesson:
             return Streamed(self.model, options, seed, self.folder / "now")
         return InMemory(self.model, options, seed)
 
-    def trained(self, options: Distill, steps: int, where: str = "state") -> dict[str, Tensor]:
+    def trained(self, options: Distill, steps: int) -> dict[str, Tensor]:
         """The trained tensors after so many steps, by state-dict key."""
         engine, text = self.engine(options), self.text(options)
         for step in range(steps):
             take_step(engine, text, options, step, self.model)
-        engine.save(self.folder / where)
+        engine.save(self.folder / "state")
         found = dict[str, Tensor]()
         for layer in trained_layers(self.model, options):
-            values = engine.values(self.folder / where, layer.unit)
+            values = engine.values(self.folder / "state", layer.unit)
             found.update({key: value.clone() for key, value in values.items()})
         engine.model.partial.release("")
         return found

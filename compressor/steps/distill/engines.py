@@ -11,7 +11,6 @@ whole model. Gradients are clipped to a norm of 1 for each decoder layer: that w
 """
 
 import hashlib
-import logging
 import math
 import os
 import shutil
@@ -27,7 +26,6 @@ from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
-from compressor.formatting import human_bytes
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
@@ -39,8 +37,6 @@ from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.step import Distill
 from compressor.steps.tensors import refuse_overflow
 
-logger = logging.getLogger(__name__)
-READS = 2  # of the model, by a streamed step
 MOST_NORM = 1.0  # of a decoder layer's gradients
 MOMENTS = "of "  # begins the name of a tensor of the optimiser's state in a file
 
@@ -386,14 +382,6 @@ class Streamed(Engine):
     def __init__(self, model: OpenModel, options: Distill, seed: int, now: Path) -> None:
         super().__init__(model, options, seed)
         self.now = now
-        size = sum(info.nbytes for info in model.checkpoint.tensors.values())
-        logger.warning(
-            "training layer by layer reads the model's %s %d times a step: %s in %d steps",
-            human_bytes(size),
-            READS,
-            human_bytes(READS * options.steps * size),
-            options.steps,
-        )
         shutil.rmtree(now, ignore_errors=True)
         for unit, layer in self.layers.items():
             model.partial.load(layer.keys)
