@@ -69,7 +69,13 @@ def acceptance_of(
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    known = {layer.module: dict(figure) for layer in plan.layers if (figure := layer.figures.get(ACCEPTANCE))}
+    known = {
+        layer.module: dict(figure)
+        for layer in plan.layers
+        if isinstance(figure := layer.figures.get(ACCEPTANCE), Mapping)  # which may have been edited
+        and type(figure.get("positions")) is int
+        and all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
+    }
     if calibration is None or not heads:
         return known
     known = {head.named.name: known.get(head.named.name, {}) for head in heads}
