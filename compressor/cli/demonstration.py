@@ -1,7 +1,7 @@
 """The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +27,28 @@ TEXT: dict[str, Any] = {
 }  # the demo model was trained on windows of 128 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRow:
-    """One model of the demo's table. Loss is in nats per held-out token."""
-
-    name: str
-    experts: int
-    parameters: int
-    bytes: int
-    loss: float
-    accuracy: dict[str, float]
-
-
-def measure(name: str, folder: Path, experts: int, every: int = 1) -> DemoRow:
-    """Load a checkpoint with stock transformers and measure it on `every` nth held-out text and question."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    size = Size.of(Checkpoint(folder).tensors.values())
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")[::every]])
-    accuracy = skill_accuracy(model, tokenizer, load_items()[::every])
-    return DemoRow(name, experts, size.parameters, size.bytes, loss, accuracy)
-
-
-def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[DemoRow]:
+def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[dict[str, Any]]:
     """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models.
 
-    With `quick` it is one strategy, on a tenth of the questions and texts.
+    Loss is in nats per held-out token. With `quick` it is one strategy, on a tenth of the questions and texts.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     trials, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
     if output is not None and output.exists():
         raise CompressionError(f"{output} exists already; name a new folder")
+
+    def measured(name: str, folder: Path, count: int) -> dict[str, Any]:
+        size = Size.of(Checkpoint(folder).tensors.values())
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")[::every]])
+        accuracy = skill_accuracy(model, tokenizer, load_items()[::every])
+        return {"name": name, "experts": count, **asdict(size), "loss": loss, "accuracy": accuracy}
+
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
-        rows = [measure("original", source, inspect(str(source)).experts, every)]
+        rows = [measured("original", source, inspect(str(source)).experts)]
         folder = Path(scratch) if output is None else output
         for strategy, options in trials:
             label = " ".join([strategy, *(f"({value})" for value in options.values())])
@@ -69,5 +56,5 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool 
             target.parent.mkdir(parents=True, exist_ok=True)
             choice: dict[str, Any] = {"experts": experts, "strategy": strategy, "options": options}
             compress(str(source), target, samples=SAMPLES, progress=progress, **TEXT, **choice)
-            rows.append(measure(label, target, experts, every))
+            rows.append(measured(label, target, experts))
     return rows

@@ -187,8 +187,8 @@ def demo(
     columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
     sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for row in rows:
-        size = (str(row.experts), human_count(row.parameters), human_bytes(row.bytes))
-        sizes.append((row.name, *size, f"{row.loss:.3f}", f"{fmean(row.accuracy.values()):.1%}"))
-        by_skill.append((row.name, *(f"{accuracy:.1%}" for accuracy in row.accuracy.values())))
-    skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0].accuracy), tuple(by_skill))
-    print_report(running.as_json, [asdict(row) for row in rows], [Table(title, columns, tuple(sizes)), skills])
+        size = (str(row["experts"]), human_count(row["parameters"]), human_bytes(row["bytes"]))
+        sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
+        by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
+    skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
+    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills])
