@@ -16,7 +16,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import Verdict
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
-from compressor.recipe.recipe import GateOptions
+from compressor.recipe.recipe import GateOptions, Recipe
 from compressor.recipe.step import TextOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     shapes: dict[str, tuple[Any, list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         shape, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if get_origin(shape) is dict:
+        if issubclass(get_origin(shape) or shape, dict):
             options = more[0]
         elif is_dataclass(shape):
             annotations, chosen = get_type_hints(shape, include_extras=True), more[0] if more else ()
@@ -114,6 +114,7 @@ def field_options(
         annotation, default, text = described[field]
         kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
         kind: Any = kinds[0] if kinds in ([bool], [int], [float]) else str  # what else it is, the field itself checks
+        kind = list[str] if kinds == [tuple[str, ...]] else kind
         if mention and default is not None:
             text = f"{str(text).rstrip('.')} (default: {default})."
         default = None if bare else default
@@ -143,6 +144,11 @@ GATE_OPTIONS = field_options(
     bare=True,
     mention=True,
 )
+TEXT_FIELDS = {"calibration": "data", "samples": "samples", "sequence_length": "sequence_length"}
+TEXT = [
+    *field_options(TextOptions, CALIBRATION, TEXT_FIELDS, bare=True, mention=True),
+    *field_options(Recipe, CALIBRATION, {"seed": "seed"}, bare=True, mention=True),
+]
 PATHWAY_OPTIONS = field_options(
     PathwayOptions,
     ROUTING,
@@ -183,32 +189,25 @@ Writing = Annotated[Running, ("revision", "overwrite", "as_json")]  # of what co
 Printing = Annotated[Running, ("as_json",)]
 
 
-@dataclass(frozen=True, slots=True)
-class TextFlags:
-    """Calibration text."""
-
-    calibration: Annotated[list[str] | None, flag(str(TextOptions.model_fields["data"].description), CALIBRATION)] = (
-        None
-    )
-    samples: Annotated[int | None, flag("Calibration sequences (default: 128).", CALIBRATION, min=1)] = None
-    sequence_length: Annotated[int | None, flag("Tokens in each of them (default: 512).", CALIBRATION, min=2)] = None
-    seed: Annotated[
-        int | None, flag("Seed of everything that is drawn, such as calibration text (default: 0).", CALIBRATION)
-    ] = None
+class TextFlags(dict[str, Any]):
+    """Calibration text: sources and sizes by the fields of their model, and the seed."""
 
     def given(self) -> dict[str, Any]:
         """Sources and sizes, as far as they were given."""
-        named = {"data": self.calibration, "samples": self.samples, "sequence_length": self.sequence_length}
-        return without_none(named)
+        return without_none({field: self.get(name) for name, field in TEXT_FIELDS.items()})
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a function that reads calibration text."""
-        return {"calibration": TextOptions(**self.given()), "seed": self.seed or 0}
+        recipe = Recipe.of({"calibration": self.given(), "seed": self["seed"] or 0}, "the command line")
+        return {"calibration": recipe.calibration, "seed": recipe.seed}
+
+
+Text = Annotated[TextFlags, TEXT]
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeFlags(TextFlags):
-    """Calibration text, options of the strategy (any by --option, some by a flag of their own), and of steps."""
+class RecipeFlags:
+    """Options of the strategy (any by --option, some by a flag of their own), and of steps."""
 
     merge: Annotated[str | None, flag("How a group is merged: uniform, max, frequency or learned.", STRATEGY)] = None
     no_merge_routers: Annotated[bool, flag("Keep one member's router row instead of merging rows.", STRATEGY)] = False

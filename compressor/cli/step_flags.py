@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from compressor.cli.options import KEEP, STEPS, STRATEGY, RecipeFlags, Running, field_options, without_none
+from compressor.cli.options import KEEP, STEPS, STRATEGY, RecipeFlags, Running, TextFlags, field_options, without_none
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
@@ -54,6 +54,7 @@ def flags() -> list[inspect.Parameter]:
 def recipe_of_flags(
     model: str | None,
     step_flags: Mapping[str, Any],
+    text: TextFlags,
     recipe_flags: RecipeFlags,
     running: Running,
     constants: bool = False,
@@ -72,8 +73,8 @@ def recipe_of_flags(
         recipe = Recipe(model=model)
         steps = _default_steps(named, recipe_flags, constants)
     content: dict[str, Any] = {**dict(recipe), "steps": steps}
-    content["calibration"] = {**recipe.calibration.model_dump(), **recipe_flags.given()}
-    content |= without_none({"revision": running.revision, "seed": recipe_flags.seed})
+    content["calibration"] = {**recipe.calibration.model_dump(), **text.given()}
+    content |= without_none({"revision": running.revision, "seed": text["seed"]})
     if running.dtype != "auto":
         content["dtype"] = running.dtype
     if formats:

@@ -70,7 +70,7 @@ class Recipe(Options):
     base: str | None = None  # what the result is compared with, where that is not the model
     base_revision: str | None = None
     calibration: TextOptions = TextOptions()
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn, such as calibration text.")
     dtype: str = "auto"
     steps: tuple[Step, ...] = ()
     gate: GateOptions | None = None

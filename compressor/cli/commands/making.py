@@ -14,11 +14,13 @@ from compressor.cli.options import (
     CALIBRATION,
     GATE_OPTIONS,
     STEPS,
+    TEXT,
     Model,
     Out,
     Publishing,
     RecipeFlags,
     Running,
+    Text,
     TextFlags,
     UnderGate,
     field_options,
@@ -49,6 +51,7 @@ def plan(
     context: typer.Context,
     output: Out,
     step_flags: StepFlags,
+    text: Text,
     recipe_flags: RecipeFlags,
     running: Running,
     model: Source = None,
@@ -64,7 +67,7 @@ def plan(
     outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
     if not is_gguf:
         constants = MONE in (listed(format, "--format") or ())
-        recipe = recipe_of_flags(model, step_flags, recipe_flags, running, constants)
+        recipe = recipe_of_flags(model, step_flags, text, recipe_flags, running, constants)
         sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
         outputs += source_files(output, short_names([entry.source for entry in sources]))
     here().broadcast(lambda: check_files(outputs, running.overwrite))
@@ -106,6 +109,7 @@ def compress(
     context: typer.Context,
     output: Out,
     step_flags: StepFlags,
+    text: Text,
     recipe_flags: RecipeFlags,
     under_gate: UnderGate,
     gate_options: Annotated[dict[str, Any], GATE_OPTIONS],
@@ -137,6 +141,7 @@ def compress(
     recipe = recipe_of_flags(
         model,
         step_flags,
+        text,
         recipe_flags,
         running,
         constants,
@@ -171,7 +176,7 @@ def compress(
 def split(
     model: Model,
     output: Out,
-    text: TextFlags,
+    text: Text,
     running: Running,
     options: Annotated[dict[str, Any], field_options(Split, STEPS, {"split": "parts", "split_by": "by"})],
 ) -> None:
@@ -186,7 +191,7 @@ def _against_base(step: type[Step], name: str, text: str) -> Callable[..., None]
     def command(
         checkpoint: Model,
         output: Out,
-        text: Annotated[TextFlags, ("calibration", "seed")],  # the sizes of its sequences are the step's options
+        text: Annotated[TextFlags, (TEXT[0], TEXT[-1])],  # the sizes of its sequences are the step's options
         running: Running,
         base: Annotated[str, flag("The model that the checkpoint was made of: a folder or a Hub id.")],
         options: Annotated[dict[str, Any], field_options(step, STEPS)],
@@ -218,7 +223,7 @@ def _carry_out(
             output,
             options=without_none(options),
             text=TextOptions(**text.given()),
-            seed=text.seed or 0,
+            seed=text["seed"] or 0,
             dtype=running.dtype,
             **model,
             **running.making(progress),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, TextFlags, flag, listed, numbers
+from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, Text, flag, listed, numbers
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
 from compressor.document.blocks import Table
@@ -37,7 +37,7 @@ def inspect(
 
 def compare(
     model: Model,
-    text: TextFlags,
+    text: Text,
     running: Running,
     output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
         "comparison"
@@ -94,7 +94,7 @@ def compare(
 
 def attribute(
     model: Model,
-    text: TextFlags,
+    text: Text,
     running: Running,
     output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,

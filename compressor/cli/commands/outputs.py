@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compressor.cli.options import (
+    TEXT,
     Model,
     Out,
     Printing,
@@ -133,7 +134,7 @@ def collect(pieces: Iterable[str], show: bool) -> tuple[list[str], bool]:
 
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
-    text: Annotated[TextFlags, ("calibration",)],
+    text: Annotated[TextFlags, TEXT[:1]],
     running: Running,
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
     model: Annotated[str | None, flag("The source checkpoint, if it is not where it was.")] = None,
@@ -164,7 +165,7 @@ def report(
                     checkpoint,
                     model,
                     running.revision,
-                    text.calibration,
+                    text.get("calibration"),
                     samples,
                     sequence_length,
                     progress,
