@@ -135,7 +135,7 @@ def test_without_an_output_it_only_shows(run: Run, planted: Path, tmp_path: Path
         (("--keys", -1), "--keys"),
         (("--edges", "heads"), "there are no --edges 'heads'; known are routers, experts"),
         (("--edges-kept", 0), "--edges-kept"),
-        (("--samples", 0), "--samples"),
+        (("--samples", 0), "samples is 0"),
         (("--calibration", "nowhere.txt"), "nowhere.txt"),
     ],
 )
