@@ -13,10 +13,9 @@ from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.model.serving import Advice, Breach
-from compressor.recipe.document import first_of, plan_blocks
+from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE, describe_split
 from compressor.recipe.recipe import make_step
-from compressor.recipe.steps_plan import Plan
 from compressor.report.comparison_report import Comparison, comparison_brief
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
@@ -80,13 +79,6 @@ def server_line(advice: Advice) -> str:
     near = f" (nearest number for all: {advice.nearest})" if advice.nearest not in (None, advice.experts) else ""
     fast = f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"
     return f"Servers: {fast}" + (f"; not in {against}{near}" if against else "")
-
-
-def show_plans(plans: Sequence[Plan], paths: Sequence[Path], as_json: bool) -> None:
-    """One row a layer; as JSON the plan, or a list of several."""
-    content = [plan.to_dict() for plan in plans]
-    blocks = (block for plan, path in zip(plans, paths, strict=True) for block in plan_blocks(plan, path))
-    print_report(as_json, content if len(content) > 1 else content[0], blocks)
 
 
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:

@@ -169,7 +169,7 @@ def compress_gated(
         def with_experts(count: int) -> tuple[Recipe, int, str]:
             changed = [step.model_copy(update={"experts": count}) if step is prune else step for step in recipe.steps]
             trial = request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
-            return recipe.with_steps(changed), count, trial
+            return recipe.model_copy(update={"steps": tuple(changed)}), count, trial
 
         def tries(count: int) -> bool:
             tried, _, trial = with_experts(count)

@@ -88,9 +88,6 @@ class Recipe(Options):
         """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
         return _validated(cls, content, f"{where} has no field", where)
 
-    def with_steps(self, steps: Sequence[Step]) -> "Recipe":
-        return self.model_copy(update={"steps": tuple(steps)})
-
 
 def step_class(name: str, place: str = "") -> type[Step]:
     """The class of a step by its name; raises `CompressionError` for one that is not installed, or is none."""

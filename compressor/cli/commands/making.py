@@ -29,7 +29,7 @@ from compressor.cli.options import (
     without_none,
 )
 from compressor.cli.step_flags import flags, recipe_of_flags
-from compressor.cli.terminal import progress_bars
+from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import held, here, refuse_several
 from compressor.errors import CompressionError
 from compressor.recipe.step import Step, TextOptions
@@ -60,8 +60,8 @@ def plan(
     imatrix: Imatrix = None,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
-    from compressor.cli import rendering
     from compressor.data.sources import parse_sources, short_names
+    from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_files, source_files, write_plans
 
     outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
@@ -81,7 +81,9 @@ def plan(
         if here().is_first:
             check_files(outputs, running.overwrite)  # planning takes a while
             write_plans(outputs, plans)
-    rendering.show_plans(plans, outputs, running.as_json)
+    content = [each.to_dict() for each in plans]
+    blocks = (block for each, path in zip(plans, outputs, strict=True) for block in plan_blocks(each, path))
+    print_report(running.as_json, content if len(content) > 1 else content[0], blocks)
 
 
 def apply(

@@ -16,6 +16,7 @@ from compressor.model.inspection import Inspection, Part
 from compressor.model.inspection import Outcome as OfSize
 from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import Outcome
+from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from exporters.onnx import ExportSummary
@@ -47,7 +48,7 @@ def a_plan(**others: Any) -> Plan:
 
 
 def test_a_plan_is_a_row_for_each_layer(out: Any) -> None:
-    rendering.show_plans([a_plan(), a_plan(protected={})], [Path("a.json"), Path("b[1].json")], False)
+    show((*plan_blocks(a_plan(), Path("a.json")), *plan_blocks(a_plan(protected={}), Path("b[1].json"))))
     text = out()
     first, second = cells(text)
     dropped = " ".join(map(str, range(3, 15))) + " and 5 more"
