@@ -70,26 +70,22 @@ class Imatrix:
     """An importance matrix on disk."""
 
     path: Path
-    sums: Mapping[str, Tensor]  # by weight
-    counts: Mapping[str, Tensor] | None  # None: an old file, which has none
-    calls: Mapping[str, int]  # of an old file: by what its means are multiplied
-
-    def routed_counts(self, weight: str, experts: int) -> Numbers:
-        """Tokens routed to each expert: [E]; an old file has none."""
-        return self._read((self.counts or {}).get(weight), f"{weight}.counts", experts, 1)[:, 0]
+    tensors: Mapping[str, Tensor]  # W.in_sum2 and W.counts; of an old file W.in_sum2 alone, which has means
+    calls: Mapping[str, int]  # of an old file, by weight: by what its means are multiplied; empty of a new one
 
     def squares(self, weight: str, experts: int, width: int) -> Numbers:
         """Sums over the rows of each input's square: [E, in]; of an old file, means over an expert's rows."""
-        sums = self._read(self.sums.get(weight), f"{weight}.in_sum2", experts, width)
-        if self.counts is not None:
+        sums = self.read(f"{weight}.in_sum2", experts, width)
+        if not self.calls:
             return sums
         sums = sums / self.calls[weight]
         unseen = np.asarray(np.isclose(sums, 1.0, rtol=1e-6, atol=0)).all(1)  # the format has no other word for it
         sums[unseen] = 0.0
         return sums
 
-    def _read(self, place: Tensor | None, name: str, experts: int, width: int) -> Numbers:
-        if place is None:
+    def read(self, name: str, experts: int, width: int) -> Numbers:
+        """The numbers of a tensor as [E, width]."""
+        if (place := self.tensors.get(name)) is None:
             raise CompressionError(f"{self.path} has no {name}; make an imatrix of this very model")
         if place.parameters != experts * width:
             counts = f"{name} has {place.parameters:,} numbers, {experts} experts need {experts * width:,}"
@@ -114,15 +110,7 @@ def read_imatrix(path: Path) -> Imatrix:
     header = read_header(path)
     if header.text("general.type") != "imatrix":
         raise CompressionError(f"--imatrix {path} is a GGUF file, but no importance matrix; make one by llama-imatrix")
-    sums, counts = (
-        {
-            tensor.name.removesuffix(ending): tensor
-            for tensor in header.tensors
-            if tensor.name.endswith(ending) and tensor.kind == FLOAT32
-        }
-        for ending in (".in_sum2", ".counts")
-    )
-    return Imatrix(path, sums, counts, {})
+    return Imatrix(path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32}, {})
 
 
 def _read_old(path: Path, stream: BinaryIO) -> Imatrix:
@@ -135,19 +123,19 @@ def _read_old(path: Path, stream: BinaryIO) -> Imatrix:
             raise CompressionError(f"{path} is no importance matrix, or is cut off; make one by llama-imatrix")
         return int(value)
 
-    size, sums, calls = path.stat().st_size, dict[str, Tensor](), dict[str, int]()
+    size, tensors, calls = path.stat().st_size, dict[str, Tensor](), dict[str, int]()
     for _ in range(number(1, MOST_TENSORS)):
         name = stream.read(number(1, MOST_LETTERS)).decode("utf-8", "replace")
         calls[name] = number(1, 2**31 - 1)
         count = number(0, max(0, size - stream.tell() - 4) // 4)
-        sums[name] = Tensor(name, FLOAT32, (count,), stream.tell(), 4 * count)
+        tensors[f"{name}.in_sum2"] = Tensor(name, FLOAT32, (count,), stream.tell(), 4 * count)
         stream.seek(4 * count, 1)
-    return Imatrix(path, sums, None, calls)
+    return Imatrix(path, tensors, calls)
 
 
 def count_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
     """Tokens routed to each expert: [E] (He et al. 2024, arXiv:2406.02500)."""
-    return torch.from_numpy(imatrix.routed_counts(DOWN.format(layer.index), layer.experts).copy())
+    return torch.from_numpy(imatrix.read(f"{DOWN.format(layer.index)}.counts", layer.experts, 1)[:, 0].copy())
 
 
 def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
@@ -223,7 +211,7 @@ def imatrix_plan(
             f"that was made on the checkpoint: moe-compress apply plan.json --model {model.first.path.name}"
         )
     imatrix = read_imatrix(Path(matrix))
-    if imatrix.counts is None:
+    if imatrix.calls:
         if strategy != ENERGY:
             raise CompressionError(f"{imatrix.path} {OLD}, or name --strategy {ENERGY} to go without")
         logger.warning("%s %s", imatrix.path.name, OLD)
@@ -236,7 +224,7 @@ def imatrix_plan(
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         kept_whole = protected.get(layer.name, frozenset())
-        if layer.index in blocks.heads and DOWN.format(layer.index) not in imatrix.sums:
+        if layer.index in blocks.heads and f"{DOWN.format(layer.index)}.in_sum2" not in imatrix.tensors:
             layers.append(head_plan(model, layer, keep, kept_whole))
             continue
         scores = SCORES[name](model, layer, imatrix)
