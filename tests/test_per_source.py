@@ -70,7 +70,8 @@ def test_plans_for_each_source_are_refused(
     one = ("--experts", 4, "--calibration", home / "other.txt", *SIZES)
     refused(run(*plan, *one), "--per-source needs several calibration sources; repeat --calibration for each")
     refused(
-        run(*plan, *several, "--sequential"), "--per-source plans from one pass and --sequential needs one for each"
+        run(*plan, *several, "--sequential"),
+        "--per-source plans what a strategy prunes from one pass, without --sequential",
     )
     refused(run(*plan, *several, "--strategy", "model-centric"), "'model-centric' reads no calibration data")
     refused(run(*plan, *several, "--correct", "ridge", "--samples", 2), "has too few sequences to hold some out")

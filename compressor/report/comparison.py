@@ -39,8 +39,8 @@ from compressor.steps.constants.mone import (
     divide,
     even_numbers,
     measure,
+    replaceable,
     replacing,
-    spare,
 )
 from compressor.steps.constants.mone import Variant as Substitutes
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
@@ -207,7 +207,8 @@ class _Table:
         begin = time.perf_counter()
         measured = measure(model, self.calibration, self.progress, self.seed)
         shared = time.perf_counter() - begin
-        most = [spare(layer, protected) for layer in layers]
+        orders = replaceable(layers, measured, protected)
+        most = [len(order) for order in orders]
         budgets = [EVEN, UNEVEN]
         if (held := sum(map(len, heldout))) < FEWEST:
             logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
@@ -218,8 +219,8 @@ class _Table:
                 raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
             numbers = even_numbers(removed, most)
             if budget == UNEVEN:
-                numbers, _ = divide(model, measured, removed, protected, heldout, self.progress)
-            variant, name = replacing(layers, measured, numbers, protected), f"{CONSTANTS}, {budget}"
+                numbers, _ = divide(model, measured, orders, removed, heldout, self.progress)
+            variant, name = replacing(layers, measured, orders, numbers), f"{CONSTANTS}, {budget}"
             deciding = shared + time.perf_counter() - begin
             for correction in corrections:
                 begin, error = time.perf_counter(), None

@@ -14,7 +14,6 @@ from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
 from strategies import data_centric
 from strategies.data_centric import distances
-from tests import zoo
 from tests.compressor.steps.prune.test_similarity import naive_cka
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import make_plan
@@ -55,14 +54,3 @@ def test_distances_by_hand() -> None:
 def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
     model = open_model(locate(str(folder)), "float32", "cpu")
     return make_plan(model, load_strategy("data-centric", options), keep, options, calibration(parts), Silent(), seed=4)
-
-
-def test_a_layer_that_no_token_reached_is_still_planned(tmp_path: Path) -> None:
-    stock = zoo.save("ernie4_5_vl_moe", tmp_path)
-    for merge in ("uniform", "frequency", "max", "learned"):
-        made = plans(tmp_path, batches(stock), 4, merge=merge)
-        unreached = [layer for layer in made.layers if "vision" in layer.module]
-        assert len(unreached) == 2
-        for layer in unreached:
-            assert len(layer.groups) == 4 and not layer.dropped
-            assert layer.figures["within_group_distance"] == pytest.approx(4)  # four pairs, each 1 apart

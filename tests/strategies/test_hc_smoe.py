@@ -108,18 +108,6 @@ def test_only_means_matter_and_ties_are_broken_alike_every_time() -> None:
     assert members(plan(stats(PLACES, tokens=1), 4)) == members(plan(stats(PLACES, tokens=50), 4))
 
 
-@pytest.mark.parametrize("groups", [{}, GROUPS])
-def test_a_layer_without_samples_still_gets_a_legal_plan(groups: dict[str, int]) -> None:
-    silent = stats(PLACES, [0.0] * 8, tokens=0, **groups)
-    for keep in (4, 6, 8):
-        for protected in (frozenset[int](), frozenset({0, 5})):
-            made = plan(silent, keep, protected)
-            assert len(made.groups) == keep and made.dropped == ()
-            assert all((expert,) in members(made) for expert in protected)
-            for group in made.groups:  # nobody was visited: a plain mean
-                assert group.coefficients == pytest.approx((1 / len(group.members),) * len(group.members))
-
-
 def test_protected_experts_are_taken_out_before_clustering() -> None:
     """The others are clustered as if the protected ones were not there."""
     protected = frozenset({1, 4})

@@ -110,10 +110,21 @@ class LayerConstants:
         missed = (stats.squared_gated_norm_sum.double() - (output * values).sum(-1)).clamp(min=0)
         return cls(values.float(), missed)
 
-    def order(self, protected: frozenset[int] = frozenset()) -> list[int]:
-        """The experts that are not protected, those whose constants miss least first; of equals the higher number."""
-        backwards = self.missed.flip(0).argsort(stable=True)
-        return [expert for expert in (len(self.missed) - 1 - backwards).tolist() if expert not in protected]
+
+def replaceable(
+    layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], protected: Protected
+) -> list[list[int]]:
+    """Of each layer the experts that can become constants, those that miss least first; of equals the higher number.
+
+    Every layer keeps its top-k and its protected experts.
+    """
+    found = list[list[int]]()
+    for layer in layers:
+        guarded, missed = protected.get(layer.name, frozenset()), constants[layer.name].missed
+        order = (layer.experts - 1 - missed.flip(0).argsort(stable=True)).tolist()
+        most = layer.experts - max(layer.top_k, len(guarded), 1)
+        found.append([expert for expert in order if expert not in guarded][:most])
+    return found
 
 
 def measure(
@@ -142,12 +153,14 @@ def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str,
 
 
 def replacing(
-    layers: Sequence[MoeLayer], constants: Mapping[str, LayerConstants], numbers: Sequence[int], protected: Protected
+    layers: Sequence[MoeLayer],
+    constants: Mapping[str, LayerConstants],
+    orders: Sequence[Sequence[int]],
+    numbers: Sequence[int],
 ) -> Variant:
-    """The constants of a division: of each layer's `numbers`, in their order, the experts that are missed least."""
-    pairs = zip((layer.name for layer in layers), numbers, strict=True)
-    dropped = {name: constants[name].order(protected.get(name, frozenset()))[:number] for name, number in pairs}
-    return substitutes_of(dropped, constants)
+    """The constants of a division: of each layer's `numbers` the first of the experts that are `replaceable`."""
+    each = zip(layers, orders, numbers, strict=True)
+    return substitutes_of({layer.name: order[:number] for layer, order, number in each}, constants)
 
 
 class Substituting(Variants):
@@ -167,11 +180,6 @@ class Substituting(Variants):
     def passed(self, unit: str) -> None:
         for layer in self.at.moe_layers:
             substitute(self.model.partial.model.get_submodule(layer.name), None)
-
-
-def spare(layer: MoeLayer, protected: Protected) -> int:
-    """How many experts of a layer can become constants at the most."""
-    return layer.experts - max(layer.top_k, len(protected.get(layer.name, ())), 1)
 
 
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
@@ -248,8 +256,7 @@ class _Search:
 
     model: OpenModel
     constants: Mapping[str, LayerConstants]
-    protected: Protected
-    most: Sequence[int]
+    orders: Sequence[Sequence[int]]  # of the experts that are replaceable
     evaluator: Evaluator
     progress: Progress
     figures: dict[tuple[int, ...], Figures] = field(default_factory=dict)
@@ -259,7 +266,7 @@ class _Search:
         if not divisions:
             return []
         layers = self.model.architecture.layers
-        variants = [replacing(layers, self.constants, numbers, self.protected) for numbers in divisions]
+        variants = [replacing(layers, self.constants, self.orders, numbers) for numbers in divisions]
         visitor = Substituting(self.model, variants)
         return self.evaluator.measure(self.model, visitor, len(variants), self.progress, phase, only)
 
@@ -283,18 +290,16 @@ class _Search:
         alone = [
             (place, number)
             for place, layer in enumerate(layers)
-            for number in probed_numbers(self.most[place], layer.experts)
+            for number in probed_numbers(len(self.orders[place]), layer.experts)
         ]
         divisions = [[number if each == place else 0 for each in range(len(layers))] for place, number in alone]
         before = np.cumsum([0, *(batch.numel() for batch in batches)])  # tokens of the batches before each
         few = [number for number in range(len(batches)) if before[number] < PROBED]
         measured = [own.means["kl"] for own in self.costs(divisions, "measure curves", few)]
         curves = list[Curve]()
-        for place, layer in enumerate(layers):
-            constants = self.constants[layer.name]
-            replaced = constants.order(self.protected.get(layer.name, frozenset()))[: self.most[place]]
+        for place, (layer, order) in enumerate(zip(layers, self.orders, strict=True)):
             costs = {number: cost for (own, number), cost in zip(alone, measured, strict=True) if own == place}
-            curves.append(curve(constants.missed[replaced].tolist(), costs))
+            curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs))
         return curves
 
     def moved(self, step: int) -> list[list[int]]:
@@ -304,7 +309,7 @@ class _Search:
             (place, change)
             for place in range(len(best))
             for change in (step, -step)
-            if 0 <= best[place] + change <= self.most[place]
+            if 0 <= best[place] + change <= len(self.orders[place])
         ]
         tried = [[number + (change if place == p else 0) for p, number in enumerate(best)] for place, change in changes]
         costs = [figures.means["kl"] - base for figures in self.costs(tried, "measure moves")]
@@ -323,26 +328,24 @@ class _Search:
 def divide(
     model: OpenModel,
     constants: Mapping[str, LayerConstants],
+    orders: Sequence[Sequence[int]],
     removed: int,
-    protected: Protected,
     heldout: Sequence[Tensor],
     progress: Progress,
 ) -> tuple[list[int], dict[str, Any]]:
     """How many experts of each layer become constants, `removed` in all, at the least KL on `heldout` [B, L] batches.
 
-    Every layer keeps its top-k and its protected experts. Returns the numbers in the order of the layers, and how they
-    were chosen. Raises `CompressionError` for fewer than eight held-out sequences.
+    `orders` are those of `replaceable`. Returns the numbers in the order of the layers, and how they were chosen.
+    Raises `CompressionError` for fewer than eight held-out sequences.
     """
     evaluator = Evaluator.of(model, heldout)
     require_enough(evaluator.sequences, "an uneven budget", REMEDY)
-    layers = model.architecture.layers
-    most = [spare(layer, protected) for layer in layers]
-    search = _Search(model, constants, protected, most, evaluator, progress)
+    search = _Search(model, constants, orders, evaluator, progress)
     curves = search.curves()
-    even, alone = tuple(even_numbers(removed, most)), tuple(cheapest_numbers(curves, removed))
+    even, alone = tuple(even_numbers(removed, [*map(len, orders)])), tuple(cheapest_numbers(curves, removed))
     wary = tuple(cheapest_numbers([costs**2 for costs in curves], removed))
     search.consider([even, alone, wary, halfway(even, alone), halfway(even, wary)])
-    step = max(1, layers[0].experts // 16)
+    step = max(1, model.architecture.layers[0].experts // 16)
     for _ in range(ROUNDS):
         before = search.best
         search.consider(search.moved(step))
@@ -440,16 +443,16 @@ def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
     protected = protected_experts(options.protect, total // len(layers), planner_of(state))
     constants = measured_constants(state)
     removed = sum(layer.experts for layer in layers) - total
-    most = [spare(layer, protected) for layer in layers]
+    orders = replaceable(layers, constants, protected)
+    most = [len(order) for order in orders]
     if sum(most) < removed:
         raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
     numbers, figures = even_numbers(removed, most), dict[str, Any]()
     if budget_of(options) == UNEVEN:
-        numbers, figures = divide(model, constants, removed, protected, calibration.heldout_batches, state.progress)
+        numbers, figures = divide(model, constants, orders, removed, calibration.heldout_batches, state.progress)
     plans = []
-    for layer, number in zip(layers, numbers, strict=True):
-        missed = constants[layer.name].missed
-        replaced = sorted(constants[layer.name].order(protected.get(layer.name, frozenset()))[:number])
+    for layer, order, number in zip(layers, orders, numbers, strict=True):
+        missed, replaced = constants[layer.name].missed, sorted(order[:number])
         share = float(missed[replaced].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
         figured = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
         kept = sorted({*range(layer.experts)}.difference(replaced))

@@ -282,26 +282,21 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
 def refuse_per_source(steps: Sequence[Step], sources: Sequence[str]) -> None:
     """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
     prune: Any = next((step for step in steps if step.name == "prune"), None)
-    if prune is None:
-        raise CompressionError("--per-source plans what a strategy prunes, and these steps do not; leave it out")
+    if prune is None or prune.sequential:
+        raise CompressionError("--per-source plans what a strategy prunes from one pass, without --sequential")
     if len(sources) < 2:
         raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
-    if prune.sequential:
-        raise CompressionError(
-            "--per-source plans from one pass and --sequential needs one for each plan; leave out one of them, or plan "
-            "with --sequential for each source in turn"
-        )
 
 
 def refuse_sources_without_heldout(calibration: Calibration) -> None:
     """Refuse to plan for each source alone where one is too short to have any tokens held out."""
     held = {calibration.source_of(batch) for batch in calibration.heldout}
-    for number, name in enumerate(calibration.source_names):
-        if number not in held:
-            raise CompressionError(
-                f"calibration source {name} has too few sequences to hold some out and be planned for alone; raise "
-                "--samples, give it a larger weight or more text, or leave out --per-source"
-            )
+    short = [name for number, name in enumerate(calibration.source_names) if number not in held]
+    if short:
+        raise CompressionError(
+            f"calibration source {short[0]} has too few sequences to hold some out and be planned for alone; raise "
+            "--samples, give it a larger weight or more text, or leave out --per-source"
+        )
 
 
 def plan_sources(state: State) -> list[Plan]:

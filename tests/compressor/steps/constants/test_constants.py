@@ -24,6 +24,7 @@ from compressor.steps.constants.mone import (
     even_numbers,
     halfway,
     probed_numbers,
+    replaceable,
     substitutes_of,
 )
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
@@ -56,7 +57,9 @@ def test_sums_and_the_best_constant_are_those_of_a_plain_forward(name: str, tmp_
 
 def test_the_experts_that_miss_least_go_first_and_ties_keep_the_lower_number() -> None:
     found = LayerConstants(torch.zeros(5, 2), torch.tensor([2.0, 0.0, 1.0, 0.0, 3.0], dtype=torch.float64))
-    assert found.order() == [3, 1, 2, 0, 4] and found.order(frozenset({3, 2})) == [1, 0, 4]
+    layers: Any = [SimpleNamespace(name="experts", experts=5, top_k=1)]
+    assert replaceable(layers, {"experts": found}, {}) == [[3, 1, 2, 0]]
+    assert replaceable(layers, {"experts": found}, {"experts": frozenset({3, 2})}) == [[1, 0, 4]]
     gate, output, norm = torch.tensor([4.0, 0]), torch.tensor([[2.0, 4], [0, 0]]), torch.tensor([6.0, 0])
     sums: Any = SimpleNamespace(squared_gate_sum=gate, squared_gate_output_sum=output, squared_gated_norm_sum=norm)
     made = LayerConstants.of(sums)
@@ -109,12 +112,13 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
     assert together == [evaluator.measure(model, Substituting(model, [own]))[0].kl.tolist() for own in variants]
     assert not any(together[0]) and sum(together[1]) > 0.001 and sum(together[2]) > 0.001
     removed = 3
-    numbers, figures = divide(model, constants, removed, {layers[0]: frozenset({0})}, parts, Silent())
+    orders = replaceable(model.architecture.layers, constants, {layers[0]: frozenset({0})})
+    numbers, figures = divide(model, constants, orders, removed, parts, Silent())
     assert sum(numbers) == removed
     assert all(0 <= number <= model.architecture.experts - 2 for number in numbers)
     assert figures["heldout_kl_chosen"] <= figures["heldout_kl_even"]
     with pytest.raises(CompressionError, match="leaves 7; calibrate on more sequences"):
-        divide(model, constants, removed, {}, [parts[0], parts[1][:3]], Silent())
+        divide(model, constants, orders, removed, [parts[0], parts[1][:3]], Silent())
 
 
 def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:

@@ -123,17 +123,6 @@ def changed(stats: LayerStatistics, **values: Any) -> LayerStatistics:
     return replace(stats, values={**stats.values, **values})
 
 
-def test_errors_are_finite_where_the_layer_puts_out_nothing(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    for stats in layers(model, batches(stock)):
-        plan = LayerPlan.keep(stats.layer, [0, 2, 4, 5])
-        silent = changed(stats, expert_outputs=torch.zeros_like(stats.expert_outputs))
-        assert relative_error(silent, plan) == 0
-        muted = changed(stats, top_k_weights=torch.zeros_like(stats.top_k_weights))
-        expected = float(reconstruct(stats, plan).double().square().sum())
-        assert relative_error(muted, plan) == pytest.approx(expected) and expected > 0
-
-
 def test_a_layer_that_no_token_reached_has_no_error_and_routes_nothing(tmp_path: Path) -> None:
     stock, model = opened("ernie4_5_vl_moe", tmp_path)
     unreached = [stats for stats in layers(model, batches(stock)) if len(stats.inputs) == 0]
