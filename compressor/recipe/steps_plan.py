@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import groupby
@@ -308,7 +309,15 @@ def check_files(paths: Sequence[Path], overwrite: bool) -> None:
 
 
 def write_plans(paths: Sequence[Path], plans: Sequence[Plan]) -> None:
-    """Write each plan to its file, which is replaced once the new one is complete."""
-    for path, plan in zip(paths, plans, strict=True):
-        with alone(path) as work, replacing(path, work / path.name) as fresh:
-            fresh.write_text(plan.to_json(), encoding="utf-8")
+    """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
+    absent = [path for path in paths if not path.exists()]
+    try:
+        with ExitStack() as complete:  # none is put in place before the last is written
+            for path, plan in zip(paths, plans, strict=True):
+                work = complete.enter_context(alone(path))
+                fresh = complete.enter_context(replacing(path, work / path.name))
+                fresh.write_text(plan.to_json(), encoding="utf-8")
+    except BaseException:
+        for path in absent:
+            path.unlink(missing_ok=True)
+        raise
