@@ -15,7 +15,7 @@ from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate import GateRequest, run_gate
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.tasks import item_options, items_of, resolve_tasks
+from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
@@ -422,10 +422,9 @@ def reference(
     `CompressionError` where no item is answered right, or the model's late layers cannot be run by themselves.
     """
     folder = Path(output)
-    options = item_options(tasks, data, limit, include_path, dtype)
     check_folder(folder, NAMES, overwrite)
     with alone(folder):
-        items = items_of(options, data)
+        items = items_of(tasks, data, limit, include_path)
         opened = open_model(locate(model, revision, progress), dtype, device)
         reference_set, asked = build_reference(opened, items, embedding, progress or Silent())
         files = write_reference(reference_set, folder, overwrite)

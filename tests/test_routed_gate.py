@@ -16,7 +16,7 @@ from compressor.pathways.options import PathwayOptions, Routing
 from compressor.pathways.reference import reference_digest
 from tests import small
 from tests.command_line import Run, captured, refused
-from tests.evaluations import Steps, ask
+from tests.evaluations import Steps, ask, written_task
 
 pytestmark = pytest.mark.usefixtures("offline", "own_cache")
 
@@ -95,7 +95,7 @@ def test_results_are_stored_by_what_routed_them(place: Path, tmp_path: Path) -> 
         (("--routing", "c3po"), "takes a reference set of the compressed model"),
         (("--routing", "c4po", "--reference", "set"), "there is no routing 'c4po'; known is c3po"),
         (("--routing", "c3po", "--reference", "none"), r"holds no reference\.json"),
-        (("--routing", "c3po", "--reference", "set", "--optimizer", "oracle"), "the oracle is told the answers"),
+        (("--routing", "c3po", "--reference", "set", "--optimizer", "oracle"), "there is no optimizer 'oracle'"),
         (("--routing", "c3po", "--reference", "set", "--kernel", "flat"), "there is no kernel 'flat'"),
         (("--routing", "c3po", "--reference", "set", "--steps", 0), "steps 0 leaves nothing to do"),
         (("--routing", "c3po", "--reference", "set", "--embedding", "some/model"), "embedded by 'own', not 'some/mo"),
@@ -108,12 +108,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_read(
     words: tuple[Any, ...], message: str, run: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (tmp_path / "written.yaml").write_text(
-        f"task: written\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path / 'rows.jsonl'}\n"
-        f"  cache_dir: {tmp_path / 'data'}\noutput_type: generate_until\ntest_split: test\ndoc_to_text: question\n"
-        "doc_to_target: answer\nmetric_list:\n  - metric: exact_match\n"
-    )
+    written_task(tmp_path)
     tasks = () if "--tasks" in words else ("--tasks", TASKS[0])
     absent = ("gate", "no-base", "no-model")  # which would be told if they were looked for
     refused(run(*absent, *tasks, "--include-path", tmp_path, "--limit", 1, *words), message)

@@ -14,7 +14,7 @@ from compressor.comoe.training import NAMES as TRAINED
 from compressor.comoe.training import Trained, train
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import identity
-from compressor.evaluation.tasks import item_options, items_of
+from compressor.evaluation.tasks import items_of
 from compressor.files import check_folder
 from compressor.formatting import label
 from compressor.model.architecture import load_config
@@ -49,7 +49,7 @@ def train_comoe(
     if options.contrastive > 0:
         config.check_contrast()
     check_folder(folder, TRAINED, overwrite)
-    items = items_of(item_options(tasks, data, limit, include_path), data, training=True)
+    items = items_of(tasks, data, limit, include_path, training=True)
     source = locate(model, revision, progress)
     tokenizer, loaded = _loaded(source, dtype)
     return train(
@@ -95,7 +95,7 @@ def evaluate_comoe(
     if folder is not None:
         check_folder(folder, NAMES, overwrite)
     facts = read_facts(Path(adapters))
-    items = items_of(item_options(tasks, data, limit, include_path), data)
+    items = items_of(tasks, data, limit, include_path)
     source, place = locate(model, revision, progress), pick_device(device)
     tokenizer, loaded = _loaded(source, dtype)
     before = ask(loaded.to(place), tokenizer, items, batch_size=batch_size, progress=progress) if base else ()

@@ -267,23 +267,18 @@ def _plain(value: Any) -> Any:
     return [named.__qualname__, hashlib.sha256(content).hexdigest(), bound]
 
 
-def item_options(
+def items_of(
     tasks: Sequence[str],
     data: str | Path | None,
     limit: int | None,
     include_path: str | Path | None,
-    dtype: str = "auto",
-) -> EvaluationOptions:
-    """Options for items of lm-eval `tasks` or of the JSONL file `data`, of which one has to be given."""
+    training: bool = False,
+) -> list[Item]:
+    """The items of lm-eval `tasks`, or the first ones of the JSONL file `data`; one of the two has to be given."""
     if bool(tasks) == (data is not None):
         raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
-    folder = Path(include_path) if include_path is not None else None
-    return EvaluationOptions(tuple(tasks) or ("data",), limit, folder, dtype=dtype)
-
-
-def items_of(options: EvaluationOptions, data: str | Path | None, training: bool = False) -> list[Item]:
-    """The items of the tasks, or the first ones of the file."""
-    return task_items(options, training) if data is None else read_items(Path(data))[: options.limit]
+    options = EvaluationOptions(tuple(tasks) or ("data",), limit, None if include_path is None else Path(include_path))
+    return task_items(options, training) if data is None else read_items(Path(data))[:limit]
 
 
 def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]:

@@ -233,31 +233,21 @@ def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]
     Places where the text goes on like that come first. Raises `CompressionError` where nothing can be written as text.
     """
     tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
-    drawn = [
-        _text_item(sequence.tolist(), greedy.tolist(), tokenizer, draw, model)
-        for batch, base in text
-        for sequence, greedy in zip(batch, base.tokens[..., 0], strict=True)
-    ]
-    items = [item for item in drawn if item is not None]
+    items = list[Item]()
+    for sequence, greedy in ((s, g) for batch, base in text for s, g in zip(batch, base.tokens[..., 0], strict=True)):
+        tokens, expected = sequence.tolist(), greedy.tolist()
+        later = range(max(1, len(tokens) // 2), len(tokens))
+        place = draw.choice([at for at in later if expected[at - 1] == tokens[at]] or later)
+        before = tokens[max(0, place - PROMPT) : place]
+        prompt, whole = (tokenizer.decode(part) for part in (before, [*before, expected[place - 1]]))
+        answer = whole[len(prompt) :]
+        if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
+            continue
+        items.append(Item(prompt, answer))
+        try:  # prompt and answer must still have tokens of their own when they are read as text
+            rows_of(items[-1], tokenizer, model.vocabulary, positions(model.config))
+        except CompressionError:
+            items.pop()
     if not items:
         raise CompressionError("nothing that the base expects can be written as text; give --reference items")
     return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
-
-
-def _text_item(
-    tokens: list[int], greedy: list[int], tokenizer: Any, draw: random.Random, model: OpenModel
-) -> Item | None:
-    """What is expected at a place drawn from a sequence's later half; None where it cannot be written as text."""
-    later = range(max(1, len(tokens) // 2), len(tokens))
-    place = draw.choice([at for at in later if greedy[at - 1] == tokens[at]] or later)
-    before = tokens[max(0, place - PROMPT) : place]
-    prompt, whole = (tokenizer.decode(part) for part in (before, [*before, greedy[place - 1]]))
-    answer = whole[len(prompt) :]
-    if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
-        return None
-    item = Item(prompt, answer)
-    try:  # prompt and answer must still have tokens of their own when they are read as text
-        rows_of(item, tokenizer, model.vocabulary, positions(model.config))
-    except CompressionError:
-        return None
-    return item

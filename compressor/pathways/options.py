@@ -7,8 +7,7 @@ from typing import Literal, get_args
 from compressor.entry_points import option
 from compressor.errors import CompressionError
 
-Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+Optimizer = Literal["mode", "kernel", "ngd"]
 Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
@@ -20,7 +19,7 @@ OWN = "own"  # prompts are embedded by the mean of the model's own token embeddi
 class PathwayOptions:
     """How pathways are optimised; the defaults are the paper's, where it names one."""
 
-    optimizer: Optimizer = option("ngd", "How pathways are optimised: mode, kernel or ngd.")  # or, to study it, oracle
+    optimizer: Optimizer = option("ngd", "How pathways are optimised: mode, kernel or ngd.")
     neighbours: int = option(3, "Nearest items of the reference set.")
     radius: float | None = option(None, "Instead: all items within this distance of their embeddings, from 0 to 2.")
     layers: int = option(5, "The last MoE layers.")
@@ -36,7 +35,7 @@ class PathwayOptions:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("optimizer", self.optimizer, get_args(Optimizer)),
             ("kernel", self.kernel, KERNELS),
             ("tokens", self.tokens, get_args(Tokens)),
         ):
@@ -60,7 +59,3 @@ class Routing:
     reference: str | Path
     options: PathwayOptions = field(default_factory=PathwayOptions)
     embedding: str = OWN  # which the set has to name, too: a file shall not choose what is downloaded
-
-    def __post_init__(self) -> None:
-        if self.options.optimizer == "oracle":
-            raise CompressionError("the oracle is told the answers, so it judges no model; name mode, kernel or ngd")

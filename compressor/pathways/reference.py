@@ -63,12 +63,6 @@ class ReferenceSet:
     def _unit(self) -> Tensor:
         return normalize(self.embeddings)
 
-    @cached_property
-    def _nearest(self) -> Any:
-        from sklearn.neighbors import NearestNeighbors
-
-        return NearestNeighbors().fit(self._unit.numpy())
-
     def neighbours(
         self, embedding: Tensor, count: int, radius: float | None = None, but: str | None = None
     ) -> tuple[list[int], Tensor, Tensor]:
@@ -82,15 +76,11 @@ class ReferenceSet:
                 f"the item's embedding has {len(embedding)} numbers, those of the reference set {len(self._unit[0])}; "
                 f"embed with {self.facts.embedding}"
             )
-        query = normalize(embedding[None])
-        same = sum(item.prompt == but for item in self.items)
-        if radius is not None:
-            places = self._nearest.radius_neighbors(query.numpy(), radius, sort_results=True)[1]
-        else:
-            places = self._nearest.kneighbors(query.numpy(), min(count + same, len(self.items)))[1]
-        found = [int(place) for place in places[0] if self.items[int(place)].prompt != but]
-        found = found if radius is not None else found[:count]
-        return found, query[0], self._unit[found]
+        query = normalize(embedding, dim=0)
+        distances = (self._unit.double() - query).norm(dim=1)
+        nearest = [at for at in distances.argsort(stable=True).tolist() if self.items[at].prompt != but]
+        found = nearest[:count] if radius is None else [at for at in nearest if distances[at] <= radius]
+        return found, query, self._unit[found]
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         facts, label, experts = self.facts, model.source.label, model.architecture.experts

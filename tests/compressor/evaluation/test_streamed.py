@@ -21,7 +21,7 @@ from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, load
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
-from tests.evaluations import Steps, no_network, own_tasks
+from tests.evaluations import Steps, no_network, own_tasks, written_task
 from tests.opened import note_spills
 from tests.zoo_configs import FAMILIES
 
@@ -145,16 +145,9 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(evaluating, "available", lambda left=left: left)
         assert streams(source, wanted) is expected
         assert streams(source, options(stream=not expected)) is not expected
-    written = tmp_path / "own"
-    written.mkdir()
-    (written / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (written / "written.yaml").write_text(
-        f"task: written\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {written / 'rows.jsonl'}\n"
-        f"  cache_dir: {tmp_path / 'cache'}\noutput_type: generate_until\ntest_split: test\ndoc_to_text: question\n"
-        "doc_to_target: answer\n"
-    )
+    written_task(tmp_path)
     for stream, why in ((True, "--stream is asked for"), (None, "takes .* there, more than is free")):
-        asks = EvaluationOptions(("written",), include_path=written, device="cpu", stream=stream)
+        asks = EvaluationOptions(("written",), include_path=tmp_path, device="cpu", stream=stream)
         with pytest.raises(CompressionError, match=rf"task 'written' writes its answers.*{why}.*--no-stream"):
             plan_evaluation(source, resolve_tasks(asks), asks, ResultStore(tmp_path / "store"))
 

@@ -53,20 +53,15 @@ def test_answers_change_with_the_pathway_and_plain_ones_are_the_stock_models(opt
     assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) > 1e-4
 
 
-def test_without_a_neighbour_within_reach_answers_stay(place: Path) -> None:
-    found, plain, cost = answered(place, radius=1e-6)
-    assert found == plain and cost == 2  # the late layers, which are all, once more
-
-
 def test_cost_is_told_in_plain_forwards(place: Path) -> None:
+    found, plain, cost = answered(place, radius=1e-6)
+    assert found == plain and cost == 2  # no neighbour within reach: the late layers, which are all, once more
     assert answered(place, optimizer="mode", layers=1)[2] == 1.5  # one of two layers once more
     assert answered(place, optimizer="ngd", layers=1)[2] > answered(place, optimizer="kernel", layers=1)[2] > 1.5
 
 
 def test_what_does_not_belong_together_is_refused(place: Path, tmp_path: Path) -> None:
     model, reference = str(place / "model"), place / "reference"
-    with pytest.raises(CompressionError, match="the oracle is told the answers"):
-        open_answering(model, reference, PathwayOptions("oracle"))
     with pytest.raises(CompressionError, match="are embedded by 'own', not 'some/model'"):
         open_answering(model, reference, PathwayOptions(), embedding="some/model")
     small.save(tmp_path / "other")
@@ -107,15 +102,14 @@ def test_a_fault_within_lm_eval_is_one_sentence(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        evaluated(place, tmp_path, monkeypatch, "optimizer=oracle")
+        evaluated(place, tmp_path, monkeypatch, "optimizer=adam")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: the oracle is told the answers")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: model_args.optimizer should be one")
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("optimizer=adam", "model_args.optimizer should be one of mode, kernel, ngd, oracle"),
         ("neighbours=few", "model_args.neighbours should be a whole number"),
         ("peft=x", "moe-c3po takes no 'peft'"),
     ],

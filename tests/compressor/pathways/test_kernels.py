@@ -60,13 +60,6 @@ def test_mode_finding_is_that_of_numpy(kernel: Kernel) -> None:
     np.testing.assert_allclose(mean_shift(own, points, kernel, 0.4, 0.5, 6).numpy(), expected, rtol=1e-4)
 
 
-def test_mode_finding_ends_at_the_nearer_of_two_modes() -> None:
-    low = torch.full((1, LAYERS, EXPERTS), 0.1)
-    points = torch.cat([low, low + 0.01, low + 0.9])
-    found = mean_shift(low[0] + 0.2, points, "gaussian", 0.3, 1.0, 20)
-    torch.testing.assert_close(found, low[0] + 0.005, rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_points_at_one_place_or_without_a_weight_share_it_alike(kernel: Kernel) -> None:
     query = torch.tensor([1.0, 0.0])
@@ -79,14 +72,6 @@ def test_far_points_keep_a_weight() -> None:
     """exp(-d^2) of all of them is nothing in floating point."""
     weights = kernel_weights("gaussian", torch.zeros(1), torch.tensor([[1e3], [2e3]]), 1.0)
     assert weights.tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_equal_pathways_leave_every_bit(kernel: Kernel) -> None:
-    own = drawn(LAYERS, EXPERTS)
-    points = own.expand(3, LAYERS, EXPERTS).clone()
-    assert torch.equal(mean_shift(own, points, kernel, None, 0.5, 10), own)
-    assert torch.equal(moved(own, points, torch.tensor([0.2, 0.5, 0.3]), 0.75), own)
 
 
 def test_the_core_is_each_layers_largest() -> None:

@@ -131,7 +131,7 @@ def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
 def test_the_oracle_lifts_whatever_answer_it_is_told(right: int) -> None:
     model = engine("mixtral", 2)
     plain = model.run(rows(model))
-    found = oracle(model, plain, right, plain.pathway[-2:], PathwayOptions("oracle"))
+    found = oracle(model, plain, right, plain.pathway[-2:], PathwayOptions())
     lifted = likelihoods(model.again(plain, found), plain.rows)[right]
     assert float(lifted) > float(likelihoods(plain.logits, plain.rows)[right]) + 0.01
 
@@ -139,7 +139,7 @@ def test_the_oracle_lifts_whatever_answer_it_is_told(right: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adam"}, "there is no optimizer 'adam'; known are mode, kernel, ngd, oracle"),
+        ({"optimizer": "adam"}, "there is no optimizer 'adam'; known are mode, kernel, ngd"),
         ({"kernel": "cubic"}, "there is no kernel 'cubic'"),
         ({"tokens": "all"}, "there is no tokens 'all'"),
         ({"neighbours": 0}, "neighbours 0 leaves nothing to do"),

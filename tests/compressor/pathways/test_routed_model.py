@@ -85,11 +85,6 @@ def test_neighbours_on_the_very_pathway_change_nothing(place: Path) -> None:
     assert [answer[0] for answer in found] == pytest.approx([answer[0] for answer in plain], abs=1e-5)
 
 
-def test_an_answer_longer_than_the_model_takes_is_told(place: Path) -> None:
-    with pytest.raises(CompressionError, match="longer than the model takes"):
-        routed(place, UNMOVED, (("one", " " + "z" * MOST),))
-
-
 def scores(place: Path, folder: Path, how: PathwayOptions | None, task: str, progress: Progress) -> ItemScores:
     wanted, source = options(task, include_path=folder, limit=4), locate(str(place / "model"))
     routing = Routing(place / "reference", how or UNMOVED)
