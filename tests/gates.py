@@ -61,38 +61,40 @@ NAMES = st.one_of(st.sampled_from(DIFFERING), st.text(min_size=1, max_size=12))
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text())
 
 
-@st.composite
-def tasks(draw: st.DrawFn) -> TaskGate:
+def tasks() -> st.SearchStrategy[TaskGate]:
     """A task of any figures, whether they go together or not."""
-    names = ("base", "compressed", "drop", "standard_error", "lower", "upper", "detectable")
-    kind = draw(st.sampled_from(["score", "likelihood"]))
-    ratio = draw(st.one_of(st.none(), st.tuples(NUMBERS, NUMBERS, NUMBERS)))
-    return task(
-        draw(NAMES), draw(st.sampled_from(["pass", "fail", "inconclusive"])), metric=draw(NAMES), kind=kind,
-        **{name: draw(NUMBERS) for name in names}, **{p: draw(st.floats(0, 1)) for p in ("p_pass", "p_fail")},
-        **{count: draw(st.integers(0, 10**7)) for count in ("items", "clusters", "lost", "gained")},
-        **{name: draw(st.one_of(st.none(), NUMBERS)) for name in ("mcnemar", "unpaired_error")},
-        perplexity_ratio=ratio,
-    )  # fmt: skip
+    return st.builds(
+        task,
+        NAMES,
+        st.sampled_from(["pass", "fail", "inconclusive"]),
+        metric=NAMES,
+        kind=st.sampled_from(["score", "likelihood"]),
+        p_pass=st.floats(0, 1),
+        p_fail=st.floats(0, 1),
+        **dict.fromkeys(("base", "compressed", "drop", "standard_error", "lower", "upper", "detectable"), NUMBERS),
+        **dict.fromkeys(("items", "clusters", "lost", "gained"), st.integers(0, 10**7)),
+        **dict.fromkeys(("mcnemar", "unpaired_error"), st.none() | NUMBERS),
+        perplexity_ratio=st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS),
+    )
 
 
-@st.composite
-def routings(draw: st.DrawFn) -> RoutedBy:
-    """Any words and numbers in the places of C3PO's."""
-    options = draw(st.dictionaries(st.sampled_from(["optimizer", "neighbours", "radius", "x"]), PLAIN))
-    return RoutedBy(draw(NAMES), draw(NAMES), options, draw(NUMBERS), draw(st.integers(0, 10**7)))
-
-
-@st.composite
-def gates(draw: st.DrawFn) -> GateResult:
+def gates() -> st.SearchStrategy[GateResult]:
     """A result of up to four tasks and any options."""
-    plain = st.dictionaries(st.text(max_size=8), st.one_of(PLAIN, st.lists(PLAIN, max_size=3)), max_size=3)
-    return gate(
-        *draw(st.lists(tasks(), max_size=4)), base=draw(NAMES), compressed=draw(NAMES),
-        max_drop=draw(st.floats(0, 10)), confidence=draw(st.floats(0.51, 0.999)), options=draw(plain),
-        base_identity=draw(plain), compressed_identity=draw(plain),
-        versions=draw(st.dictionaries(NAMES, NAMES, max_size=2)), reused_base=draw(st.booleans()),
-        routing=draw(st.one_of(st.none(), routings())),
-        streamed=tuple(draw(st.lists(st.sampled_from(["base", "compressed"]), max_size=2, unique=True))),
-        seconds=draw(st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3)),
-    )  # fmt: skip
+    plain = st.dictionaries(st.text(max_size=8), PLAIN | st.lists(PLAIN, max_size=3), max_size=3)
+    options = st.dictionaries(st.sampled_from(["optimizer", "neighbours", "radius", "x"]), PLAIN)
+    return st.builds(
+        lambda tasks, **others: gate(*tasks, **others),
+        st.lists(tasks(), max_size=4),
+        base=NAMES,
+        compressed=NAMES,
+        max_drop=st.floats(0, 10),
+        confidence=st.floats(0.51, 0.999),
+        options=plain,
+        base_identity=plain,
+        compressed_identity=plain,
+        versions=st.dictionaries(NAMES, NAMES, max_size=2),
+        reused_base=st.booleans(),
+        routing=st.none() | st.builds(RoutedBy, NAMES, NAMES, options, NUMBERS, st.integers(0, 10**7)),
+        streamed=st.lists(st.sampled_from(["base", "compressed"]), max_size=2, unique=True).map(tuple),
+        seconds=st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3),
+    )

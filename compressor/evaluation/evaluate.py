@@ -158,17 +158,13 @@ class ResultStore:
         return self.folder / f"{digest[:32]}.json"
 
     def load(self, key: Mapping[str, Any]) -> ItemScores | None:
-        """What was stored; None if nothing was, nothing that can be read, or other numbers of values than of items."""
+        """What was stored; None if nothing was, or nothing that can be read."""
         content = read_cached(self.path(key))
         try:
-            if content is None or content["key"] != json.loads(json.dumps(key)):
-                return None
-            scores = read_as(ItemScores, content["scores"])
+            return None if content is None else read_as(ItemScores, content["scores"])
         except (KeyError, CompressionError) as error:
             logger.debug("the stored result %s is ignored: %s", self.path(key), error)
             return None
-        sizes = {len(each) for each in (scores.values, scores.weights or scores.ids, scores.clusters or scores.ids)}
-        return scores if sizes == {len(scores.ids)} else None
 
     def save(self, key: Mapping[str, Any], scores: ItemScores) -> None:
         """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -74,6 +74,13 @@ def run_gate(
     pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
     answers: dict[Literal["base", "compressed"], dict[str, ItemScores]] = {"base": before, "compressed": after}
     judged = judge(pairs, wanted.max_drop, wanted.confidence)
+    routing = None
+    if answerer is not None:
+        spent = [scores.spent for scores in after.values() if scores.spent is not None]
+        work, plain, left = (
+            sum(getattr(each, name) for each in spent) for name in ("work", "plain_work", "left_plain")
+        )
+        routing = RoutedBy(**answerer.facts, cost=work / plain if plain else 1.0, left_plain=left)
     return GateResult(
         verdict=overall(judged),
         base=base.label,
@@ -87,7 +94,7 @@ def run_gate(
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=reused,
-        routing=None if answerer is None else _routed_by(answerer, after),
+        routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores.values())),
     )
 
@@ -95,10 +102,3 @@ def run_gate(
 def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
     """Plan the base's evaluation; raises `CompressionError` where it cannot answer as it has to."""
     return plan_evaluation(base, tasks, wanted.options, ResultStore(wanted.cache))
-
-
-def _routed_by(answerer: Answerer, results: Mapping[str, ItemScores]) -> RoutedBy:
-    spent = [scores.spent for scores in results.values() if scores.spent is not None]
-    plain = sum(each.plain_work for each in spent)
-    cost = sum(each.work for each in spent) / plain if plain else 1.0
-    return RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))

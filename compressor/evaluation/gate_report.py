@@ -366,8 +366,9 @@ def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str
 
 
 def full_content(result: GateResult) -> dict[str, Any]:
-    """What gate.json says: the result, and its metrics as a model card has them."""
-    return {**gate_content(result), "model_index": model_index(result)}
+    """What gate.json says: the result, and its metrics as a model card has them, which names no folders."""
+    index = eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result))
+    return {**gate_content(result), "model_index": list(index)}
 
 
 def gate_json(result: GateResult) -> str:
@@ -455,8 +456,3 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
         for task in result.tasks
         if math.isfinite(task.compressed)
     ]
-
-
-def model_index(result: GateResult) -> list[dict[str, Any]]:
-    """The metrics as the metadata of a model card have them, under the model's name without its folders."""
-    return list(eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result)))

@@ -158,24 +158,6 @@ class ModelFacts:
     vocabulary: int | None
     positions: int | None  # that the model was made for
 
-    def check(self, ids: Sequence[int]) -> None:
-        """Refuse a prompt of tokens that the model does not know."""
-        if self.vocabulary is not None and max(ids) >= self.vocabulary:
-            raise CompressionError(
-                f"the tokenizer makes token {max(ids)}, the model knows {self.vocabulary}; they do not belong together"
-            )
-
-    def warn(self, ids: Sequence[int], most: int) -> None:
-        """Warn of a prompt and `most` new tokens that go beyond the positions that the model was made for."""
-        if self.positions is not None and len(ids) + most > self.positions:
-            logger.warning(
-                "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; "
-                "what comes after them may be nonsense",
-                len(ids),
-                most,
-                self.positions,
-            )
-
 
 @dataclass(slots=True)
 class Continuation:
@@ -231,12 +213,21 @@ def prepare(
     ids = encode_prompt(tokenizer, prompt, options.chat)
     stops = facts.stops or frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
     stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
-    facts.check(ids)
+    if facts.vocabulary is not None and max(ids) >= facts.vocabulary:
+        raise CompressionError(
+            f"the tokenizer makes token {max(ids)}, the model knows {facts.vocabulary}; they do not belong together"
+        )
     in_a_sentence = wrap_faults(f"{folder} cannot be run", *REMEDIES)
     open_decoder = in_a_sentence(onnx_decoder if is_onnx else stock_decoder)
     decoder = in_a_sentence(open_decoder(folder, options.device, options.dtype))
-    facts.warn(ids, options.max_new_tokens)
-    return Continuation(decoder, chooser(options), stops, options.max_new_tokens, ids, stream)
+    most = options.max_new_tokens
+    if facts.positions is not None and len(ids) + most > facts.positions:
+        text = (
+            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; what "
+            "comes after them may be nonsense"
+        )
+        logger.warning(text, len(ids), most, facts.positions)
+    return Continuation(decoder, chooser(options), stops, most, ids, stream)
 
 
 def continue_tokens(

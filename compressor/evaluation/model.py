@@ -71,18 +71,11 @@ class AnswerWatch:
         )
 
 
-class _WholeModel:
-    """Loads a causal language model, refusing a checkpoint that lacks weights: they would be random."""
-
-    @staticmethod
-    def from_pretrained(folder: str, **settings: Any) -> Any:
-        return load_whole(Path(folder), **settings)
-
-
 class WatchedModel(HFLM):
     """A causal language model whose answers a `AnswerWatch` sees."""
 
-    AUTO_MODEL_CLASS = _WholeModel
+    # refuses a checkpoint that lacks weights: they would be random
+    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
     spent = None  # each item is run once
 
     def watch(self, watch: AnswerWatch) -> None:

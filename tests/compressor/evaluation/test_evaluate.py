@@ -205,10 +205,13 @@ def test_a_score_that_is_no_number_is_refused() -> None:
 
 
 def test_a_config_that_its_files_could_not_fill_is_refused_wherever_a_whole_model_is_loaded(tmp_path: Path) -> None:
-    from compressor.evaluation.model import _WholeModel
+    from compressor.evaluation.model import WatchedModel
 
     folder = small.save(tmp_path / "model")
     small.edit_json(folder / "config.json", lambda content: content.update(num_hidden_layers=9_000))
-    for load in (lambda: _WholeModel.from_pretrained(str(folder)), lambda: stock_decoder(folder, "cpu", "auto")):
+    for load in (
+        lambda: WatchedModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)),
+        lambda: stock_decoder(folder, "cpu", "auto"),
+    ):
         with pytest.raises(CompressionError, match=r"a model of more than [0-9,]+ modules and tensors"):
             load()

@@ -49,18 +49,10 @@ def test_each_task_is_a_line_between_its_bounds_with_its_verdicts_marker() -> No
     low, high = axes.get_ylim()
     assert low > high  # the first task is above
     assert "1% of perplexity" in axes.get_xlabel() and "a perplexity its rise" in axes.get_xlabel()
-
-
-def test_all_beyond_the_drop_allowed_is_shaded() -> None:
-    axes = drawn(mixed())
-    (shade,) = axes.patches
+    (shade,) = axes.patches  # all beyond the drop allowed
     assert shade.get_extents().transformed(axes.transData.inverted()).x0 == pytest.approx(0.01)  # type: ignore[attr-defined]
-    assert axes.get_xlim()[0] < -0.0125 and axes.get_xlim()[1] > 0.11
     assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.01, 0.01]]
-
-
-def test_alternative_text_tells_every_number() -> None:
-    made = gate_figure(mixed())
+    made = gate_figure(result)
     assert made is not None and made.alt.startswith("Fail: with confidence 95%")
     assert "rte: drop +0.0800, at least +0.0500, at most +0.1100, fail" in made.alt
     assert "wikitext: drop +0.50%, at least +0.33%, at most +0.67%, pass." in made.alt

@@ -1,7 +1,6 @@
 """Generating: agreement with stock `generate`, sampling, end tokens, refusals."""
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from compressor.errors import CompressionError
 from compressor.evaluation.decoders import StockDecoder, stock_decoder
 from compressor.evaluation.generate import (
-    ModelFacts,
     chooser,
     continue_tokens,
     prepare,
@@ -181,17 +179,6 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     assert GREEDY(torch.tensor([-torch.inf, 0.0])) == 1  # a token that is ruled out is no fault
 
 
-def test_prompts_that_the_model_was_not_made_for(caplog: pytest.LogCaptureFixture) -> None:
-    facts = ModelFacts(frozenset(), vocabulary=10, positions=6)
-    with pytest.raises(CompressionError, match="makes token 10, the model knows 10"):
-        facts.check((3, 10))
-    with caplog.at_level(logging.WARNING):
-        facts.warn((3, 4), 4)
-        assert not caplog.records
-        facts.warn((3, 4), 5)
-    assert "beyond the 6 positions" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("openai_privacy_filter", "does not generate text"), ("diffusion_gemma", "does not generate token by token")],
@@ -207,12 +194,3 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     small.edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CompressionError, match=r"lacks 1 tensors of MixtralForCausalLM, such as 'model.norm.weight'"):
         stock_decoder(folder, "cpu", "auto")
-
-
-def test_a_fault_of_the_model_is_one_sentence(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Tensor:
-        raise RuntimeError("shapes\ndo not fit")
-
-    monkeypatch.setattr(StockDecoder, "__call__", fail)
-    with pytest.raises(CompressionError, match=r"cannot be run: shapes do not fit; "):
-        list(prepare(str(mixtral), "abc"))

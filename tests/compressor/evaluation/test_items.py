@@ -34,11 +34,7 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     [
         (b"{", "line 2 is not valid JSON"),
         (b"[" * 3000, "line 2 is not valid JSON"),
-        (b"[1]", "should be an object"),
         ({"answer": "b"}, "line 2: prompt is missing"),
-        ({"prompt": "a"}, "answer is missing"),
-        ({"prompt": 1, "answer": "b"}, "prompt should be text"),
-        ({"prompt": "a", "answer": "b", "choices": "bc"}, "choices should be a list"),
         ({"prompt": "a", "answer": "b", "choices": ["c", "d"]}, "the answer is none of the choices"),
         ({"prompt": "a", "answer": "b", "choices": ["b", ""]}, "an answer is empty"),
         ({"prompt": "a", "answer": ""}, "an answer is empty"),
@@ -86,8 +82,3 @@ def test_items_of_tasks_are_what_lm_eval_asks(tmp_path: Path) -> None:
     assert [item.task for item in items] == ["sums"] * 3 + ["moe_demo_facts"] * 3
     assert items[2] == Item("2 and 2:", " 4", (" 4", " 5"), "sums")
     assert all(item.answer in item.choices for item in items)
-
-
-def test_tasks_without_choices_are_refused() -> None:
-    with pytest.raises(CompressionError, match="'moe_demo_text' is not multiple choice"):
-        task_items(EvaluationOptions(("moe_demo_text",), limit=1))
