@@ -172,11 +172,6 @@ def test_folders_that_cannot_be_run(
     refused(run("generate", folder, prompt), re.escape(message))
 
 
-def test_models_that_are_nowhere(run: Run, tmp_path: Path) -> None:
-    refused(run("generate", tmp_path / "nothing", "abc"), "is not a folder")
-    refused(run("generate", "nobody/nothing", "abc"), "no folder here, and the Hub could not be asked")
-
-
 def test_an_onnx_model_without_onnx_runtime(run: Run, mixtral: Path, tmp_path: Path, monkeypatch: Any) -> None:
     folder = Path(shutil.copytree(mixtral, tmp_path / "copy"))
     (folder / "model.safetensors").rename(folder / "model.onnx")

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -170,36 +169,6 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
     _, model = opened_wide("mixtral", tmp_path / "model")
     with pytest.raises(CompressionError, match="Linear has no"), Evaluator(model, []).measuring(torch.nn.Linear(2, 2)):
         pass
-
-
-@given(
-    st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(2, 20)), max_size=3), max_size=3), st.integers(1, 3000)
-)
-def test_batches_are_the_sets_in_order_and_small_enough(shapes: list[list[tuple[int, int]]], limit: int) -> None:
-    counter = torch.arange(10_000)
-    entries, begin = [], 0
-    for number, batches in enumerate(shapes):
-        made = []
-        for rows, length in batches:
-            made.append(counter[begin : begin + rows * length].view(rows, length))
-            begin += rows * length
-        entries.append(EvaluationSet(str(number), tuple(made)))
-    known: Any = SimpleNamespace(vocabulary=11, partial=SimpleNamespace(model=_Head(1, 1)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluating, "LOGITS", limit)
-        evaluator = Evaluator(known, entries)
-    assert torch.equal(torch.cat([*(ids.flatten() for ids in evaluator.batches), counter[:0]]), counter[:begin])
-    assert all(len(ids) == 1 or ids.numel() * 11 <= limit for ids in evaluator.batches)
-    for number, entry in enumerate(entries):
-        owned = zip(evaluator.domains, evaluator.batches, strict=True)
-        assert sum(ids.numel() for owner, ids in owned if owner == number) == sum(ids.numel() for ids in entry.batches)
-
-
-class _Head(torch.nn.Linear):
-    """A model that is its own head."""
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        return self
 
 
 def figures(kl: list[float]) -> Figures:
