@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
 SHARE = 1.1  # of the weights: a layer is there twice while the stock loader puts its experts together
-GROWTH = 8  # of stored bytes at most, from 4 bits to 32
 WRITTEN = "generate_until"
 PACKAGES = ("lm-eval", "torch", "transformers")
 PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
@@ -110,10 +109,9 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
         kind, *others = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
         if kind is not None and not others:
             return name, kind
-    what = "no metric that every item of each of its parts has" if task.grouped else "no metric of single items"
-    told = ", ".join(names) or "none"
     raise CompressionError(
-        f"task {task.name!r} has {what} (it has {told}), so models cannot be compared item by item; name another task"
+        f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), so models cannot be "
+        "compared item by item; name another task"
     )
 
 
@@ -231,11 +229,10 @@ def plan_evaluation(
         name for task in missing for name, part in task.parts.items() if getattr(part, "OUTPUT_TYPE", None) == WRITTEN
     ]
     if streamed and written:  # a streamed model reads all layers anew for every token that it writes
-        taken = f"{source.label} takes {human_bytes(weight_bytes(source, options.dtype))} there, more than is free"
-        why = "--stream is asked for" if options.stream else taken
+        size = human_bytes(weight_bytes(source, options.dtype))
         raise CompressionError(
-            f"task {written[0]!r} writes its answers, which needs the model in memory, and {why}; name tasks of "
-            "multiple choice or likelihood, or pass --no-stream"
+            f"task {written[0]!r} writes its answers, which needs all {size} of {source.label} in memory; name "
+            "tasks of multiple choice or likelihood, or pass --no-stream"
         )
     return Evaluation(source, tuple(tasks), options, store, keys, known, missing, streamed, answerer)
 
@@ -285,8 +282,7 @@ def run_tasks(
             progress.advance("")
             for together in [tuple(tasks)] if streamed else [(task,) for task in tasks]:
                 names = ", ".join(task.name for task in together)
-                named = f"task {names!r}" if len(together) == 1 else f"the tasks {names}"
-                with wrap_faults(f"{source.label} could not be evaluated on {named}", *REMEDIES):
+                with wrap_faults(f"{source.label} could not be evaluated on task {names!r}", *REMEDIES):
                     model.watch(AnswerWatch(source.label, names, progress))
                     evaluated = lm_eval.simple_evaluate(
                         model=model,
@@ -339,7 +335,4 @@ def fits(source: ModelSource, dtype: str, device: str) -> bool:
     if place.type == "cuda":
         budgets.append(int(torch.cuda.mem_get_info(place)[0]))
     known = [budget for budget in budgets if budget is not None]
-    most = (min(known) - HEADROOM) / SHARE if known else math.inf
-    stored = sum(info.nbytes for info in Checkpoint(source.folder).tensors.values())
-    # a model this small need not be built to be measured
-    return GROWTH * stored <= most or weight_bytes(source, dtype) <= most
+    return not known or weight_bytes(source, dtype) <= (min(known) - HEADROOM) / SHARE
