@@ -197,6 +197,7 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     for name, job in content["jobs"].items():
         text = " ".join(texts(job))
         assert ("secrets." in text) == ("moe-compress push" in text) == (name == "publish")
+    assert any("moe-compress compress" in step.get("run", "") for _, step in steps_of(content))
     (call,) = [step["run"] for step in publish["steps"] if "push" in step.get("run", "")]
     assert str(parse(shlex.split(call))["require_gate"]) == "gate-report/gate.json"
     handed = {
