@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def make(name: str, folder: Path, heads: int = 1, own_ends: bool = False, **over
     for number in range(heads):
         blocks.append(f"mtp.layers.{number}." if qwen else f"model.layers.{3 + number}.")
         roots.append("mtp." if qwen else blocks[-1])
-        other = zoo.build(name, seed=11 + number, vocab_size=small.VOCABULARY, **overrides)
-        other.save_pretrained(folder / "other")
-        source = tensors_of(folder / "other")
+        with TemporaryDirectory() as other:
+            zoo.build(name, seed=11 + number, vocab_size=small.VOCABULARY, **overrides).save_pretrained(other)
+            source = tensors_of(Path(other))
         stored |= {blocks[-1] + key.removeprefix("model.layers.2."): value for key, value in source.items()
                    if key.startswith("model.layers.2.")}  # fmt: skip
         for part, word in (QWEN if qwen else NEXTN).items():
@@ -79,9 +80,6 @@ def make(name: str, folder: Path, heads: int = 1, own_ends: bool = False, **over
         if own_ends:
             stored[f"{roots[-1]}embed_tokens.weight"] = source["model.embed_tokens.weight"]
             stored[f"{roots[-1]}shared_head.head.weight"] = source["lm_head.weight"]
-        for file in (folder / "other").iterdir():
-            file.unlink()
-        (folder / "other").rmdir()
     save_file({key: value.clone() for key, value in stored.items()}, folder / "model.safetensors", {"format": "pt"})
     field = "mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"
     small.edit_json(folder / "config.json", lambda config: config.update({field: heads}))

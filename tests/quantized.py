@@ -21,12 +21,7 @@ MXFP4 = 32  # values under one scale, fixed by the format
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8_MAX = 448.0
 
-_ATTENTION = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
 _SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _ATTENTION | {"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 48},
@@ -104,11 +99,7 @@ def save_mxfp4(folder: Path, seed: int = 0, sizes: dict[str, Any] | None = None)
 
 
 def save_compressed_tensors(
-    folder: Path,
-    family: str = "qwen3_moe",
-    format: str = "pack-quantized",
-    seed: int = 0,
-    symmetric: bool = True,
+    folder: Path, family: str = "qwen3_moe", format: str = "pack-quantized", seed: int = 0, symmetric: bool = True
 ) -> None:
     """compressed-tensors: per-channel fp8 (`float-quantized`), per-channel int8 (`int-quantized`,
     `naive-quantized`) or int4 in groups (`pack-quantized`)."""
@@ -133,12 +124,7 @@ def save_compressed_tensors(
         "dynamic": False,
     }
     activations = None if packed else weights | {"strategy": "token", "dynamic": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     quantization = {
         "quant_method": "compressed-tensors",
         "format": format,

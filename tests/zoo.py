@@ -11,23 +11,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tests.zoo_configs import FAMILIES, FIRST_TOKEN, VARIANTS, Family
-
-__all__ = [
-    "FAMILIES",
-    "VARIANTS",
-    "Family",
-    "build",
-    "configure",
-    "experts",
-    "family",
-    "logits",
-    "reload",
-    "save",
-    "set_count",
-    "skeleton",
-    "tokens",
-]
+from tests.zoo_configs import FAMILIES as FAMILIES
+from tests.zoo_configs import FIRST_TOKEN
+from tests.zoo_configs import VARIANTS as VARIANTS
+from tests.zoo_configs import Family as Family
 
 STD = 0.15  # of a matrix; hidden 32, so a normed input gives outputs of about 0.85
 EMBEDDING_STD = 0.5  # above the biases, so that the residual stream stays the token's own
@@ -77,14 +64,10 @@ def _instantiate(entry: Family, config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def skeleton(name: str, count: int | None = None) -> PreTrainedModel:
-    """The model on the meta device, with `count` experts where given."""
-    entry = family(name)
-    config = configure(name)
-    if count is not None:
-        set_count(config, entry.count_field, count)
+def skeleton(name: str) -> PreTrainedModel:
+    """The model on the meta device."""
     with torch.device("meta"):
-        return _instantiate(entry, config)
+        return _instantiate(family(name), configure(name))
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
 from compressor.records import read_object
+
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to views of files
 
 
 def refuse_links(folder: Path, inside: tuple[str, ...] = ("", TEMPLATES)) -> None:
@@ -266,7 +267,6 @@ class Checkpoint:
         return True
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, torch.Tensor]:
-        _accept_read_only_views()
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         end = max(info.end for info in extent)
         with (self.folder / extent[0].file).open("rb") as stream:
@@ -280,14 +280,6 @@ class Checkpoint:
             flat = torch.frombuffer(mapped, dtype=dtype, count=count // dtype.itemsize, offset=info.begin - start)
             views[info.name] = flat.view(info.shape) if info.dtype in TORCH_DTYPES else flat
         return views
-
-
-@cache
-def _accept_read_only_views() -> None:
-    """Use up torch's one warning that such a view must not be written to: nobody does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.frombuffer(b"0", dtype=torch.uint8)
 
 
 def contains_nan(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ Downloads go into the Hub's own cache: small files first, then only the shards t
 import errno
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects, tqdm
 
@@ -77,7 +76,6 @@ COMPANIONS = (
 CARD = "README.md"  # which names the licence
 NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
 STEP_BYTES = 10**6  # one step of the progress
-SPARE_BYTES = 2**26  # of the disk, for the cache's own folders and for whatever else is running
 TRIES = 3  # the Hub client itself goes on after most cuts, but not after a reset
 PAUSE_SECONDS = 1.0
 
@@ -104,14 +102,6 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     wanted = [found.files[name] for name in shard_names(found, folder, head)]
     missing = [file for file in wanted if _kept_size(folder, file) != file.size]
     if missing:
-        needed = sum(file.size for file in missing) + SPARE_BYTES
-        cache = Path(constants.HF_HUB_CACHE).absolute()
-        free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.is_dir())).free
-        if free < needed:
-            raise CompressionError(
-                f"downloading {model} needs {needed / 1e9:.2f} GB, {cache} has {free / 1e9:.2f} GB free; free some "
-                "space, or set HF_HOME to a folder on a larger disk"
-            )
         progress.start("download (MB)", sum(steps(file.size) for file in missing))
     for file in missing:
         _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)

@@ -5,15 +5,17 @@ last of them held out; the sequences reserved for evaluation; the parts; and fur
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from compressor.data.documents import as_rows, read_tokens
@@ -139,11 +141,6 @@ class TextSpec:
         else:
             blocks = [(samples, length), (reserve, length)]
             blocks += [(part.sequences + part.heldout, part.length) for part in self.parts.values()]
-            for count, tokens in blocks:
-                if count * tokens > MOST_TOKENS:
-                    raise CompressionError(
-                        f"{count:,} samples of {tokens:,} tokens are more than {MOST_TOKENS:,} tokens; ask for fewer"
-                    )
             if (total := sum(count * tokens for count, tokens in blocks)) <= MOST_TOKENS:
                 return
             fault = f"calibration and its parts ask for {total:,} tokens, more than {MOST_TOKENS:,}; ask for fewer"
@@ -152,21 +149,17 @@ class TextSpec:
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any], batch_size: int = BATCH_SIZE) -> "TextSpec":
         """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
-        asked, entries = _stored(identity, "asked", dict), _stored(identity, "sources", list)
-        parts = _stored(asked, "parts", dict) if "parts" in asked else {}
-        for entry in entries:
-            _stored(entry, "sha256", str)
-        return cls(
-            tuple(WeightedSource(_stored(entry, "source", str), _stored(entry, "weight", float)) for entry in entries),
-            **{name: _stored(asked, name, int) for name in ("samples", "sequence_length", "reserve")},
-            seed=_stored(identity, "seed", int),
-            heldout=_stored(identity, "heldout", float),
-            parts={
-                name: PartSpec(**{each.name: _stored(part, each.name, int) for each in fields(PartSpec)})
-                for name, part in parts.items()
-            },
-            batch_size=batch_size,
-        )
+        asked = identity.get("asked")
+        content = {"reserve": None, **(asked if isinstance(asked, dict) else {}), "batch_size": batch_size}
+        content |= {name: identity.get(name) for name in ("sources", "seed", "heldout")}
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+        except ValidationError as error:
+            place = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise CompressionError(
+                f"the plan's calibration has no usable {place!r} to repeat it by (edited, or of an older plan); plan "
+                "again"
+            ) from error
 
     @property
     def heldout_wanted(self) -> int:
@@ -458,15 +451,6 @@ def evaluation_sets(
     return _evaluation_sets(sources, [[as_rows(own, length)] for own in ids], BATCH_SIZE)
 
 
-def _stored(content: Any, name: str, kind: Any) -> Any:
-    value = content.get(name) if isinstance(content, Mapping) else None
-    if not isinstance(value, kind):
-        raise CompressionError(
-            f"the plan's calibration has no usable {name!r} to repeat it by (edited, or of an older plan); plan again"
-        )
-    return value
-
-
 def _refuse_difference(stored: Mapping[str, Any], made: Mapping[str, Any], where: str) -> None:
     for name, value in made.items():
         if stored.get(name) != value:
@@ -481,7 +465,7 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ba
     made = read_text(TextSpec.from_identity(identity, batch_size), tokenizer, vocabulary)
     entries = identity["sources"]
     for entry, old in zip(made.identity["sources"], entries, strict=True):
-        if entry["sha256"] != old["sha256"]:
+        if entry["sha256"] != old.get("sha256"):
             raise CompressionError(
                 f"calibration source {entry['source']} no longer gives the tokens that the plan was made with "
                 "(its text, the tokenizer or the plan was changed); restore it or plan again"

@@ -1,14 +1,13 @@
 """From a source to documents, and from documents to rows of tokens: no more is tokenised than is asked for."""
 
-import io
-import itertools
 import json
 import os
 import random
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from os.path import isfile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,44 +51,24 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
     return text
 
 
-def _lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Each line after its number; refuses one that is longer than any document."""
-    number = 0
-    try:
-        while line := stream.readline(MOST_LETTERS + 1):
-            number += 1
-            if len(line) > MOST_LETTERS:
-                raise CompressionError(f"{path}, line {number} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
-            yield number, line
-    except UnicodeDecodeError as error:
-        place = stream.buffer.tell() - len(error.object) + error.start  # in the file, of which that is the part read
-        raise CompressionError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
-        ) from error
-
-
-def _paragraphs(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
-    paragraph, letters = io.StringIO(), 0
-    for number, line in itertools.chain(lines, [(0, "\n")]):
-        if line != "\n":
-            letters += paragraph.write(line)
-            if letters > MOST_LETTERS:
-                raise CompressionError(
-                    f"{path}, line {number}: the document has more than {MOST_LETTERS:,} letters; put blank lines "
-                    "between documents"
-                )
-        elif letters:
-            yield paragraph.getvalue().removesuffix("\n") + "\n"
-            paragraph, letters = io.StringIO(), 0
-
-
 def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
     """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
+
+    def bounded(text: str, where: str) -> str:
+        if len(text) > MOST_LETTERS:
+            raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
+        return text
+
     try:
         with path.open(encoding="utf-8-sig") as stream:
-            lines = _lines(stream, path)
+            read = enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1)
+            lines = ((number, bounded(line, f"{path}, line {number}")) for number, line in read)
             if path.suffix not in (".jsonl", ".json"):
-                yield from _paragraphs(lines, path)
+                for blank, paragraph in groupby(lines, lambda numbered: numbered[1] == "\n"):
+                    if not blank:
+                        (number, text), *more = paragraph
+                        text = "".join([text, *(line for _, line in more)])
+                        yield bounded(text, f"{path}: the document at line {number}").removesuffix("\n") + "\n"
                 return
             for number, line in lines:
                 if line.strip():
@@ -99,6 +78,11 @@ def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
                     except (ValueError, RecursionError) as error:
                         raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
                     yield _document(entry, tokenizer, where)
+    except UnicodeDecodeError as error:
+        place = stream.buffer.tell() - len(error.object) + error.start  # in the file, of which that is the part read
+        raise CompressionError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
+        ) from error
     except OSError as error:
         raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
 

@@ -7,9 +7,9 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, count, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,32 +119,6 @@ def check_config(path: Path) -> None:
             continue
         if count > MOST_ENTRIES:
             raise CompressionError(f"{path}: {name} {what}, the most is {MOST_ENTRIES:,}; {RESTORE}")
-
-
-@contextmanager
-def bounded_build(most: int = MOST_PARTS) -> Iterator[None]:
-    """Raise `CompressionError` as soon as a model built within this has more than `most` parts."""
-    parts = 0
-
-    def count(*_: Any) -> None:
-        nonlocal parts
-        parts += 1
-        if parts > most:
-            raise CompressionError(
-                f"config.json asks for a model of more than {most:,} modules and tensors, which this checkpoint cannot "
-                f"fill; {RESTORE}"
-            )
-
-    handles = [
-        registering.register_module_module_registration_hook(count),
-        registering.register_module_parameter_registration_hook(count),
-        registering.register_module_buffer_registration_hook(count),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -282,8 +256,19 @@ def build_meta(config: Any, dtype: torch.dtype | None = None, most: int = MOST_P
     for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
         if node is not None:
             node.dtype = wanted  # some classes build their inner model by its config's own
+    parts = count()
+
+    def bound(*_: Any) -> None:
+        if next(parts) >= most:
+            raise CompressionError(
+                f"config.json asks for a model of more than {most:,} modules and tensors, which this checkpoint cannot "
+                f"fill; {RESTORE}"
+            )
+
     try:
-        with bounded_build(most), ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
+        with ExitStack() as hooks, ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
+            for kind in ("module", "parameter", "buffer"):
+                hooks.callback(getattr(registering, f"register_module_{kind}_registration_hook")(bound).remove)
             model = stock_class(copied)
     except CompressionError:
         raise

@@ -65,7 +65,7 @@ def test_bad_data_is_refused(name: str, content: str | bytes, message: str, tmp_
     [
         ("a.txt", "x\n" + 201 * "y", "a.txt, line 2 has more than 200 letters; split it up"),
         ("a.jsonl", "\n" + json.dumps({"text": 201 * "y"}), "a.jsonl, line 2 has more than 200 letters; split it up"),
-        ("a.txt", "x\n\n" + 101 * "y\n", "a.txt, line 103: the document has more than 200 letters; put blank lines"),
+        ("a.txt", "x\n\n" + 101 * "y\n", "a.txt: the document at line 3 has more than 200 letters; split it up"),
     ],
 )
 def test_a_line_or_document_without_end_is_refused(

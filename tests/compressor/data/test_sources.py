@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.data.sources import (
-    WeightedSource,
-    divide,
-    parse_sources,
-    short_names,
-    without_folders,
-)
+from compressor.data.sources import WeightedSource, divide, parse_sources, short_names, without_folders
 from compressor.errors import CompressionError
 from tests.texts import VOCAB, Numbers, count_up, run, write
 

@@ -175,7 +175,7 @@ def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
     made = read([WeightedSource(count_up(tmp_path, 0, 900), 1.0)])
     for change, message in (
         (lambda c: c["asked"]["parts"]["distill"].update(sequences=30), "s0.txt no longer gives the tokens"),
-        (lambda c: c["asked"]["parts"]["distill"].pop("length"), "has no usable 'length'"),
+        (lambda c: c["asked"]["parts"]["distill"].pop("length"), "has no usable 'parts.distill.length'"),
         (lambda c: c["asked"].update(parts=[]), "has no usable 'parts'"),
         (lambda c: c["parts"]["routers"].update(sha256="0"), "calibration says 'parts' is"),
         (lambda c: c["heldout_text"].update(samples=9), "calibration says 'heldout_text' is"),
@@ -194,8 +194,7 @@ def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"samples": 10**9}, "1,000,000,000 samples of 8 tokens are more than 1,000,000,000 tokens; ask for fewer"),
-        ({"parts": {"a": PartSpec(10**9, 2)}}, "1,000,000,048 samples of 2 tokens are more than"),
+        ({"samples": 10**9}, "ask for [0-9,]+ tokens, more than 1,000,000,000; ask for fewer"),
         ({"samples": 10**8, "parts": {"a": PartSpec(10**8, 4)}}, "ask for 1,200,000,216 tokens, more than"),
         ({"samples": 0, "reserve": 0, "parts": {}}, "--samples 0 and --sequence-length 8 leave nothing"),
         ({"samples": 0}, "3 sequences cannot be reserved"),

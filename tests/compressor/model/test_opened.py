@@ -34,12 +34,6 @@ def test_no_more_than_the_ratio_goes_and_no_less_than_can(experts: int, ratio: f
     assert kept == 1 or (experts - kept + 1) / experts > ratio
 
 
-@given(st.integers(1, 300), st.integers(0, 299))
-def test_a_ratio_written_as_a_fraction_removes_exactly_that_many(experts: int, removed: int) -> None:
-    assume(removed < experts)
-    assert resolve_count((layer(experts, top_k=1),), None, removed / experts) == experts - removed
-
-
 @given(st.integers(1, 8), st.integers(2, 16), st.integers(0, 100))
 def test_routing_groups_stay_equal_under_a_ratio(groups: int, size: int, percent: int) -> None:
     assume(percent < 100)

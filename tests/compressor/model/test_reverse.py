@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.loading import set_tensor
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from tests import zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
@@ -95,13 +93,6 @@ def test_padded_batches_whose_calls_wait_in_files(name: str, tmp_path: Path, mon
     padding[0][0, :5] = 0
     check_equal(stock, model, parts, padding, activation_budget=0)
     assert len(spilled) >= len(parts) * 2 * len(model.architecture.units)  # each call, and each gradient on its way
-
-
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
-def test_in_bfloat16(name: str, tmp_path: Path) -> None:
-    zoo.save(name, tmp_path)
-    stock = getattr(transformers, zoo.family(name).model_class).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    check_equal(stock, open_model(locate(str(tmp_path)), "bfloat16", "cpu"), batches(stock, (2,)))
 
 
 def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path) -> None:
