@@ -36,8 +36,6 @@ def decode(calibration: Calibration) -> str:
 class Words:
     """A tokenizer with one token a character."""
 
-    model_max_length = 5
-
     def __init__(self, end: int | None) -> None:
         self.eos_token_id = end
 
@@ -49,7 +47,6 @@ class Words:
 class Numbers:
     """A tokenizer whose token is the number that a word says."""
 
-    model_max_length = 5
     eos_token_id = None
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ from compressor.data.demo import load_documents
 from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE
 from compressor.errors import CompressionError, first_line, reason_of, wrap_faults
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
+from compressor.progress import quiet_transformers
 
 OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
@@ -155,12 +156,8 @@ def read_tokens(
     source: str, tokenizer: Any, wanted: int, seed: int, vocab: int, purpose: str = "calibration"
 ) -> Tensor:
     """Token ids [T] of a source: as many as are wanted, or as there are."""
-    previous, tokenizer.model_max_length = tokenizer.model_max_length, 10**30  # packed text is long: no warning
-    try:
-        with wrap_faults(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
-            ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, wanted)
-    finally:
-        tokenizer.model_max_length = previous
+    with quiet_transformers(), wrap_faults(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
+        ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, wanted)
     if ids.numel() < 2:
         raise CompressionError(f"{purpose} data {source} gives {ids.numel()} tokens; give it more text")
     if int(ids.max()) >= vocab:

@@ -51,19 +51,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_the_tokenizer_is_not_asked_to_warn_of_long_text(tmp_path: Path) -> None:
-    limits: list[int] = []
-
-    class Watched(Numbers):
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            limits.append(self.model_max_length)
-            return super().__call__(text, add_special_tokens)
-
-    tokenizer = Watched()
-    run(count_up(tmp_path, 0, 40), tokenizer, vocab=VOCAB)
-    assert min(limits) > 10**20 and tokenizer.model_max_length == 5
-
-
 def test_nothing_outside_the_seed_matters(tmp_path: Path) -> None:
     path = write(tmp_path, small.TEXT)
     expected = run(path).identity
@@ -73,7 +60,6 @@ def test_nothing_outside_the_seed_matters(tmp_path: Path) -> None:
     assert run(path).identity == expected
     assert random.getstate() == state
     assert run(path, batch_size=1).identity == expected
-    assert TOKENIZER.model_max_length > 10**20 or TOKENIZER.model_max_length == small.tokenizer().model_max_length
 
 
 def test_short_data_is_used_whole_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

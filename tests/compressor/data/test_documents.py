@@ -92,6 +92,13 @@ def test_a_text_file_is_split_as_a_whole_text_is(tmp_path: Path, content: str) -
             documents(str(path), 0, None)
 
 
+def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = small.tokenizer()
+    tokenizer.model_max_length = 5
+    run(write(tmp_path, small.TEXT), tokenizer)
+    assert capfd.readouterr().err == ""
+
+
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     path = write(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}', "a.jsonl")
     with pytest.raises(CompressionError, match="the tokenizer has no chat template"):
