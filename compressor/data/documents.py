@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
             raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
         return text
 
+    stream: TextIO
     try:
         with path.open(encoding="utf-8-sig") as stream:
             read = enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1)
