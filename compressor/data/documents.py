@@ -52,41 +52,47 @@ def _document(entry: Any, tokenizer: Any, where: str) -> str:
     return text
 
 
-def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
-    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
+def _bounded(text: str, where: str) -> str:
+    if len(text) > MOST_LETTERS:
+        raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
+    return text
 
-    def bounded(text: str, where: str) -> str:
-        if len(text) > MOST_LETTERS:
-            raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
-        return text
 
+def _lines(path: Path, purpose: str) -> Iterator[tuple[int, str]]:
+    """Each line of a file after its number."""
     stream: TextIO
     try:
         with path.open(encoding="utf-8-sig") as stream:
-            read = enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1)
-            lines = ((number, bounded(line, f"{path}, line {number}")) for number, line in read)
-            if path.suffix not in (".jsonl", ".json"):
-                for blank, paragraph in groupby(lines, lambda numbered: numbered[1] == "\n"):
-                    if not blank:
-                        (number, text), *more = paragraph
-                        text = "".join([text, *(line for _, line in more)])
-                        yield bounded(text, f"{path}: the document at line {number}").removesuffix("\n") + "\n"
-                return
-            for number, line in lines:
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    try:
-                        entry = json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
-                    yield _document(entry, tokenizer, where)
-    except UnicodeDecodeError as error:
-        place = stream.buffer.tell() - len(error.object) + error.start  # in the file, of which that is the part read
-        raise CompressionError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
-        ) from error
+            try:
+                for number, line in enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1):
+                    yield number, _bounded(line, f"{path}, line {number}")
+            except UnicodeDecodeError as error:
+                place = stream.buffer.tell() - len(error.object) + error.start  # in the file: the part read ends there
+                raise CompressionError(
+                    f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
+                ) from error
     except OSError as error:
         raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
+
+
+def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
+    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
+    lines = _lines(path, purpose)
+    if path.suffix not in (".jsonl", ".json"):
+        for blank, paragraph in groupby(lines, lambda numbered: numbered[1] == "\n"):
+            if not blank:
+                (number, first), *more = paragraph
+                text = "".join([first, *(line for _, line in more)])
+                yield _bounded(text, f"{path}: the document at line {number}").removesuffix("\n") + "\n"
+        return
+    for number, line in lines:
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
+            yield _document(entry, tokenizer, where)
 
 
 def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
