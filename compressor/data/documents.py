@@ -4,10 +4,11 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from itertools import groupby
 from os.path import isfile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,14 +61,13 @@ def _bounded(text: str, where: str) -> str:
 
 def _lines(path: Path, purpose: str) -> Iterator[tuple[int, str]]:
     """Each line of a file after its number."""
-    stream: TextIO
     try:
-        with path.open(encoding="utf-8-sig") as stream:
+        with path.open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as stream:
             try:
                 for number, line in enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1):
                     yield number, _bounded(line, f"{path}, line {number}")
             except UnicodeDecodeError as error:
-                place = stream.buffer.tell() - len(error.object) + error.start  # in the file: the part read ends there
+                place = raw.tell() - len(error.object) + error.start  # in the file: the part read ends there
                 raise CompressionError(
                     f"{path} is not UTF-8 text ({error.reason} at byte {place}); convert it first"
                 ) from error
