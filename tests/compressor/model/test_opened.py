@@ -16,7 +16,7 @@ from transformers import modeling_utils
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.decoders import stock_decoder
-from compressor.evaluation.model import _WholeModel
+from compressor.evaluation.model import WatchedModel
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model, pick_device, pick_dtype, resolve_count
 from tests import small, zoo
@@ -182,7 +182,7 @@ def test_a_config_names_no_kernels(family: str, tmp_path: Path, monkeypatch: pyt
     loaders: list[Callable[[Path], Any]] = [lambda folder: open_model(locate(str(folder))).partial.model]
     if family == "mixtral":
         loaders.append(lambda folder: stock_decoder(folder, "cpu", "auto")._model)
-        loaders.append(lambda folder: _WholeModel.from_pretrained(str(folder)))
+        loaders.append(lambda folder: WatchedModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)))
     for load in loaders:
         configs = [getattr(module, "config", None) for module in load(tmp_path / "model").modules()]
         found = [config for config in configs if config is not None]
