@@ -127,7 +127,7 @@ def check_strategy(
 
     On layers with and without routing groups and tokens it must plan as many experts as it is asked to, leave protected
     ones as they are, read no statistic but those it needs, write to none, and plan alike twice, whatever the state of
-    torch's random generator. Its likeness, if it has one, must be a label and a finite matrix [E, E].
+    torch's random generator. Its similarity, if it has one, must be a label and a finite matrix [E, E].
     """
     from compressor.recipe.plan import touched
     from compressor.recipe.registry import strategy_of
@@ -152,10 +152,10 @@ def check_strategy(
                 )
             if changed := touched(plans[0], protected):
                 raise CompressionError(f"{who} does not keep protected expert {changed[0]}")
-        if strategy.likeness is not None and tokens:
-            label, table = strategy.likeness(only(full, strategy.likeness_needs), strategy.options)
+        if strategy.similarity is not None and tokens:
+            label, table = strategy.similarity(only(full, strategy.similarity_needs), strategy.options)
             if not isinstance(label, str) or table.shape != (8, 8) or not bool(table.isfinite().all()):
-                raise CompressionError(f"{who}: likeness should return a label and a matrix [8, 8]")
+                raise CompressionError(f"{who}: similarity should return a label and a matrix [8, 8]")
 
 
 __all__ = [name for name, value in globals().items() if not (name.startswith("_") or inspect.ismodule(value))]

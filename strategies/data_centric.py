@@ -40,14 +40,14 @@ class Options(MergeOptions):
         return distances(stats.mixed_outputs if self.mix_tokens else stats.expert_outputs, self.similarity)
 
 
-def likeness_needs(options: Options) -> frozenset[str]:
+def similarity_needs(options: Options) -> frozenset[str]:
     """The outputs that are compared, on mixtures of tokens or on the tokens themselves."""
     return frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
 
 
 def needs(options: Options) -> frozenset[str]:
     """The outputs that are compared, and what the merging needs."""
-    return likeness_needs(options) | options.merge_needs
+    return similarity_needs(options) | options.merge_needs
 
 
 def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -62,7 +62,7 @@ def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, tor
     return 1 - (linear_cka if similarity == "linear-cka" else rbf_cka)(outputs), SQUARED
 
 
-def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
+def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts' outputs are, for a report: a label, and [E, E] from 0 to 1."""
     table, _ = options.distances(stats)
     sampled, on = (stats.mixed_outputs, "random mixtures of ") if options.mix_tokens else (stats.expert_outputs, "")

@@ -77,12 +77,12 @@ def needs(options: Options) -> frozenset[str]:
     return NEEDS | options.merge_needs
 
 
-def likeness_needs(options: Options) -> frozenset[str]:
+def similarity_needs(options: Options) -> frozenset[str]:
     """The weights alone."""
     return NEEDS
 
 
-def likeness(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
+def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
     table, _ = MEASURES[options.representation](stats.weights, stats.layer.experts)
     return f"closeness of {options.representation} weights ({CLOSENESS})", closeness(table)

@@ -2,7 +2,7 @@
 
 REAP's scores (arXiv:2510.13999) choose the centroids. From the most salient on, each takes the experts nearest to it
 until its group has `group_size` (the paper's C = 16, for 128 experts), so that most centroids stay as they are. Near
-is the mean of two likenesses in [0, 1]: of the router logits over the tokens, 1 - d / largest d between their unit
+is the mean of two similarities in [0, 1]: of the router logits over the tokens, 1 - d / largest d between their unit
 vectors, and of the gated outputs, (1 + cosine) / 2. A gate scales out of a token's own cosine, so, as in the authors'
 program, outputs times softmax(logits) are compared in their mean over the tokens. A group is averaged by saliency, an
 expert that no token reached counting like the least one that some did, after its neurons are put in the centroid's
@@ -46,7 +46,7 @@ class Options:
             raise CompressionError(f"group_size is {self.group_size}; it must be 2 or more, or 0 for no limit")
 
 
-def likeness(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
+def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
     """How alike the experts are, for a report too: a label, and [E, E] from 0 to 1."""
     logits, outputs = stats.router_logits.double(), stats.expert_outputs
     router = closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu()
@@ -54,11 +54,11 @@ def likeness(stats: LayerStatistics, options: Options = Options()) -> tuple[str,
     means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
     directions = normalize(torch.stack(means), dim=1)  # a mean's scale does not count
     gated = ((1 + directions @ directions.T) / 2).clamp(0, 1).cpu()
-    return "likeness of gated outputs and router logits", torch.stack([router, gated]).mean(dim=0)
+    return "similarity of gated outputs and router logits", torch.stack([router, gated]).mean(dim=0)
 
 
 def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: int) -> dict[int, list[int]]:
-    """Members by centroid, itself first; centroids are in the order in which they may choose, likeness is [E, E].
+    """Members by centroid, itself first; centroids are in the order in which they may choose, similarity is [E, E].
 
     Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size - 1) >= len(others).
     """
@@ -86,7 +86,7 @@ def plan(
     """
     saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
-    (_, table), order = likeness(stats), rounded(saliency)
+    (_, table), order = similarity(stats), rounded(saliency)
     reached = saliency[saliency > 0]
     weights = saliency.where(saliency > 0, reached.min() if len(reached) else 1.0).tolist()
     groups, joined = [Group.single(expert) for expert in sorted(kept & protected)], list[float]()

@@ -14,7 +14,7 @@ from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
 
 CORRECTIONS = ("none", "ridge", "tune")
-Likeness = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> a label, and how alike experts are [E, E]
+SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> label, similarities [E, E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Strategy:
     options: Any = None
     summary: str = ""
     correction: str = "none"  # what it is corrected by unless the user says otherwise
-    likeness: Likeness | None = None
-    likeness_needs: frozenset[str] = frozenset()
+    similarity: SimilarityFunction | None = None
+    similarity_needs: frozenset[str] = frozenset()
 
     def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
@@ -104,10 +104,10 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     correction = getattr(module, "CORRECTION", "none")
     if correction not in CORRECTIONS:
         raise CompressionError(f"{no_plugin} CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}")
-    likeness = optional(module, "likeness", what)
+    similarity = optional(module, "similarity", what)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
-    likeness_needs = needs_of("likeness_needs", needs)
-    return Strategy(name, module.plan, needs, options, summary, correction, likeness, likeness_needs)
+    similarity_needs = needs_of("similarity_needs", needs)
+    return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs)
 
 
 def working_strategies() -> Iterator[Strategy]:

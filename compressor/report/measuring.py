@@ -330,7 +330,7 @@ class Similarity:
         try:
             (label, table), experts = self.measure(stats), stats.layer.experts
             if table.shape != (experts, experts) or not bool(table.isfinite().all()):
-                raise CompressionError(f"its likeness is no matrix of {experts} x {experts} finite numbers")
+                raise CompressionError(f"its similarity is no matrix of {experts} x {experts} finite numbers")
         except Exception as error:  # of a plugin: a report can do without
             logger.warning("%s: its strategy cannot compare its experts: %s", stats.layer.name, reason_of(error))
             return None, ""
@@ -340,8 +340,8 @@ class Similarity:
 
 def own_similarity(strategy: Strategy) -> Similarity | None:
     """How a strategy itself compares experts; None if it does not say."""
-    measure = strategy.likeness
-    return measure and Similarity(strategy.likeness_needs, lambda stats: measure(stats, strategy.options))
+    measure = strategy.similarity
+    return measure and Similarity(strategy.similarity_needs, lambda stats: measure(stats, strategy.options))
 
 
 def similarity_of(plan: CompressionPlan, layer: LayerPlan | None) -> Similarity:

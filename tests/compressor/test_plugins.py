@@ -113,6 +113,6 @@ def test_what_breaks_the_contract_is_reported(plan: Any, message: str) -> None:
 
 
 def test_a_likeness_has_to_be_a_matrix() -> None:
-    check_strategy(module_of(first, likeness=lambda stats, options: ("all alike", torch.ones(8, 8))))
+    check_strategy(module_of(first, similarity=lambda stats, options: ("all alike", torch.ones(8, 8))))
     with pytest.raises(CompressionError, match=r"should return a label and a matrix \[8, 8\]"):
-        check_strategy(module_of(first, likeness=lambda stats, options: ("all alike", torch.ones(8))))
+        check_strategy(module_of(first, similarity=lambda stats, options: ("all alike", torch.ones(8))))

@@ -187,7 +187,7 @@ def test_the_most_visited_of_equals_leads_whatever_the_last_bit_says() -> None:
 
 
 def test_experts_join_the_lower_of_two_centroids_that_are_as_like_them() -> None:
-    """Equal saliencies and likenesses: noise decides neither who is a centroid, nor who chooses first, nor whom."""
+    """Equal saliencies and similarities: noise decides neither who is a centroid, nor who chooses first, nor whom."""
     logits, outputs = torch.eye(6)[:, [0, 1, 2, 0, 1, 2]], torch.eye(3).repeat(2, 1)[:, None].expand(-1, 6, -1)
     exact = {"gated_norm_sum": torch.full((6,), 0.3), "routed_count": torch.full((6,), 0.7)}
     pairs = [(0, 3), (1, 4), (2, 5)]

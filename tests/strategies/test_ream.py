@@ -36,7 +36,7 @@ def stats(sums: Any, counts: Any, logits: Tensor, outputs: Tensor, **groups: Any
 
 
 def naive_table(logits: list[list[float]], outputs: list[list[list[float]]]) -> list[list[float]]:
-    """The likeness of every two experts by loops over tokens: logits [S][E], outputs [E][S][H]."""
+    """The similarity of every two experts by loops over tokens: logits [S][E], outputs [E][S][H]."""
     tokens, experts = len(logits), len(outputs)
 
     def unit(vector: list[float]) -> list[float]:

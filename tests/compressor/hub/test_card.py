@@ -355,7 +355,7 @@ def test_what_a_report_measured_is_shown(dropped: Path) -> None:
         layer["module"] for layer in pruned(json.loads((dropped / "compression.json").read_text())["plan"])["layers"]
     ]
     similarity = tuple(tuple(1.0 if row == column else 0.25 for column in range(16)) for row in range(16))
-    layers = tuple(LayerMeasures(module, similarity, "likeness", (1 / 16,) * 16, error=0.125) for module in modules)
+    layers = tuple(LayerMeasures(module, similarity, "similarity", (1 / 16,) * 16, error=0.125) for module in modules)
     card = card_text(dropped, REPOSITORY, measured=Measured(layers, 512, "a text"))
     assert set(card.pictures) == {GRID, "images/similarity.png", "images/visits.png", "images/errors.png"}
     assert all(content.startswith(b"\x89PNG") and f"]({path})" in card.text for path, content in card.pictures.items())

@@ -146,8 +146,8 @@ THEIRS = """
 import torch
 NEEDS = frozenset({{"routed_count"}})
 def plan(stats, keep, protected=frozenset()): ...
-def likeness_needs(options): return frozenset({{"router_logits"}})
-def likeness(stats, options): {body}
+def similarity_needs(options): return frozenset({{"router_logits"}})
+def similarity(stats, options): {body}
 """
 
 
