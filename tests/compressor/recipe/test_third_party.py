@@ -79,7 +79,7 @@ BROKEN = {
     "odd-options": ("NEEDS = frozenset()\nOptions = dict\ndef plan(*a): ...", "Options should be a frozen dataclass"),
     "other-arguments": ("NEEDS = frozenset()\ndef plan(stats): ...", "its plan should take .statistics, keep, prot"),
     "needs-a-list": ("NEEDS = frozenset()\ndef needs(o): return []\ndef plan(*a): ...", "should return a frozenset"),
-    "similarity-is-data": ("NEEDS = frozenset()\nlikeness = 3\ndef plan(*a): ...", "similarity should be a function"),
+    "similarity-is-data": ("NEEDS = frozenset()\nsimilarity = 3\ndef plan(*a): ...", "similarity should be a function"),
     "bad-defaults": (
         "from dataclasses import dataclass\nNEEDS = frozenset()\n@dataclass(frozen=True)\nclass Options:\n"
         "    a: int = 1\n    def __post_init__(self): 1 / 0\ndef plan(*a): ...",
