@@ -19,13 +19,8 @@ Evidence = Literal["read", "run", "reported"]  # in the source, in the source an
 
 SIZES = (2, 4, 8)  # of expert or tensor parallelism, that people use
 TO_512 = frozenset(2**power for power in range(10))
-MULTIPLES = frozenset({192, 320, 384, 448, 576})  # of 64, for which vLLM has router kernels too
+VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
 LLAMA_CUDA = TO_512 | {288, 576}
-VLLM = "0.32.0"
-SGLANG = "0.5.23"
-LLAMA = "0c1e57098"
-FLASHINFER = "0.6.18 (fb28d7242)"
-AITER = "0.1.20 (e4048607a)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +59,10 @@ class Rule:
     source: str  # a path in the server's repository, or an issue
     effect: Effect
     about: About
-    says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
+    evidence: Evidence
     whom: Condition
     needs: Condition
-    evidence: Evidence = "read"
+    says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
 
 
 def said(rule: Rule, model: Served) -> str:
@@ -89,237 +84,153 @@ def _width_multiple(of: int) -> Condition:
     return Condition(f"I is a multiple of {of}", lambda model: model.width % of == 0)
 
 
+# whom a rule concerns
 ALL = Condition("all", lambda model: True)
-GROUPED = Condition("routing groups", lambda model: model.groups > 1)
+GROUPS = Condition("routing groups", lambda model: model.groups > 1)
 BIASED_GROUPS = Condition(
     "routing groups with a selection bias", lambda model: model.groups > 1 and model.selection_bias
 )
-UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
-DIVISIBLE = Condition("E is a multiple of the size of expert parallelism", lambda model: not model.uneven)
+VLLM_ROUTER = Condition(
+    "softmax or sigmoid, no routing groups", lambda model: model.groups == 1 and model.family != "deepseek_v4"
+)
+AITER_ROUTER = Condition(
+    "softmax, no routing groups, on AMD", lambda model: model.groups == 1 and not model.selection_bias
+)
+LLAMA_ROUTER = Condition("no routing groups, on CUDA", lambda model: model.groups == 1)
+GPT_OSS = Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4")
+TRTLLM = Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization)
+AMD = Condition("not quantised, on AMD", lambda model: not model.quantization)
+FP8_BLOCKS = Condition("FP8 in blocks of 128", lambda model: model.quantization == "fp8")
 FP8_KERNEL = Condition("FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8")
-
+MARLIN = Condition("Marlin kernels (4-bit weights)", lambda model: True)
+K_QUANTS = Condition("K-quants and I-quants", lambda model: True)
+DEEPSEEK_V4 = _families("deepseek_v4")
+TENSOR_PARALLEL = _families("cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe")
 VLLM_TIES = _families(
     "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, qwen3_next"
 )
 LLAMA_HEADS = _families(
     "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, qwen2_moe"
 )
-TENSOR_PARALLEL = _families("cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe")
 
-_vllm, _sglang = partial(Rule, "vLLM", VLLM), partial(Rule, "SGLang", SGLANG)
-_flashinfer, _llama = partial(Rule, "FlashInfer", FLASHINFER), partial(Rule, "llama.cpp", LLAMA)
+# what it needs
+TWO_A_GROUP = Condition("E is a multiple of n_group and at least two experts a group", _even_groups)
+ABOVE_GROUPS = Condition("E is a multiple of n_group and above it", _even_groups)
+DIVISIBLE = Condition("E is a multiple of the size of expert parallelism", lambda model: not model.uneven)
+SPREAD = Condition("E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES))
+VLLM_COUNTS = Condition(
+    "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576", lambda model: model.experts in VLLM_KERNELS
+)
+V4_COUNTS = Condition(
+    "E is a power of two up to 512, or 192, 320, 384, 448 or 576", lambda model: model.experts in VLLM_KERNELS
+)
+AITER_COUNTS = Condition("E is a power of two up to 512", lambda model: model.experts in TO_512)
+LLAMA_COUNTS = Condition("E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA)
+LLAMA_MOST = Condition("E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024)
+SGLANG_COUNTS = Condition(
+    "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
+    lambda model: (
+        model.experts & (model.experts - 1) == 0
+        and model.experts <= 32 * model.groups
+        and model.experts * model.chosen_groups <= 128 * model.groups
+    ),
+)
+FP8_COUNTS = Condition(
+    "E is a multiple of 4, at most 512 and above K",
+    lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
+)
+FP8_TOP_K = Condition(
+    "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
+    lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
+)
+TOP_8 = Condition("K is at most 8", lambda model: model.top_k <= 8)
+TOP_32 = Condition("K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32)
+WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
+UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
 
 
-def _tensor_parallel(server: Callable[..., Rule], source: str) -> Rule:
-    return server(
-        source,
-        "fails",
-        "experts",
-        "takes no tensor parallelism over more GPUs than the {experts} experts",
-        TENSOR_PARALLEL,
-        Condition("E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES)),
-    )
+def _rule(
+    server: str, version: str, source: str, effect: Effect, about: About, evidence: Evidence = "read"
+) -> Callable[[Condition, Condition, str], Rule]:
+    return partial(Rule, server, version, source, effect, about, evidence)
 
+
+_vllm, _sglang = partial(_rule, "vLLM", "0.32.0"), partial(_rule, "SGLang", "0.5.23")
+_flashinfer, _llama = partial(_rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(_rule, "llama.cpp", "0c1e57098")
 
 RULES = (
-    _vllm(
-        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
-        "wrong",
-        "experts",
-        "chooses among {experts} experts without their routing groups, in silence",
-        GROUPED,
-        Condition("E is a multiple of n_group and at least two experts a group", _even_groups),
+    _vllm("vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py", "wrong", "experts")(
+        GROUPS, TWO_A_GROUP, "chooses among {experts} experts without their routing groups, in silence"
     ),
-    Rule(
-        "vLLM",
-        "085c812b2",
-        "csrc/libtorch_stable/moe/topk_softmax_kernels.cu",
-        "slower",
-        "experts",
-        "routes among {experts} experts by a slower kernel",
-        Condition(
-            "softmax or sigmoid, no routing groups", lambda model: model.groups == 1 and model.family != "deepseek_v4"
-        ),
-        Condition(
-            "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
-            lambda model: model.experts in TO_512 | MULTIPLES,
-        ),
+    _rule("vLLM", "085c812b2", "csrc/libtorch_stable/moe/topk_softmax_kernels.cu", "slower", "experts")(
+        VLLM_ROUTER, VLLM_COUNTS, "routes among {experts} experts by a slower kernel"
     ),
-    Rule(
+    _rule(
         "vLLM",
         "0d8909899",
         "csrc/libtorch_stable/moe/topk_softplus_sqrt_kernels.cu; issue 51521, PR 50982 (open)",
         "fails",
         "experts",
-        "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
-        _families("deepseek_v4"),
-        Condition(
-            "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
-            lambda model: model.experts in TO_512 | MULTIPLES,
-        ),
+    )(DEEPSEEK_V4, V4_COUNTS, "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error"),
+    _vllm("vllm/model_executor/models/gpt_oss.py", "wrong", "experts")(
+        GPT_OSS, DIVISIBLE, "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}"
     ),
-    _vllm(
-        "vllm/model_executor/models/gpt_oss.py",
-        "wrong",
-        "experts",
-        "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
-        Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4"),
-        DIVISIBLE,
+    _vllm("vllm/model_executor/models/qwen3_moe.py and others", "fails", "experts")(
+        TENSOR_PARALLEL, SPREAD, "takes no tensor parallelism over more GPUs than the {experts} experts"
     ),
-    _tensor_parallel(_vllm, "vllm/model_executor/models/qwen3_moe.py and others"),
-    _vllm(
-        "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
-        "slower",
-        "width",
-        "pads experts of {width} neurons to a multiple of 128",
-        Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization),
-        _width_multiple(128),
+    _vllm("vllm/model_executor/layers/fused_moe/oracle/unquantized.py", "slower", "width")(
+        TRTLLM, WIDTH_128, "pads experts of {width} neurons to a multiple of 128"
     ),
-    _vllm(
-        "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
-        "fails",
-        "width",
-        "refuses experts of {width} neurons in FP8 blocks of 128",
-        Condition("FP8 in blocks of 128", lambda model: model.quantization == "fp8"),
-        _width_multiple(128),
+    _vllm("vllm/model_executor/layers/quantization/utils/fp8_utils.py", "fails", "width")(
+        FP8_BLOCKS, WIDTH_128, "refuses experts of {width} neurons in FP8 blocks of 128"
     ),
-    _vllm(
-        "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
-        "slower",
-        "width",
-        "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
-        Condition("Marlin kernels (4-bit weights)", lambda model: True),
-        _width_multiple(64),
+    _vllm("vllm/model_executor/layers/quantization/utils/marlin_utils.py", "slower", "width")(
+        MARLIN, WIDTH_64, "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin"
     ),
-    _vllm(
-        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
-        "slower",
-        "top-k",
-        "routes a grouped top-{top_k} by slower code",
-        BIASED_GROUPS,
-        Condition("K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32),
+    _vllm("vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py", "slower", "top-k")(
+        BIASED_GROUPS, TOP_32, "routes a grouped top-{top_k} by slower code"
     ),
-    _vllm(
-        "vllm/model_executor/models/olmoe.py and others",
-        "wrong",
-        "head",
-        "does not know that the head is tied to the embeddings and answers uniformly, in silence",
-        VLLM_TIES,
-        UNTIED,
-        "run",
+    _vllm("vllm/model_executor/models/olmoe.py and others", "wrong", "head", "run")(
+        VLLM_TIES, UNTIED, "does not know that the head is tied to the embeddings and answers uniformly, in silence"
     ),
-    _sglang(
-        "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
-        "fails",
-        "experts",
-        "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
-        ALL,
-        DIVISIBLE,
+    _sglang("python/sglang/srt/layers/moe/fused_moe_triton/layer.py", "fails", "experts")(
+        ALL, DIVISIBLE, "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}"
     ),
-    _tensor_parallel(_sglang, "python/sglang/srt/models/qwen3_moe.py and others"),
-    _sglang(
-        "python/sglang/srt/layers/moe/topk.py",
-        "slower",
-        "experts",
-        "does not use FlashInfer's router kernel for {experts} experts, but its own",
-        BIASED_GROUPS,
-        Condition(
-            "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
-            lambda model: (
-                model.experts & (model.experts - 1) == 0
-                and model.experts <= 32 * model.groups
-                and model.experts * model.chosen_groups <= 128 * model.groups
-            ),
-        ),
+    _sglang("python/sglang/srt/models/qwen3_moe.py and others", "fails", "experts")(
+        TENSOR_PARALLEL, SPREAD, "takes no tensor parallelism over more GPUs than the {experts} experts"
     ),
-    _sglang(
-        "python/sglang/srt/layers/moe/topk.py",
-        "slower",
-        "top-k",
-        "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
-        BIASED_GROUPS,
-        Condition("K is at most 8", lambda model: model.top_k <= 8),
+    _sglang("python/sglang/srt/layers/moe/topk.py", "slower", "experts")(
+        BIASED_GROUPS, SGLANG_COUNTS, "does not use FlashInfer's router kernel for {experts} experts, but its own"
     ),
-    _sglang(
-        "python/sglang/srt/layers/quantization/unquant.py",
-        "slower",
-        "width",
-        "does not use aiter's kernels for experts of {width} neurons on AMD",
-        Condition("not quantised, on AMD", lambda model: not model.quantization),
-        _width_multiple(128),
+    _sglang("python/sglang/srt/layers/moe/topk.py", "slower", "top-k")(
+        BIASED_GROUPS, TOP_8, "does not use FlashInfer's router kernel for a top-{top_k}, but its own"
+    ),
+    _sglang("python/sglang/srt/layers/quantization/unquant.py", "slower", "width")(
+        AMD, WIDTH_128, "does not use aiter's kernels for experts of {width} neurons on AMD"
     ),
     _flashinfer(
-        "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
-        "fails",
-        "experts",
-        "takes no {experts} experts in its FP8 kernel",
-        FP8_KERNEL,
-        Condition(
-            "E is a multiple of 4, at most 512 and above K",
-            lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
-        ),
+        "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py", "fails", "experts"
+    )(FP8_KERNEL, FP8_COUNTS, "takes no {experts} experts in its FP8 kernel"),
+    _flashinfer("csrc/trtllm_fused_moe_kernel_launcher.cu", "fails", "top-k")(
+        FP8_KERNEL, FP8_TOP_K, "takes no top-{top_k} of {experts} experts in its FP8 kernel"
     ),
-    _flashinfer(
-        "csrc/trtllm_fused_moe_kernel_launcher.cu",
-        "fails",
-        "top-k",
-        "takes no top-{top_k} of {experts} experts in its FP8 kernel",
-        FP8_KERNEL,
-        Condition(
-            "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
-            lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
-        ),
+    _rule("aiter", "0.1.20 (e4048607a)", "csrc/kernels/topk_softmax_kernels.cu", "slower", "experts")(
+        AITER_ROUTER, AITER_COUNTS, "routes among {experts} experts by a slower kernel"
     ),
-    Rule(
-        "aiter",
-        AITER,
-        "csrc/kernels/topk_softmax_kernels.cu",
-        "slower",
-        "experts",
-        "routes among {experts} experts by a slower kernel",
-        Condition("softmax, no routing groups, on AMD", lambda model: model.groups == 1 and not model.selection_bias),
-        Condition("E is a power of two up to 512", lambda model: model.experts in TO_512),
+    _llama("src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp", "fails", "experts")(
+        ALL, LLAMA_MOST, "loads no more than 1,024 experts a layer"
     ),
-    _llama(
-        "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
-        "fails",
-        "experts",
-        "loads no more than 1,024 experts a layer",
-        ALL,
-        Condition("E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024),
+    _llama("src/llama-model.cpp", "fails", "experts")(
+        GROUPS, ABOVE_GROUPS, "refuses {experts} experts in this many routing groups"
     ),
-    _llama(
-        "src/llama-model.cpp",
-        "fails",
-        "experts",
-        "refuses {experts} experts in this many routing groups",
-        GROUPED,
-        Condition("E is a multiple of n_group and above it", _even_groups),
+    _llama("ggml/src/ggml-cuda/topk-moe.cu", "slower", "experts")(
+        LLAMA_ROUTER, LLAMA_COUNTS, "routes among {experts} experts by slower kernels on CUDA"
     ),
-    _llama(
-        "ggml/src/ggml-cuda/topk-moe.cu",
-        "slower",
-        "experts",
-        "routes among {experts} experts by slower kernels on CUDA",
-        Condition("no routing groups, on CUDA", lambda model: model.groups == 1),
-        Condition("E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA),
+    _llama("src/llama-quant.cpp (tensor_type_fallback)", "larger", "width")(
+        K_QUANTS, WIDTH_256, "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants"
     ),
-    _llama(
-        "src/llama-quant.cpp (tensor_type_fallback)",
-        "larger",
-        "width",
-        "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
-        Condition("K-quants and I-quants", lambda model: True),
-        _width_multiple(256),
-    ),
-    _llama(
-        "src/models/olmoe.cpp and others",
-        "fails",
-        "head",
-        "wants a head of its own, where this model ties it to the embeddings",
-        LLAMA_HEADS,
-        UNTIED,
-        "run",
+    _llama("src/models/olmoe.cpp and others", "fails", "head", "run")(
+        LLAMA_HEADS, UNTIED, "wants a head of its own, where this model ties it to the embeddings"
     ),
 )
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
