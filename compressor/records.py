@@ -10,6 +10,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
 from compressor.errors import CompressionError
 
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
@@ -104,6 +106,16 @@ def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = Fa
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise CompressionError(f"{place} is missing{'; restore it' if closed else ''}")
     return kind(**values)
+
+
+def check_fields(record: Any) -> None:
+    """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names the first misfit."""
+    for name, hint in get_type_hints(type(record), include_extras=True).items():
+        try:
+            TypeAdapter(hint).validate_python(value := getattr(record, name))
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            raise CompressionError(f"{name} is {value}; {message[0].lower()}{message[1:]}") from error
 
 
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:

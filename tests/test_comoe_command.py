@@ -66,8 +66,8 @@ def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, mod
         (("--data", "items.jsonl", "--top-k", "5"), "top-k is 5 of 4 experts"),
         (("--data", "items.jsonl", "--top-k", "1"), "no positives"),
         (("--data", "items.jsonl", "--targets", "gate_up"), "ends with 'gate_up'"),
-        (("--data", "items.jsonl", "--steps", "0"), "--steps is 0"),
-        (("--data", "items.jsonl", "--learning-rate", "nan"), "--learning-rate is nan"),
+        (("--data", "items.jsonl", "--steps", "0"), "steps is 0"),
+        (("--data", "items.jsonl", "--learning-rate", "nan"), "learning_rate is nan"),
     ],
 )
 def test_refusals(

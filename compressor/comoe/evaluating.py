@@ -73,6 +73,13 @@ class TaskResult:
         """Share of the items that are answered right."""
         return self.right / self.items
 
+    @property
+    def mean_cosine(self) -> float:
+        """The mean of the cosines between different experts; 0 of a single one."""
+        count = len(self.similarity)
+        off = sum(sum(row) - row[place] for place, row in enumerate(self.similarity))
+        return off / (count * (count - 1)) if count > 1 else 0.0
+
 
 def ask(
     model: Any, tokenizer: Any, items: Sequence[Item], *, batch_size: int = 16, progress: Progress | None = None

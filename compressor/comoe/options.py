@@ -2,46 +2,39 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat, PositiveInt
 
 from compressor.entry_points import option
 from compressor.errors import CompressionError
+from compressor.records import check_fields
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MOST_EXPERTS = 1024
-MOST_SCALING = 1e6
+
+Targets = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+NotNegative = Annotated[FiniteFloat, Field(ge=0)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class ComoeConfig:
     """What is put beside which layers; the paper's values by default."""
 
-    rank: int = option(16, "Of each expert.")
-    experts: int = option(4, "Beside each layer.")
-    top_k: int = option(2, "Experts that a token activates.")
-    targets: tuple[str, ...] = TARGETS  # how the names of the linear layers end
-    alpha: float | None = option(None, "What experts add is multiplied by alpha / rank (default: twice the rank).")
-    dropout: float = option(0.05, "Of what experts get.")  # in training
-    seed: int = 0  # of how A and the router begin
+    rank: PositiveInt = option(16, "Of each expert.")
+    experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "Beside each layer.")
+    top_k: PositiveInt = option(2, "Experts that a token activates.")
+    targets: Targets = TARGETS  # how the names of the linear layers end
+    alpha: Annotated[float, Field(ge=-1e6, le=1e6)] | None = option(
+        None, "What experts add is multiplied by alpha / rank (default: twice the rank)."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = option(0.05, "Of what experts get.")  # in training
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of how A and the router begin
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        if self.rank < 1 or not 1 <= self.experts <= MOST_EXPERTS:
-            raise CompressionError(
-                f"rank {self.rank} with {self.experts} experts is no adapter; give a rank of at least 1 and 1 to "
-                f"{MOST_EXPERTS} experts"
-            )
-        if not 1 <= self.top_k <= self.experts:
-            raise CompressionError(
-                f"top-k is {self.top_k} of {self.experts} experts; activate at least 1 and no more than there are"
-            )
-        if not self.targets or not all(self.targets):
-            raise CompressionError(f"no layer is named to put experts beside; name some, such as {', '.join(TARGETS)}")
-        if not (abs(self.scaling) <= MOST_SCALING and 0 <= self.dropout < 1):
-            raise CompressionError(
-                f"alpha is {self.alpha} and dropout {self.dropout:g}; take twice the rank, and a share below 1"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise CompressionError(f"seed {self.seed} is no seed; give a whole number from 0 on")
+        check_fields(self)
+        if self.top_k > self.experts:
+            raise CompressionError(f"top-k is {self.top_k} of {self.experts} experts; activate no more than there are")
 
     @property
     def scaling(self) -> float:
@@ -62,33 +55,23 @@ class ComoeConfig:
 class TuningOptions:
     """One training run; the paper's values by default, where it tells them."""
 
-    contrastive: float = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
-    temperature: float = option(0.07, "Of the contrastive loss.")
-    contrastive_tokens: int | None = option(512, "Tokens of a batch that it is computed on in each layer; 0: all.")
-    steps: int | None = option(None, "Instead of epochs.")
-    epochs: float = option(2.0, "Times that all items are seen.")
-    batch_size: int = option(16, "Items of a batch.")
-    accumulation: int = option(1, "Batches of a step.")
-    learning_rate: float = option(2e-4, "Of AdamW; it falls to 0 in a line.")
-    warmup: float = option(0.0, "Share of the steps in which the rate rises.")
-    seed: int = option(0, "For everything that is drawn.")
-    log_every: int = option(10, "Steps of a line in the log.")
-    save_every: int = option(100, "Steps after which a killed run can go on.")
+    contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
+    temperature: Positive = option(0.07, "Of the contrastive loss.")
+    contrastive_tokens: PositiveInt | None = option(
+        512, "Tokens of a batch that it is computed on in each layer; 0: all."
+    )
+    steps: PositiveInt | None = option(None, "Instead of epochs.")
+    epochs: Positive = option(2.0, "Times that all items are seen.")
+    batch_size: PositiveInt = option(16, "Items of a batch.")
+    accumulation: PositiveInt = option(1, "Batches of a step.")
+    learning_rate: NotNegative = option(2e-4, "Of AdamW; it falls to 0 in a line.")
+    warmup: Annotated[float, Field(ge=0, le=1)] = option(0.0, "Share of the steps in which the rate rises.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = option(0, "For everything that is drawn.")
+    log_every: PositiveInt = option(10, "Steps of a line in the log.")
+    save_every: PositiveInt = option(100, "Steps after which a killed run can go on.")
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        counts = ("steps", "batch_size", "accumulation", "contrastive_tokens", "log_every", "save_every")
-        for name, fits, wanted in (
-            ("contrastive", 0 <= self.contrastive < math.inf, "a number of 0 or more"),
-            ("learning_rate", 0 <= self.learning_rate < math.inf, "a number of 0 or more"),
-            ("temperature", 0 < self.temperature < math.inf, "a number above 0, such as 0.07"),
-            ("warmup", 0 <= self.warmup <= 1, "a share of the steps, from 0 to 1"),
-            ("epochs", 0 < self.epochs < math.inf, "a number above 0, such as 2"),
-            *((name, (getattr(self, name) or 0) >= 1, "a whole number of at least 1") for name in counts),
-            ("seed", 0 <= self.seed < 2**32, f"a whole number from 0 to {2**32 - 1}"),
-        ):
-            if not fits and getattr(self, name) is not None:
-                raise CompressionError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give {wanted}")
+        check_fields(self)
         if self.save_every % self.log_every:
             raise CompressionError(
                 f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; make it one, so that "

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -65,7 +65,7 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     tasks = evaluation.tasks
     workload, similarity = workload_figure(tasks), similarity_figure(tasks)
     title, said = f"{evaluation.model} with {evaluation.adapters}", _said(evaluation)
-    cosines = tuple((each.task or "-", f"{mean_cosine(each):.3f}") for each in tasks)
+    cosines = tuple((each.task or "-", f"{each.mean_cosine:.3f}") for each in tasks)
     blocks: tuple[Block, ...] = (
         Heading("Scores", 2, "scores"),
         _scores(evaluation),
@@ -135,75 +135,65 @@ def _workload(evaluation: ComoeEvaluation) -> Table:
 
 def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
     """Share of a task's activations that each expert has, as a mean over layers; a drawing for each task."""
-    top, drawings = max(max(each.shares) for each in tasks), list[Drawing]()
-    for each in tasks:
-        name, size = each.task or "all items", (max(2.2, 0.8 + BAR * len(each.shares)), 1.9)
-        alt = f"Experts from 1 on: {', '.join(f'{100 * share:.1f}%' for share in each.shares)}."
-        drawings.append(Drawing(name, alt, size, partial(_draw_workload, title=name, shares=each.shares, top=top)))
+    top = max(max(each.shares) for each in tasks)
+
+    def drawing(result: TaskResult) -> Drawing:
+        name, shares = result.task or "all items", result.shares
+
+        def draw(canvas: "FigureBase") -> None:
+            axes = canvas.add_subplot()
+            draw_bars(axes, shares, ["after"] * len(shares), even=1 / len(shares))
+            places = range(0, len(shares), max(1, len(shares) // 8))
+            axes.set_xticks(places, labels=[str(place + 1) for place in places])
+            axes.set_ylim(0, 1.05 * top)
+            axes.set_title(name, loc="left", fontsize=FONT)
+            axes.set(xlabel="expert", ylabel="share of activations")
+
+        alt = f"Experts from 1 on: {', '.join(f'{100 * share:.1f}%' for share in shares)}."
+        return Drawing(name, alt, (max(2.2, 0.8 + BAR * len(shares)), 1.9), draw)
+
     caption = (
         "Share of the activations of a task's tokens that each expert has, as a mean over the layers with experts; "
         "dashed: the same for all."
     )
-    return Figure("workload", "Workload of the experts by task", caption, tuple(drawings))
+    return Figure("workload", "Workload of the experts by task", caption, tuple(map(drawing, tasks)))
 
 
 def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
     """Mean cosine of the outputs of two experts for the same token; a drawing for each task."""
-    drawings = list[Drawing]()
-    for each in tasks:
-        name, cosines = each.task or "all items", each.similarity
+
+    def drawing(result: TaskResult) -> Drawing:
+        name, cosines = result.task or "all items", result.similarity
+        count = len(cosines)
+
+        def draw(canvas: "FigureBase") -> None:
+            from matplotlib import colormaps
+            from matplotlib.colors import to_hex
+
+            axes = canvas.add_subplot()
+            image = draw_heat(axes, cosines, -1.0, 1.0, cmap=DIVERGING, aspect="equal")
+            places = range(0, count, max(1, count // 12))
+            for set_ticks in (axes.set_xticks, axes.set_yticks):
+                set_ticks(places, labels=[str(place + 1) for place in places])
+            for row, column in product(range(count), repeat=2) if count <= MOST_NUMBERED else ():
+                value = cosines[row][column]
+                shade = ink_on(to_hex(colormaps[DIVERGING](image.norm(value))))
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
+            axes.set_title(name, loc="left", fontsize=FONT)
+            axes.set(xlabel="expert", ylabel="expert")
+            canvas.colorbar(image, ax=axes, shrink=0.8)
+
         pairs = [
             f"{one + 1} and {other + 1} {cosines[one][other]:.2f}"
-            for one in range(min(len(cosines), MOST_NUMBERED))
+            for one in range(min(count, MOST_NUMBERED))
             for other in range(one)
         ]
-        alt = f"Mean cosine of different experts {mean_cosine(each):.3f}: {', '.join(pairs)}."
-        side = max(1.5, min(5.0, CELL * len(cosines)))
-        drawings.append(
-            Drawing(name, alt, (side + 1.3, side + 0.8), partial(_draw_similarity, title=name, cosines=cosines))
-        )
+        alt = f"Mean cosine of different experts {result.mean_cosine:.3f}: {', '.join(pairs)}."
+        side = max(1.5, min(5.0, CELL * count))
+        return Drawing(name, alt, (side + 1.3, side + 0.8), draw)
+
     caption = (
         "Mean cosine of what two experts answer to the same token, over a task's tokens and the layers with experts: "
         "1 where both always answer the same, 0 where they have nothing in common."
     )
-    return Figure("similarity", "Similarity of the experts by task", caption, tuple(drawings))
-
-
-def mean_cosine(result: TaskResult) -> float:
-    """The mean of the cosines between different experts; 0 of a single one."""
-    count = len(result.similarity)
-    off = sum(sum(row) - row[place] for place, row in enumerate(result.similarity))
-    return off / (count * (count - 1)) if count > 1 else 0.0
-
-
-def _draw_workload(canvas: "FigureBase", title: str, shares: Sequence[float], top: float) -> None:
-    axes = canvas.add_subplot()
-    draw_bars(axes, shares, ["after"] * len(shares), even=1 / len(shares))
-    step = max(1, len(shares) // 8)
-    axes.set_xticks(range(0, len(shares), step), labels=[str(number + 1) for number in range(0, len(shares), step)])
-    axes.set_ylim(0, 1.05 * top)
-    axes.set_title(title, loc="left", fontsize=FONT)
-    axes.set_xlabel("expert")
-    axes.set_ylabel("share of activations")
-
-
-def _draw_similarity(canvas: "FigureBase", title: str, cosines: Sequence[Sequence[float]]) -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import Normalize, to_hex
-
-    axes, count = canvas.add_subplot(), len(cosines)
-    image = draw_heat(axes, cosines, -1.0, 1.0, cmap=DIVERGING, aspect="equal")
-    numbers = [str(number + 1) for number in range(count)]
-    step = max(1, count // 12)
-    axes.set_xticks(range(0, count, step), labels=numbers[::step])
-    axes.set_yticks(range(0, count, step), labels=numbers[::step])
-    if count <= MOST_NUMBERED:
-        colours, scale = colormaps[DIVERGING], Normalize(-1, 1)
-        for row, line in enumerate(cosines):
-            for column, value in enumerate(line):
-                shade = ink_on(to_hex(colours(scale(value))))
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
-    axes.set_title(title, loc="left", fontsize=FONT)
-    axes.set_xlabel("expert")
-    axes.set_ylabel("expert")
-    canvas.colorbar(image, ax=axes, shrink=0.8)
+    return Figure("similarity", "Similarity of the experts by task", caption, tuple(map(drawing, tasks)))

@@ -24,7 +24,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import logits_of, weights_of
 from compressor.model.tokenizer import load_tokenizer
 from compressor.pathways.engine import PathwayModel, Plain
-from compressor.pathways.optimisers import Neighbour, optimised, oracle
+from compressor.pathways.optimisers import Neighbour, kernel_weights, optimised
 from compressor.pathways.options import METHOD, OWN, Optimizer, PathwayOptions, Routing
 from compressor.pathways.reference import (
     Embedder,
@@ -101,12 +101,15 @@ class Answering:
         places, query, points = self.reference.neighbours(
             self.embed(item, plain.rows[0]), options.neighbours, options.radius, but=item.prompt
         )
+        own = plain.pathway[-late:]
+        if not places:
+            return torch.zeros_like(own)
         runs = options.optimizer == "ngd" or (options.optimizer == "kernel" and options.share is None)
         near = [
             Neighbour(self.reference.pathways[at, -late:], self.run(items[at].alone) if runs else None) for at in places
         ]
-        with torch.enable_grad():
-            return optimised(self.model, plain.pathway[-late:], near, query, points, options)
+        weights = kernel_weights(options.kernel, query, points, options.bandwidth)
+        return optimised(self.model, own, near, weights, options)
 
 
 def open_answering(
@@ -214,8 +217,9 @@ def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, p
     for item in items:
         plain = answering.run(item.alone)
         own = plain.pathway[-loaded.late :]
-        change = oracle(loaded, plain, 0, own, options) if own_answer else answering.shift(item, plain)
-        changes.append(change.detach())
+        near = [Neighbour(own, plain)]  # which knows the answer
+        change = optimised(loaded, own, near, torch.ones(1), options) if own_answer else answering.shift(item, plain)
+        changes.append(change)
         late = zip(own, changes[-1], loaded.scores[-loaded.late :], strict=True)
         rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
         scores.append(torch.stack(rescored) - own)

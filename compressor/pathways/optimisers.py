@@ -5,8 +5,9 @@ descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights ov
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,29 +83,18 @@ class Neighbour:
 
 
 def optimised(
-    model: PathwayModel,
-    own: Tensor,
-    neighbours: Sequence[Neighbour],
-    query: Tensor,
-    points: Tensor,
-    options: PathwayOptions,
+    model: PathwayModel, own: Tensor, neighbours: Sequence[Neighbour], weights: Tensor, options: PathwayOptions
 ) -> Tensor:
     """What to add to the late router logits [L, E] of an item with the pathway `own` [L, E].
 
-    `query` [D] is the item's embedding, `points` [n, D] are those of its neighbours. Without neighbours, or with ones
-    whose pathways are its own (ngd excepted, which looks at their loss), that is nothing.
+    `weights` [n] are the neighbours'. Ones whose pathways are the item's own change nothing, except by ngd, which
+    looks at their loss; an item that is its own neighbour makes that an oracle, an upper bound which knows the answer.
     """
-    if not neighbours:
-        return torch.zeros_like(own)
-    weights = kernel_weights(options.kernel, query, points, options.bandwidth)
-    pathways = torch.stack([each.pathway for each in neighbours])
     movable = core(own, options.experts)
     if options.optimizer == "ngd":
-
-        def gradient(place: Tensor) -> Tensor:
-            return neighbours_gradient(model, own, place, neighbours, weights) * movable
-
-        return descend(gradient, torch.zeros_like(own), options.steps, options.rate)
+        gradient = partial(neighbours_gradient, model, own, neighbours=neighbours, weights=weights)
+        return descend(lambda place: gradient(place) * movable, torch.zeros_like(own), options.steps, options.rate)
+    pathways = torch.stack([each.pathway for each in neighbours])
 
     def shift(target: Tensor) -> Tensor:
         """What moves the movable experts' logits to another pathway; nothing, bit for bit, where both agree."""
@@ -119,29 +109,15 @@ def optimised(
     return min(tried, key=lambda place: neighbours_loss(model, own, place, neighbours, weights))
 
 
-def oracle(model: PathwayModel, plain: Plain, right: int, own: Tensor, options: PathwayOptions) -> Tensor:
-    """What to add to the late router logits [L, E] so that an item's own right answer becomes likelier.
-
-    An upper bound for study, and no method: it knows the answer. Aimed at a wrong answer it lifts that just as well.
-    """
-    movable = core(own, options.experts)
-
-    def gradient(place: Tensor) -> Tensor:
-        moved = place.requires_grad_()
-        loss = -likelihoods(model.again(plain, moved), plain.rows)[right]
-        return torch.autograd.grad(loss, moved)[0] * movable
-
-    return descend(gradient, torch.zeros_like(own), options.steps, options.rate)
-
-
+@torch.enable_grad()
 def neighbours_gradient(
     model: PathwayModel, own: Tensor, place: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
 ) -> Tensor:
     """The gradient [L, E] of the neighbours' loss, as `neighbours_loss` has it, with respect to `place`."""
-    total = torch.zeros_like(own)
-    for neighbour, weight in zip(neighbours, weights.tolist(), strict=True):  # one graph in memory at a time
-        moved = place.detach().clone().requires_grad_()
-        total += weight * torch.autograd.grad(_neighbour_loss(model, own, moved, neighbour), moved)[0]
+    moved, total = place.detach().clone().requires_grad_(), torch.zeros_like(own)
+    losses = _losses(model, own, moved, neighbours)  # one graph in memory at a time
+    for loss, weight in zip(losses, weights.tolist(), strict=True):
+        total += weight * torch.autograd.grad(loss, moved)[0]
     return total
 
 
@@ -150,15 +126,16 @@ def neighbours_loss(
     model: PathwayModel, own: Tensor, place: Tensor, neighbours: Sequence[Neighbour], weights: Tensor
 ) -> float:
     """The weighted loss of the neighbours, -log p(answer | prompt), under the pathway `own` moved by `place` [L, E]."""
-    losses = torch.stack([_neighbour_loss(model, own, place, neighbour) for neighbour in neighbours])
+    losses = torch.stack(list(_losses(model, own, place, neighbours)))
     return float((weights.to(losses) * losses).sum())
 
 
-def _neighbour_loss(model: PathwayModel, own: Tensor, place: Tensor, neighbour: Neighbour) -> Tensor:
-    """A neighbour on the pathway of another item: its routers get that one's logits, moved by `place`."""
-    assert neighbour.plain is not None
-    shared = _logits(model, own) - _logits(model, neighbour.pathway) + place
-    return -likelihoods(model.again(neighbour.plain, shared), neighbour.plain.rows)[0]
+def _losses(model: PathwayModel, own: Tensor, place: Tensor, neighbours: Sequence[Neighbour]) -> Iterator[Tensor]:
+    """Each neighbour's loss on the pathway of another item: its routers get that one's logits, moved by `place`."""
+    for neighbour in neighbours:
+        assert neighbour.plain is not None
+        shared = _logits(model, own) - _logits(model, neighbour.pathway) + place
+        yield -likelihoods(model.again(neighbour.plain, shared), neighbour.plain.rows)[0]
 
 
 def _logits(model: PathwayModel, pathway: Tensor) -> Tensor:

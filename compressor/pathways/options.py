@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat, PositiveInt
 
 from compressor.entry_points import option
-from compressor.errors import CompressionError
+from compressor.records import check_fields
 
 Optimizer = Literal["mode", "kernel", "ngd"]
 Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 Tokens = Literal["last", "scored"]  # which are moved: a prompt's last one, or all that an answer's tokens hang on
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 METHOD = "c3po"
 OWN = "own"  # prompts are embedded by the mean of the model's own token embeddings
 
@@ -20,36 +22,21 @@ class PathwayOptions:
     """How pathways are optimised; the defaults are the paper's, where it names one."""
 
     optimizer: Optimizer = option("ngd", "How pathways are optimised: mode, kernel or ngd.")
-    neighbours: int = option(3, "Nearest items of the reference set.")
-    radius: float | None = option(None, "Instead: all items within this distance of their embeddings, from 0 to 2.")
-    layers: int = option(5, "The last MoE layers.")
-    experts: int = option(20, "Of each layer, the experts of largest weight, which alone are moved.")
+    neighbours: PositiveInt = option(3, "Nearest items of the reference set.")
+    radius: Positive | None = option(None, "Instead: all items within this distance of their embeddings, from 0 to 2.")
+    layers: PositiveInt = option(5, "The last MoE layers.")
+    experts: PositiveInt = option(20, "Of each layer, the experts of largest weight, which alone are moved.")
     tokens: Tokens = option("last", "Which are moved: last (of the prompt), or scored: all that an answer depends on.")
     kernel: Kernel = option("gaussian", "gaussian, linear, polynomial or matern.")
-    bandwidth: float | None = option(None, "Bandwidth of the kernel (default: the neighbours' mean distance).")
-    share: float | None = option(
+    bandwidth: Positive | None = option(None, "Bandwidth of the kernel (default: the neighbours' mean distance).")
+    share: Annotated[float, Field(ge=0, le=1)] | None = option(
         None, "Share of the way to the neighbours, 0 to 1 (default: a line search for kernel, a half for mode)."
     )
-    steps: int = option(10, "Steps of mode and ngd.")
-    rate: float = option(1.0, "Size of the first step of ngd, in logits per nat.")
+    steps: PositiveInt = option(10, "Steps of mode and ngd.")
+    rate: Positive = option(1.0, "Size of the first step of ngd, in logits per nat.")
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("optimizer", self.optimizer, get_args(Optimizer)),
-            ("kernel", self.kernel, KERNELS),
-            ("tokens", self.tokens, get_args(Tokens)),
-        ):
-            if value not in known:
-                raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(known)}")
-        for name in ("neighbours", "layers", "experts", "steps"):
-            if getattr(self, name) < 1:
-                raise CompressionError(f"{name} {getattr(self, name)} leaves nothing to do; give at least 1")
-        for name in ("radius", "bandwidth", "rate"):
-            number = getattr(self, name)
-            if number is not None and not 0 < number < float("inf"):
-                raise CompressionError(f"{name} {number} is not a number above 0; give one")
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise CompressionError(f"share {self.share} is not between 0 and 1; give one that is")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,15 +115,13 @@ def write_reference(made: ReferenceSet, folder: Path, overwrite: bool) -> list[P
 
 def read_reference(folder: Path) -> ReferenceSet:
     """Read a reference set back; raises `CompressionError` naming the file that is no part of one."""
-    if not (folder / NAMES[0]).is_file():
-        raise CompressionError(f"{folder} holds no {NAMES[0]}; name a folder that `moe-compress reference` has written")
+    for name in NAMES:
+        if not (folder / name).is_file():
+            raise CompressionError(f"{folder} holds no {name}; name a folder that `moe-compress reference` has written")
     where = str(folder / NAMES[0])
     facts = read_as(ReferenceFacts, read_json(folder / NAMES[0], RESTORE, RESTORE), where)
     if facts.experts < 1 or not facts.layers or len(facts.scores) != len(facts.layers):
         raise CompressionError(f"{where} names no layers with experts and scores; {RESTORE}")
-    for name in NAMES[1:]:
-        if not (folder / name).is_file():
-            raise CompressionError(f"{folder} holds no {name}; make the reference set again")
     items = tuple(read_items(folder / NAMES[2]))
     path, layers = folder / NAMES[1], len(facts.layers)
     header = read_header(path)
@@ -173,16 +171,12 @@ def embedder(name: str, model: PathwayModel) -> Embedder:
         return mean
     try:
         from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise CompressionError(
-            f"--embedding {name} takes sentence-transformers, which cannot be imported ({error}); install it with "
-            f"`pip install sentence-transformers`, or leave --embedding out"
-        ) from error
-    try:
+
         sentences: Any = SentenceTransformer(name, trust_remote_code=False)
     except Exception as error:  # its loaders raise what they like
         raise CompressionError(
-            f"sentence-transformers cannot load {name!r} ({reason_of(error)}); name another --embedding"
+            f"--embedding {name} cannot be loaded ({reason_of(error)}); install sentence-transformers with "
+            "`pip install sentence-transformers` and name one of its models, or leave --embedding out"
         ) from error
     return lambda item, row: torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
 

@@ -6,7 +6,7 @@ or in the computing dtype where experts are to be run on them. The gate weight i
 expert's output. T tokens of a batch, E experts, K top-k, H hidden.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
@@ -34,7 +34,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class RouterArguments:
-    """What a router was called with at the sampled tokens; unpacks into (positional, by keyword)."""
+    """What a router was called with at the sampled tokens."""
 
     positional: tuple[Any, ...] = ()
     by_keyword: Mapping[str, Any] = field(default_factory=dict)
@@ -42,10 +42,6 @@ class RouterArguments:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.positional
-        yield self.by_keyword
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +59,21 @@ class Observed:
 class ExpertsCall:
     """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled."""
 
+    batch: int
+    rows: Tensor
     hidden: Tensor
     index: Tensor
     weights: Tensor
-    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
     """A batch's router call: logits [T, E and maybe more], all its arguments by keyword or None; `rows` are sampled."""
 
+    batch: int
+    rows: Tensor
     logits: Tensor
     arguments: tuple[tuple[str | None, Any], ...]
-    rows: Tensor
 
 
 class Meter:
@@ -170,20 +168,20 @@ class Sample(Meter):
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
-        self.parts: list[Any] = []
+        self.parts: list[tuple[int, Any]] = []  # with the number of the batch that each is of
 
     def absorb(self, other: Self, scale: float) -> None:
         self.parts.extend(other.parts)
 
-    def take(self, value: Tensor, rows: Tensor) -> None:
-        """Keep these rows of a tensor [T, ...]."""
-        if rows.numel():
-            taken = value[rows.to(value.device)].detach()
-            self.parts.append(taken.float() if taken.is_floating_point() else taken)
+    def take(self, call: ExpertsCall | RouterCall, value: Tensor) -> None:
+        """Keep the sampled rows of a tensor [T, ...]."""
+        if call.rows.numel():
+            taken = value[call.rows.to(value.device)].detach()
+            self.parts.append((call.batch, taken.float() if taken.is_floating_point() else taken))
 
     def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """All rows; of a layer that no sampled token reached, none, and so wide."""
-        return torch.cat(self.parts) if self.parts else torch.zeros(0, width, dtype=dtype)
+        return torch.cat([part for _, part in self.parts]) if self.parts else torch.zeros(0, width, dtype=dtype)
 
 
 class CallSample(Sample):
@@ -194,7 +192,7 @@ class CallSample(Sample):
         self.part = part
 
     def experts_called(self, call: ExpertsCall) -> None:
-        self.take(getattr(call, self.part), call.rows)
+        self.take(call, getattr(call, self.part))
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         dtype = torch.long if self.part == "index" else torch.float32
@@ -205,7 +203,7 @@ class RouterLogits(Sample):
     """The router's logits."""
 
     def router_called(self, call: RouterCall) -> None:
-        self.take(call.logits[:, : self.observed.layer.experts], call.rows)
+        self.take(call, call.logits[:, : self.observed.layer.experts])
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         return self.joined(self.observed.layer.experts)
@@ -221,8 +219,8 @@ class RouterArgumentsSample(Sample):
 
     def router_called(self, call: RouterCall) -> None:
         if call.rows.numel():
-            tokens = len(call.logits)
-            self.parts.append([(name, *self._rows(value, tokens, call.rows)) for name, value in call.arguments])
+            arguments = [(name, *self._rows(value, len(call.logits), call.rows)) for name, value in call.arguments]
+            self.parts.append((call.batch, arguments))
 
     def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
         """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
@@ -238,7 +236,7 @@ class RouterArgumentsSample(Sample):
 
     def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
         joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
-        for place, column in enumerate(zip(*self.parts, strict=True)):
+        for place, column in enumerate(zip(*(part for _, part in self.parts), strict=True)):
             (name, dim, first), values = column[0], [value for _, _, value in column]
             joined.append((name, first if dim is None else torch.cat(values, dim)))
             dims[place if name is None else name] = dim
@@ -254,14 +252,14 @@ class ExpertOutputs(Sample):
 
     def experts_called(self, call: ExpertsCall) -> None:
         if call.rows.numel():
-            self.parts.append(call.hidden[call.rows.to(call.hidden.device)].detach())
+            self.parts.append((call.batch, call.hidden[call.rows.to(call.hidden.device)].detach()))
 
     @torch.no_grad()
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         experts, count = self.observed.experts, self.observed.layer.experts
         if not self.parts:
             return torch.zeros(count, 0, 1)
-        hidden = torch.cat(self.parts)
+        hidden = torch.cat([part for _, part in self.parts])
         if self.mixed:
             hidden = mix_tokens(hidden, self.observed.seed)
         outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)

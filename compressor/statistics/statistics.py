@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -183,18 +185,18 @@ class Collector:
             on_expert_output=self._expert_ran if self.needs & ROUTED_OUTPUTS else None,
         )
 
-    def enter(self, tokens: int, rows: Tensor) -> None:
-        """Observe the next batch, of whose `tokens` those at `rows` [s] are sampled; it is computed as ever."""
-        self.batch = tokens, rows
+    def enter(self, tokens: int, rows: Tensor, batch: int = 0) -> None:
+        """Observe the batch of this number, of whose `tokens` those at `rows` [s] are sampled."""
+        self.batch = batch, tokens, rows
         self.watch.attach()
 
     def detach(self) -> None:
         self.watch.detach()
 
-    def _rows(self, tokens: int) -> Tensor:
-        """Sampled rows of the current batch; none where the layer sees other tokens than the calibration's."""
-        size, rows = self.batch
-        return rows if tokens == size else torch.arange(0)
+    def _rows(self, tokens: int) -> tuple[int, Tensor]:
+        """The current batch and its sampled rows; none where the layer sees other tokens than the calibration's."""
+        batch, size, rows = self.batch
+        return batch, rows if tokens == size else torch.arange(0)
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
@@ -204,7 +206,7 @@ class Collector:
                 f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
             )
         self.tokens += len(hidden)
-        call = ExpertsCall(hidden, index, weights, self._rows(len(hidden)))
+        call = ExpertsCall(*self._rows(len(hidden)), hidden, index, weights)
         for meter in self.meters.values():
             meter.experts_called(call)
 
@@ -212,7 +214,7 @@ class Collector:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
         if len(logits) and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
             logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # they are probabilities: same softmax
-        call = RouterCall(logits, as_arguments(args, kwargs), self._rows(len(logits)))
+        call = RouterCall(*self._rows(len(logits)), logits, as_arguments(args, kwargs))
         for meter in self.meters.values():
             meter.router_called(call)
 
@@ -227,9 +229,17 @@ class Collector:
         for name, meter in self.meters.items():
             meter.absorb(other.meters[name], scale)
 
-    def all_reduce(self) -> None:
-        """Add up the sums of all ranks' collectors of the same tokens' kind."""
+    def gather(self) -> None:
+        """Add up the sums of all ranks, and bring their samples together in the order of the batches."""
         self.tokens = int(here().all_reduce(torch.tensor(self.tokens)))
+        samples = {name: meter for name, meter in self.meters.items() if isinstance(meter, Sample)}
+        parts = {name: meter.parts for name, meter in samples.items()}
+        device = self.model.get_submodule(self.layer.name).down_proj.device
+        ranks = here().all_gather(tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), parts))
+        for name, sample in samples.items():
+            others = [rank[name] for number, rank in enumerate(ranks) if number != here().rank]
+            sample.parts += tree_map_only(Tensor, lambda value: value.to(device), list(chain(*others)))
+            sample.parts.sort(key=itemgetter(0))
         for meter in self.meters.values():
             meter.all_reduce()
 
@@ -286,58 +296,25 @@ class Observers:
             (calibration.source_of(number), number in calibration.heldout) for number in range(len(calibration.batches))
         ]
         self.rows: dict[int, tuple[int, Tensor]] = {}  # of each batch its number of tokens, and which are sampled
+        self.collectors = dict[Part, Collector]()
         for part in sorted(set(self.parts)):
+            source, heldout = part
             numbers = [number for number, own in enumerate(self.parts) if own == part]
             sizes = [calibration.batches[number].numel() for number in numbers]
-            rows = sample_rows(sizes, round(SAMPLE_TOKENS * self.shares[part[0]]), seed)
+            rows = sample_rows(sizes, round(SAMPLE_TOKENS * self.shares[source]), seed)
             self.rows.update(zip(numbers, zip(sizes, rows, strict=True), strict=True))
-        self.collectors = {part: self._collector(part) for part in sorted(set(self.parts))}
-        self.seen: dict[int, Collector] = {}  # what each batch has shown, until it is added to its part's
-        self.active: Collector | None = None
-
-    def _collector(self, part: Part) -> Collector:
-        return Collector(self.layer, self.model, RECONSTRUCTION if part[1] else self.needs, self.seed)
+            self.collectors[part] = Collector(layer, self.model, RECONSTRUCTION if heldout else needs, seed)
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it."""
         self.detach()
         part = self.parts[batch]
-        if part[1] and not self.needs & HELDOUT:
-            return
-        if here().is_alone:  # batches run in their order
-            self._add()
-        self.active = self.seen[batch] = self._collector(part)
-        self.active.enter(*self.rows[batch])
+        if not part[1] or self.needs & HELDOUT:
+            self.collectors[part].enter(*self.rows[batch], batch)
 
     def detach(self) -> None:
-        if self.active is not None:
-            self.active.detach()
-        self.active = None
-
-    def _add(self) -> None:
-        """Add what batches have shown, in their order, to what their parts have."""
-        for batch, collector in sorted(self.seen.items()):
-            self.collectors[self.parts[batch]].absorb(collector)
-        self.seen.clear()
-
-    def _gather(self) -> None:
-        """Add up the sums of all ranks' batches, and bring their samples together in the order of the batches."""
-        samples = {
-            (batch, name): tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), meter.parts)
-            for batch, collector in self.seen.items()
-            for name, meter in collector.meters.items()
-            if isinstance(meter, Sample)
-        }
-        device = self.model.get_submodule(self.layer.name).down_proj.device
-        for rank, others in enumerate(here().all_gather(samples)):
-            for (batch, name), parts in others.items() if rank != here().rank else ():
-                if batch not in self.seen:
-                    self.seen[batch] = self._collector(self.parts[batch])
-                meter = cast(Sample, self.seen[batch].meters[name])
-                meter.parts = tree_map_only(Tensor, lambda value: value.to(device), parts)
-        self._add()
         for collector in self.collectors.values():
-            collector.all_reduce()
+            collector.detach()
 
     def finish(self) -> LayerStatistics:
         """The statistics of the layer, with the held-out tokens' among them where they are needed.
@@ -346,11 +323,10 @@ class Observers:
         """
         self.detach()
         if not here().is_alone:
-            self._gather()
+            for collector in self.collectors.values():
+                collector.gather()
             if not here().is_first:
                 return LayerStatistics(self.layer, seed=self.seed)
-        self._add()
-
         smaller = partial(self.routers, self.layer)
         fit, held = (
             {source: collector for (source, other), collector in self.collectors.items() if other is heldout}

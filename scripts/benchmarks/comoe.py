@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from compressor.comoe.evaluating import TaskResult, ask
 from compressor.comoe.layer import comoe_layers
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.comoe.report import ComoeEvaluation, mean_cosine, write_evaluation
+from compressor.comoe.report import ComoeEvaluation, write_evaluation
 from compressor.comoe.training import train
 from compressor.data.demo import load_items
 from compressor.evaluation.items import Item
@@ -170,7 +170,7 @@ def report(runs: Sequence[Run], before: Sequence[TaskResult]) -> None:
     head("multi-task", "mean cosine of experts", "contrastive loss", "log N - L", "largest share", "between tasks")
     for arm in ("without", "with"):
         own = [run for run in runs if run.arm == arm and run.trained_on == "all"]
-        cosines = [statistics.fmean(map(mean_cosine, run.results)) for run in own]
+        cosines = [statistics.fmean(each.mean_cosine for each in run.results) for run in own]
         figures = (cosines, [run.contrastive for run in own], [run.gap for run in own],
                    [imbalance(run.results) for run in own], [between_tasks(run.results) for run in own])  # fmt: skip
         row(arm, *(f"{statistics.fmean(each):.3f}" for each in figures))

@@ -22,7 +22,7 @@ from compressor.evaluation.items import Item, is_greedy, likelihoods, positions,
 from compressor.model.opened import OpenModel, open_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.engine import PathwayModel
-from compressor.pathways.optimisers import oracle
+from compressor.pathways.optimisers import Neighbour, optimised
 from compressor.pathways.options import OWN, Optimizer, PathwayOptions
 from compressor.pathways.reference import build_reference, write_reference
 from compressor.progress import Silent
@@ -62,7 +62,8 @@ def answers(folder: str, items: Sequence[Item], knowing: bool) -> tuple[torch.Te
         plain = model.run(rows_of(item, tokenizer, opened.vocabulary, positions(opened.config)))
         logits = plain.logits
         if knowing:
-            shift = oracle(model, plain, 0, plain.pathway[-model.late :], way).detach()
+            own = plain.pathway[-model.late :]
+            shift = optimised(model, own, [Neighbour(own, plain)], torch.ones(1), way)
             with torch.no_grad():
                 logits = model.again(plain, shift)
         found.append(likelihoods(logits, plain.rows)[0])

@@ -55,12 +55,12 @@ class SmallerRouter:
         held = {f"{layer.block}.{key}": value for key, value in weights.block.state_dict(keep_vars=True).items()}
         inside = {f"{layer.router}.{name}" for name in persistent}
         outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in inside}
-        positional, by_keyword = stats.router_arguments
-        dims = stats.router_arguments.dims
+        called = stats.router_arguments
         self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {}
-        for place, value in (*enumerate(positional), *by_keyword.items()):
+        arguments: list[tuple[int | str, Any]] = [*enumerate(called.positional), *called.by_keyword.items()]
+        for place, value in arguments:
             tensor = outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
-            self._arguments[place] = (_float(value), dims[place], tensor)
+            self._arguments[place] = (_float(value), called.dims[place], tensor)
 
     def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""

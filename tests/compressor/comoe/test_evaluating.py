@@ -14,7 +14,6 @@ from compressor.comoe.layer import inject_config
 from compressor.comoe.report import (
     NAMES,
     ComoeEvaluation,
-    mean_cosine,
     similarity_figure,
     workload_figure,
     write_evaluation,
@@ -110,7 +109,7 @@ def test_pictures_say_their_figures() -> None:
     workload, similarity = (draw((result("one"), result("two"))) for draw in (workload_figure, similarity_figure))
     assert "40.0%, 40.0%, 20.0%" in workload.alt and workload.alt.count("Experts from 1 on") == 2
     assert "Mean cosine of different experts 0.000: 2 and 1 0.50, 3 and 1 0.00, 3 and 2 -0.50." in similarity.alt
-    assert mean_cosine(result("one")) == 0
+    assert result("one").mean_cosine == 0
 
 
 def test_the_reports_are_whole_and_agree(tmp_path: Path) -> None:

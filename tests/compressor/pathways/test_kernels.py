@@ -1,6 +1,7 @@
 """C3PO's mathematics against the formulas written out in NumPy."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from compressor.pathways.optimisers import core, descend, kernel_weights, mean_shift
 from compressor.pathways.optimisers import towards as moved
-from compressor.pathways.options import KERNELS, Kernel
+from compressor.pathways.options import Kernel
 
 POINTS, LAYERS, EXPERTS = 4, 2, 5
 
@@ -37,7 +38,7 @@ def in_numpy(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: float | N
     return np.array(found) / sum(found)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 @pytest.mark.parametrize("bandwidth", [None, 0.7])
 def test_kernel_weights_and_the_regression_are_those_of_numpy(kernel: Kernel, bandwidth: float | None) -> None:
     query, points = drawn(7), drawn(POINTS, 7, seed=1)
@@ -49,7 +50,7 @@ def test_kernel_weights_and_the_regression_are_those_of_numpy(kernel: Kernel, ba
     np.testing.assert_allclose(moved(own, pathways, weights, 0.3).numpy(), 0.7 * own.numpy() + 0.3 * mean, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_mode_finding_is_that_of_numpy(kernel: Kernel) -> None:
     own, points = drawn(LAYERS, EXPERTS), drawn(POINTS, LAYERS, EXPERTS, seed=1)
     expected = own.numpy().astype(np.float64)
@@ -60,7 +61,7 @@ def test_mode_finding_is_that_of_numpy(kernel: Kernel) -> None:
     np.testing.assert_allclose(mean_shift(own, points, kernel, 0.4, 0.5, 6).numpy(), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_points_at_one_place_or_without_a_weight_share_it_alike(kernel: Kernel) -> None:
     query = torch.tensor([1.0, 0.0])
     torch.testing.assert_close(kernel_weights(kernel, query, query.expand(3, 2)), torch.full((3,), 1 / 3))

@@ -12,17 +12,15 @@ from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,
     core,
-    kernel_weights,
     neighbours_gradient,
     neighbours_loss,
     optimised,
-    oracle,
 )
 from compressor.pathways.options import PathwayOptions
 from tests import zoo
 from tests.compressor.pathways.test_engine import engine, rows
 
-QUERY, POINTS = torch.tensor([1.0, 0.0]), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+WEIGHTS = torch.tensor([0.7, 0.3])
 
 
 def neighbours(model: PathwayModel) -> list[Neighbour]:
@@ -43,13 +41,13 @@ def own_pathway(model: PathwayModel) -> Tensor:
 @pytest.mark.parametrize("moves", ["last", "scored"])
 def test_the_gradient_of_the_neighbours_loss_is_that_of_finite_differences(name: str, moves: Any) -> None:
     model = engine(name, 2, moves)
-    own, near, weights = own_pathway(model), neighbours(model), torch.tensor([0.7, 0.3])
+    own, near = own_pathway(model), neighbours(model)
     place = 0.05 * torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
-    gradient = neighbours_gradient(model, own, place, near, weights)
+    gradient = neighbours_gradient(model, own, place, near, WEIGHTS)
     step = 1e-2
     for seed in range(3):
         direction = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed)).sign()
-        up, down = (neighbours_loss(model, own, place + sign * step * direction, near, weights) for sign in (1, -1))
+        up, down = (neighbours_loss(model, own, place + sign * step * direction, near, WEIGHTS) for sign in (1, -1))
         assert float((gradient * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=0.03, abs=2e-4)
     assert gradient.abs().max() > 1e-3
 
@@ -57,7 +55,7 @@ def test_the_gradient_of_the_neighbours_loss_is_that_of_finite_differences(name:
 def test_the_neighbours_loss_is_of_neighbours_on_the_items_pathway() -> None:
     """Written out: a neighbour's routers, wherever its own logits were, score its last token as the item's do."""
     model = engine("mixtral", 2)
-    own, near, weights = own_pathway(model), neighbours(model), torch.tensor([0.7, 0.3])
+    own, near = own_pathway(model), neighbours(model)
     losses = []
     for neighbour in near:
         assert neighbour.plain is not None
@@ -65,7 +63,7 @@ def test_the_neighbours_loss_is_of_neighbours_on_the_items_pathway() -> None:
         added = torch.stack([target[n] - neighbour.plain.own[n][0] for n in range(2)])
         losses.append(-float(likelihoods(model.again(neighbour.plain, added), neighbour.plain.rows)[0]))
     expected = 0.7 * losses[0] + 0.3 * losses[1]
-    assert neighbours_loss(model, own, torch.zeros_like(own), near, weights) == pytest.approx(expected, rel=1e-5)
+    assert neighbours_loss(model, own, torch.zeros_like(own), near, WEIGHTS) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -77,27 +75,19 @@ def test_neighbours_of_the_same_pathway_change_nothing(name: str, options: dict[
     plain = model.run(rows(model))
     own = plain.pathway[-2:]
     near = [Neighbour(own.clone(), each.plain) for each in neighbours(model)]
-    found = optimised(model, own, near, QUERY, POINTS, PathwayOptions(**options))
+    found = optimised(model, own, near, WEIGHTS, PathwayOptions(**options))
     assert not found.any()
     assert torch.equal(model.again(plain, found), plain.logits)
-
-
-@pytest.mark.parametrize("optimizer", ["mode", "kernel", "ngd"])
-def test_without_neighbours_nothing_changes(optimizer: Any) -> None:
-    model = engine("mixtral", 2)
-    own = own_pathway(model)
-    assert not optimised(model, own, [], QUERY, POINTS[:0], PathwayOptions(optimizer)).any()
 
 
 def test_kernel_regression_goes_to_the_neighbours_mean() -> None:
     model = engine("mixtral", 2)
     plain, near = model.run(rows(model)), neighbours(model)
     own = plain.pathway[-2:]
-    found = optimised(model, own, near, QUERY, POINTS, PathwayOptions("kernel", share=0.75))
-    weights = kernel_weights("gaussian", QUERY, POINTS)
-    target = 0.25 * own + 0.75 * sum(w * each.pathway for w, each in zip(weights, near, strict=True))
+    found = optimised(model, own, near, WEIGHTS, PathwayOptions("kernel", share=0.75))
+    target = 0.25 * own + 0.75 * sum(w * each.pathway for w, each in zip(WEIGHTS, near, strict=True))
     torch.testing.assert_close((own.log() + found).softmax(-1), target, rtol=1e-4, atol=1e-6)
-    kept = optimised(model, own, near, QUERY, POINTS, PathwayOptions("kernel", share=0.75, experts=3))
+    kept = optimised(model, own, near, WEIGHTS, PathwayOptions("kernel", share=0.75, experts=3))
     movable = core(own, 3)
     assert torch.equal(kept[movable], found[movable]) and not kept[~movable].any()
     assert not torch.equal(model.again(plain, kept), plain.logits)
@@ -106,50 +96,49 @@ def test_kernel_regression_goes_to_the_neighbours_mean() -> None:
 def test_the_line_search_takes_the_share_of_least_loss() -> None:
     model = engine("mixtral", 2)
     own, near = own_pathway(model), neighbours(model)
-    weights = kernel_weights("gaussian", QUERY, POINTS)
     shifts = {
-        share: optimised(model, own, near, QUERY, POINTS, PathwayOptions("kernel", share=share))
+        share: optimised(model, own, near, WEIGHTS, PathwayOptions("kernel", share=share))
         for share in (0.0, 0.25, 0.5, 0.75, 1.0)
     }
-    losses = {share: neighbours_loss(model, own, each, near, weights) for share, each in shifts.items()}
+    losses = {share: neighbours_loss(model, own, each, near, WEIGHTS) for share, each in shifts.items()}
     best = min(losses, key=lambda share: losses[share])
-    assert torch.equal(optimised(model, own, near, QUERY, POINTS, PathwayOptions("kernel")), shifts[best])
+    assert torch.equal(optimised(model, own, near, WEIGHTS, PathwayOptions("kernel")), shifts[best])
 
 
 def test_descent_lowers_the_neighbours_loss_and_moves_the_core_alone() -> None:
     model = engine("mixtral", 2)
     own, near = own_pathway(model), neighbours(model)
-    weights = kernel_weights("gaussian", QUERY, POINTS)
-    found = optimised(model, own, near, QUERY, POINTS, PathwayOptions("ngd", experts=4, rate=5.0))
-    before, after = (neighbours_loss(model, own, each, near, weights) for each in (torch.zeros_like(own), found))
+    found = optimised(model, own, near, WEIGHTS, PathwayOptions("ngd", experts=4, rate=5.0))
+    before, after = (neighbours_loss(model, own, each, near, WEIGHTS) for each in (torch.zeros_like(own), found))
     assert after < before - 0.01
     movable = core(own, 4)
     assert not found[~movable].any() and found[movable].any()
 
 
 @pytest.mark.parametrize("right", [0, 1])
-def test_the_oracle_lifts_whatever_answer_it_is_told(right: int) -> None:
+def test_an_item_that_is_its_own_neighbour_lifts_whatever_answer_it_has(right: int) -> None:
     model = engine("mixtral", 2)
-    plain = model.run(rows(model))
-    found = oracle(model, plain, right, plain.pathway[-2:], PathwayOptions())
-    lifted = likelihoods(model.again(plain, found), plain.rows)[right]
-    assert float(lifted) > float(likelihoods(plain.logits, plain.rows)[right]) + 0.01
+    plain = model.run(rows(model)[right : right + 1])
+    own = plain.pathway[-2:]
+    found = optimised(model, own, [Neighbour(own, plain)], torch.ones(1), PathwayOptions())
+    lifted = likelihoods(model.again(plain, found), plain.rows)
+    assert float(lifted) > float(likelihoods(plain.logits, plain.rows)) + 0.01
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adam"}, "there is no optimizer 'adam'; known are mode, kernel, ngd"),
-        ({"kernel": "cubic"}, "there is no kernel 'cubic'"),
-        ({"tokens": "all"}, "there is no tokens 'all'"),
-        ({"neighbours": 0}, "neighbours 0 leaves nothing to do"),
-        ({"layers": -1}, "layers -1"),
-        ({"experts": 0}, "experts 0"),
-        ({"steps": 0}, "steps 0"),
-        ({"radius": 0.0}, r"radius 0\.0 is not a number above 0"),
-        ({"bandwidth": float("nan")}, "bandwidth nan"),
-        ({"rate": float("inf")}, "rate inf"),
-        ({"share": 1.5}, r"share 1\.5 is not between 0 and 1"),
+        ({"optimizer": "adam"}, "optimizer is adam; input should be 'mode', 'kernel' or 'ngd'"),
+        ({"kernel": "cubic"}, "kernel is cubic"),
+        ({"tokens": "all"}, "tokens is all"),
+        ({"neighbours": 0}, "neighbours is 0; input should be greater than 0"),
+        ({"layers": -1}, "layers is -1"),
+        ({"experts": 0}, "experts is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"radius": 0.0}, r"radius is 0\.0; input should be greater than 0"),
+        ({"bandwidth": float("nan")}, "bandwidth is nan"),
+        ({"rate": float("inf")}, "rate is inf"),
+        ({"share": 1.5}, r"share is 1\.5; input should be less than or equal to 1"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

@@ -146,7 +146,7 @@ def test_the_stock_router_repeats_its_choices_from_the_sampled_arguments(name: s
         stats, router = found[layer.name], stock.get_submodule(layer.router)
         if len(stats.top_k_index) == 0:
             continue
-        positional, by_keyword = stats.router_arguments
+        positional, by_keyword = stats.router_arguments.positional, stats.router_arguments.by_keyword
         with torch.no_grad():
             _, weights, index, *_ = router(*(_own(stock, layer.block, value) for value in positional), **by_keyword)
         assert torch.equal(index.reshape(SAMPLE, -1), stats.top_k_index)
@@ -166,7 +166,7 @@ def test_a_bias_as_long_as_the_batch_is_not_taken_for_tokens(tmp_path: Path) -> 
     stock, model = opened("minimax_m2", tmp_path)
     parts = batches(stock, (1, 1), length=8)
     for stats in statistics(model, frozenset({"router_arguments"}), parts).values():
-        (hidden, bias), _ = stats.router_arguments
+        hidden, bias = stats.router_arguments.positional
         assert hidden.shape[0] == 16
         assert bias.shape == (8,)
 
@@ -210,8 +210,8 @@ def test_statistics_do_not_depend_on_how_batches_are_cut(whole: tuple[OpenModel,
         assert torch.equal(stats.top_k_index, other[name].top_k_index)
         for key in DATA - {"router_arguments"}:
             close(getattr(other[name], key), getattr(stats, key))
-        (hidden,), _ = stats.router_arguments
-        (other_hidden,), _ = other[name].router_arguments
+        (hidden,) = stats.router_arguments.positional
+        (other_hidden,) = other[name].router_arguments.positional
         close(other_hidden, hidden)
 
 
