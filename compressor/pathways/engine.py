@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 from compressor.errors import CompressionError, wrap_faults
@@ -83,9 +84,7 @@ class PathwayModel:
 
         Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
         """
-        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows) - 1, dtype=torch.long)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row.tokens) - 1] = torch.tensor(row.tokens[:-1])
+        tokens = pad_sequence([torch.tensor(row.tokens[:-1]) for row in rows], batch_first=True)
         units, kept = self.opened.architecture.units, dict[str, Any]()
         seen = {layer.name: list[Tensor]() for layer in self.layers}  # logits [T, E] of each call of the router
         choices: dict[str, tuple[Tensor, Tensor]] = {}  # chosen experts and their weights, [T, k] each

@@ -107,20 +107,15 @@ def test_a_fault_within_lm_eval_is_one_sentence(
     assert capsys.readouterr().err.splitlines()[-1].startswith("Error: model_args.optimizer should be one")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_other_arguments_and_tasks_than_multiple_choice_are_refused(place: Path) -> None:
+    create, more = lm_eval_model.PathwayLM.create_from_arg_string, {"batch_size": 1, "device": "cpu"}
+    for odd, message in (
         ("neighbours=few", "model_args.neighbours should be a whole number"),
         ("peft=x", "moe-c3po takes no 'peft'"),
-    ],
-)
-def test_model_arguments_that_cannot_be_meant_are_refused(more: str, message: str, place: Path) -> None:
-    with pytest.raises(CompressionError, match=message):
-        lm_eval_model.PathwayLM.create_from_arg_string(arguments(place, more), {"batch_size": 1, "device": "cpu"})
-
-
-def test_other_tasks_than_multiple_choice_are_refused(place: Path) -> None:
-    model = lm_eval_model.PathwayLM.create_from_arg_string(arguments(place), {"batch_size": 1, "device": "cpu"})
+    ):
+        with pytest.raises(CompressionError, match=message):
+            create(arguments(place, odd), more)
+    model = create(arguments(place), more)
     for ask in (model.loglikelihood_rolling, model.generate_until):
         with pytest.raises(CompressionError, match="answers multiple choice alone"):
             ask([])

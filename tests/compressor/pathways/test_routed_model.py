@@ -75,16 +75,6 @@ def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> 
     assert moved[6:8] == [0, 0] and min(moved[:6] + moved[8:]) > 1e-6  # one by one, what is cut differently stays
 
 
-def test_neighbours_on_the_very_pathway_change_nothing(place: Path) -> None:
-    """Two prompts that differ in a blank at their end are the same tokens, so that they share their pathway."""
-    reference = trusted_reference(Routing(place / "reference"))
-    prompts = list(dict.fromkeys(item.prompt for item in reference.items))
-    pairs = tuple((prompt + "\n", "a") for prompt in prompts)
-    how = PathwayOptions("kernel", neighbours=1, share=1.0)
-    found, plain = routed(place, how, pairs)[0], routed(place, UNMOVED, pairs)[0]
-    assert [answer[0] for answer in found] == pytest.approx([answer[0] for answer in plain], abs=1e-5)
-
-
 def scores(place: Path, folder: Path, how: PathwayOptions | None, task: str, progress: Progress) -> ItemScores:
     wanted, source = options(task, include_path=folder, limit=4), locate(str(place / "model"))
     routing = Routing(place / "reference", how or UNMOVED)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
@@ -18,31 +18,14 @@ LAYER = MoeLayer("model.layers.3.experts", "block", "router", "unit", 3, experts
 
 NOTICED: dict[str, Callable[[Tensor], Any]] = {
     "an entry": lambda x: x.__setitem__(0, 1e9),
-    "a slice": lambda x: x.__setitem__(slice(0, 2), 1e9),
-    "a mask": lambda x: x.__setitem__(x > 0, 1e9),
     "mul_": lambda x: x.mul_(2),
-    "+=": lambda x: x.__iadd__(1),
     "out=": lambda x: torch.add(x, 1, out=x),
     "one of several out=": lambda x: torch.sort(x.clone(), out=(x, torch.empty(x.shape, dtype=torch.long))),
-    "copy_": lambda x: x.copy_(torch.zeros(x.shape)),
-    "index_fill_": lambda x: x.index_fill_(0, torch.tensor([0]), 7),
-    "masked_fill_": lambda x: x.masked_fill_(x > 0, 7),
-    "normal_": lambda x: x.normal_(),
-    "an initialiser": lambda x: nn.init.zeros_(x),
-    "in-place relu": lambda x: nn.functional.relu(x, inplace=True),
     "foreach": lambda x: torch._foreach_mul_([torch.ones(1), x], 2),
     "a flat view": lambda x: x.view(-1).zero_(),
-    "a reshaped view": lambda x: x.reshape(-1)[:2].zero_(),
-    "a row": lambda x: x[0].zero_(),
-    "rows": lambda x: [row.zero_() for row in x],
-    "a split": lambda x: x.split(1)[0].zero_(),
-    "a transpose": lambda x: x.mT.add_(1),
-    "strides": lambda x: x.as_strided((1,), (1,)).zero_(),
     "an alias": lambda x: torch.ops.aten.alias(x).zero_(),
     "expanded": lambda x: x.expand(2, *x.shape).zero_(),
     "detach": lambda x: x.detach().zero_(),
-    "the same dtype": lambda x: x.to(x.dtype).zero_(),
-    "the same device": lambda x: x.cpu().contiguous().zero_(),
     "another class": lambda x: x.as_subclass(Tensor).zero_(),
     "vmap": lambda x: torch.func.vmap(lambda row: row.zero_())(x),
 }
