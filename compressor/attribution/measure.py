@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.attribution.figures import KINDS, UNRANKED, Attribution, KeyInfluence, Output, Receiver, Sender
+from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection, Tally
-from compressor.attribution.routers import ObservedRouters, leaf_map, observe_routers, router_rows
-from compressor.attribution.tracing import pull_sum
+from compressor.attribution.routers import ObservedRouters, observe_routers
 from compressor.attribution.unit_trace import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import layer_number
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.streaming import Forward, Pass
 from compressor.model.tokenizer import load_tokenizer
@@ -68,14 +66,12 @@ def attribute(
     Pass(model, calibration.batches, progress, "attribution", seed, shared=True).run(projection)
     seconds = {"routers": between - begin, "attribution": time.perf_counter() - between}
     receivers = _receivers(routers, projection, calibration.tokens)
-    units, tallies = model.architecture.units, projection.tallies.totals
+    units, tallies = model.architecture.units, projection.tallies.totals.values()
 
-    def place(named: tuple[str, Tally]) -> tuple[bool, int, int, str, int]:
-        tally = named[1]
+    def place(tally: Tally) -> tuple[bool, int, int, str, int]:
         return tally.kind != "token", units.index(tally.unit), KINDS.index(tally.kind), tally.module, tally.number or 0
 
-    ordered = sorted(tallies.items(), key=place)
-    senders = tuple(_sender(name, tally, calibration.tokens) for name, tally in ordered)
+    senders = tuple(tally.sender(calibration.tokens) for tally in sorted(tallies, key=place))
     per_key: Sequence[KeyInfluence] = ()
     if keys:
         heads = [sender for sender in senders if sender.kind == "head"]
@@ -84,25 +80,12 @@ def attribute(
         per_key = key_influence(model, rows[:keys], strongest, progress) if strongest else ()
         if not per_key:
             logger.warning("no head of %s can be split by key tokens", model.architecture.model_class)
-    outputs = tuple(
-        Output(
-            tally.module,
-            layer_number(tally.unit),
-            tally.number or 0,
-            tally.tokens,
-            tally.norm / max(1, tally.tokens),
-            tally.max_norm,
-            tally.max_entry,
-        )
-        for tally in tallies.values()
-        if tally.kind == "expert"
-    )
     together = routed_together(routers.chosen.values(), routers.valid, model.architecture.experts, calibration.tokens)
     return Attribution(
         model=model.source.label,
         receivers=receivers,
         senders=senders,
-        outputs=outputs,
+        outputs=tuple(tally.output() for tally in tallies if tally.kind == "expert"),
         tokens=calibration.tokens,
         calibration=calibration.identity,
         versions=versions(),
@@ -134,27 +117,6 @@ def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) ->
             )
     figures = zip(routers.layers, (sums / tokens).tolist(), unexplained.tolist(), strict=True)
     return tuple(Receiver(layer.name, layer.index, variance, share) for layer, variance, share in figures)
-
-
-def _sender(name: str, tally: Tally, tokens: int) -> Sender:
-    reached = tally.reaches.tolist()
-    influence, positive, negative, covariance, ranks = (
-        tuple(value if reaches else None for value, reaches in zip(row, reached, strict=True))
-        for row in (tally.sums / tokens).tolist()
-    )
-    return Sender(
-        name=name,
-        kind=tally.kind,
-        layer=None if tally.kind == "token" else layer_number(tally.unit),
-        module=tally.module,
-        number=tally.number,
-        share=tally.tokens / tokens if tally.kind == "expert" else 1.0,
-        influence=influence,
-        positive=positive,
-        negative=negative,
-        rank_change=(None,) * len(reached) if tally.kind in UNRANKED else ranks,
-        covariance=covariance,
-    )
 
 
 Product = tuple[Tensor, Tensor, Tensor]  # attention weights [1, heads, L, L], values [1, heads, L, h], their product
@@ -228,30 +190,16 @@ class _ByKey(TracedPass):
             if float((result[0, number].float() - inputs).abs().max()) > PRODUCT_TOLERANCE * float(inputs.abs().max()):
                 continue
             projection = heads.weight[:, span].float()
-            variance, scales = self._by_key(unit, batch, trace, head, values[0, number].float(), projection)
-            influence: Tensor = weights[0, number].float().square() * (scales.square() @ variance.T)
+            variances, scales = [], []  # [L, r] over the experts of what each key's value would give, and factors
+            for view in self.routers.views(unit, batch, trace):
+                if (seen := view.of(head.module)) is not None:
+                    scores = values[0, number].float() @ (seen.rows @ projection).T
+                    variances.append(scores.unflatten(-1, (seen.scales.shape[1], -1)).var(-1, correction=0))
+                    scales.append(seen.scales)
+            factors = weights[0, number].float().square()
+            influence: Tensor = factors * (torch.cat(scales, -1).square() @ torch.cat(variances, -1).T)
             return influence
         return None
-
-    def _by_key(
-        self, unit: str, batch: int, trace: UnitTrace, head: Sender, values: Tensor, projection: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """[L, R] variance over the experts of what each key's value would give every router, and the factors [L, R]."""
-        variances, scales = [], []
-        for number, layer in enumerate(self.routers.layers):
-            scale, logits = torch.ones(len(values), device=values.device), trace.logits.get(layer.name)
-            if number in self.routers.later(unit):
-                leaf, rows = leaf_map(trace.terms, head.module), self.routers.rows_after(unit, number)
-                scale = self.routers.scale_after(unit, number, batch)
-            elif logits is not None:
-                leaf, rows = leaf_map(logits.terms, head.module), router_rows(layer, [()], values.device)
-            else:
-                continue
-            if leaf is not None:
-                scores = values @ (pull_sum(rows, leaf.chains) @ projection).T
-                variances.append(scores.var(-1, correction=0))
-                scales.append(scale if leaf.token is None else scale * leaf.token)
-        return torch.stack(variances, -1), torch.stack(scales, -1)
 
 
 def key_influence(

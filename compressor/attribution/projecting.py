@@ -3,33 +3,32 @@
 T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from compressor.attribution.figures import UNRANKED, ScoreEdge, adds_up
+from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
 from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
-from compressor.attribution.routers import ObservedRouters, leaf_map, refuse, router_rows
-from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
+from compressor.attribution.routers import ObservedRouters, View
 from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, parts_of
 from compressor.distributed import here
-from compressor.model.architecture import layers_by_unit
+from compressor.model.architecture import layer_number, layers_by_unit
 
-OUTPUT = "output"  # of the layer, where later routers' rows are kept
-SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
+FIGURES = ("influence", "positive", "negative", "covariance", "rank_change")  # of a sender, in the order of its sums
 
 
 @dataclass(slots=True)
 class Tally:
-    """One sender's sums so far."""
+    """One sender's sums so far; those of `FIGURES` for each router."""
 
+    name: str
     kind: str
     unit: str
     module: str
     number: int | None
-    sums: Tensor  # [5, R]: variance, positive and negative scores, covariance, change of rank
+    sums: Tensor  # [5, R]
     reaches: Tensor  # [R]: whether the sender comes before the router
     tokens: int = 0  # of an expert; so are the norms and the entry
     norm: float = 0.0  # L2, summed over its tokens
@@ -48,6 +47,25 @@ class Tally:
             self.by_expert = torch.zeros(len(self.reaches), variance.shape[1], dtype=torch.float64)
         self.by_expert[span] += variance
 
+    def sender(self, tokens: int) -> Sender:
+        """The figures, averaged over so many tokens."""
+        reached = self.reaches.tolist()
+        figures = {
+            name: tuple(
+                value if reaches and not (name == "rank_change" and self.kind in UNRANKED) else None
+                for value, reaches in zip(row, reached, strict=True)
+            )
+            for name, row in zip(FIGURES, (self.sums / tokens).tolist(), strict=True)
+        }
+        layer = None if self.kind == "token" else layer_number(self.unit)
+        share = self.tokens / tokens if self.kind == "expert" else 1.0
+        return Sender(self.name, self.kind, layer, self.module, self.number, share, **figures)
+
+    def output(self) -> Output:
+        """An expert's sizes."""
+        sizes = self.tokens, self.norm / max(1, self.tokens), self.max_norm, self.max_entry
+        return Output(self.module, layer_number(self.unit), self.number or 0, *sizes)
+
 
 @dataclass(slots=True)
 class Tallies:
@@ -59,42 +77,25 @@ class Tallies:
     def of(self, name: str, kind: str, unit: str, module: str, number: int | None = None) -> Tally:
         """The sums of the sender of this name; begun where there are none."""
         if name not in self.totals:
-            sums = torch.zeros(5, self.receivers, dtype=torch.float64)
+            sums = torch.zeros(len(FIGURES), self.receivers, dtype=torch.float64)
             reaches = torch.zeros(self.receivers, dtype=torch.bool)
-            self.totals[name] = Tally(kind, unit, module, number, sums, reaches)
+            self.totals[name] = Tally(name, kind, unit, module, number, sums, reaches)
         return self.totals[name]
 
     def passed(self, unit: str) -> None:
         """Add up the layer's sums of all ranks."""
         if here().is_alone:
             return
-        own = {name: tally for name, tally in self.totals.items() if tally.unit == unit}
-        for name in own:  # begun anew
-            del self.totals[name]
-        for name, part in (entry for each in here().all_gather(own) for entry in each.items()):
-            tally = self.of(name, part.kind, unit, part.module, part.number)
+        own = [tally for tally in self.totals.values() if tally.unit == unit]
+        for tally in own:  # begun anew
+            del self.totals[tally.name]
+        for part in (tally for each in here().all_gather(own) for tally in each):
+            tally = self.of(part.name, part.kind, unit, part.module, part.number)
             tally.sums += part.sums
             tally.reaches |= part.reaches
             tally.add_sizes(part.tokens, part.norm, part.max_norm, part.max_entry)
             if part.by_expert is not None:
                 tally.add_by_expert(part.by_expert)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a component of width H' looks to neighbouring routers: their numbers, rows [r * E, H'], factors [T, r]."""
-
-    span: slice
-    rows: Tensor
-    scales: Tensor
-
-    def scores(self, values: Tensor, tokens: Tensor | None, experts: int) -> Tensor:
-        """Sub-scores [n, r, E] of values [n, H'] at these tokens (None: all)."""
-        scales = self.scales if tokens is None else self.scales[tokens]
-        return (values.float() @ self.rows.T).view(len(values), -1, experts) * scales[..., None]
-
-
-_Key = tuple[str, int, int]  # what is looked at, and by which routers
 
 
 @dataclass(slots=True)
@@ -107,8 +108,6 @@ class Projection(TracedPass):
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
     _parts: Mapping[str, Mapping[str, str]] = field(init=False)  # kinds of components by decoder layer and name
     _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
-    _chains: dict[_Key, tuple[Chain, ...]] = field(default_factory=dict)  # of this layer's components
-    _rows: dict[_Key, Tensor] = field(default_factory=dict)  # of this layer's components and output
 
     def __post_init__(self) -> None:
         routers, architecture = self.routers, self.routers.model.architecture
@@ -120,13 +119,8 @@ class Projection(TracedPass):
         }
         for unit, parts in self._parts.items():
             for part, kind in parts.items():
-                for expert in range(self.experts if kind == "expert" else 0):
+                for expert in range(architecture.experts if kind == "expert" else 0):
                     self._expert(unit, part, expert).reaches[routers.later(unit)] = True
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.routers.model.architecture.experts
 
     def _expert(self, unit: str, module: str, expert: int) -> Tally:
         return self.tallies.of(f"{module} expert {expert}", "expert", unit, module, expert)
@@ -138,35 +132,31 @@ class Projection(TracedPass):
                 norms, entry = expert.outputs.float().norm(dim=-1), float(expert.outputs.abs().max())
                 sizes = len(norms), float(norms.sum(dtype=torch.float64)), float(norms.max()), entry
                 self._expert(unit, module, expert.expert).add_sizes(*sizes)
-        routers, later = self.routers, self.routers.later(unit)
-        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.experts))
-        for numbers in (later[start : start + at_once] for start in range(0, len(later), at_once)):
-            span = slice(numbers[0], numbers[-1] + 1)
-            key = OUTPUT, span.start, span.stop  # batches of other sizes have other spans
-            if key not in self._rows:
-                self._rows[key] = torch.cat([routers.rows_after(unit, number) for number in numbers])
-            scales = torch.stack([routers.scale_after(unit, number, batch) for number in numbers], -1)
-            together = self._measure(unit, batch, trace, trace.terms, View(span, self._rows[key], scales), key[1:])
-            if together is not None:
-                self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, span)
-        for number, layer in enumerate(routers.layers):
-            if (logits := trace.logits.get(layer.name)) is not None:  # it sees what comes before it in its own layer
-                rows = router_rows(layer, [()], routers.valid.device)
-                view = View(slice(number, number + 1), rows, torch.ones(trace.context.tokens, 1, device=rows.device))
-                self._measure(unit, batch, trace, logits.terms, view, (-1, number))
+        for view in self.routers.views(unit, batch, trace):
+            together: Tensor | None = None  # [T, r, E] of routed and shared experts
+            for tally, seen, values, tokens in self._written(unit, trace, view):
+                scores = seen.scores(values, tokens)
+                self._add(tally, scores, tokens, batch, view.span)
+                if batch == 0 and self.remainder is not None and tally.kind not in UNRANKED:
+                    _add_rows(self.remainder[:, view.span], tokens, -scores)
+                if tally.kind in ("expert", "shared"):
+                    if together is None:
+                        together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
+                    _add_rows(together, tokens, scores)
+            if together is not None and view.terms is trace.terms:  # for later routers, which see all of the layer
+                self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, view.span)
 
     def finish(self, unit: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
         self.tallies.passed(unit)
-        self._chains.clear()
-        self._rows.clear()
         split = {tally.module for tally in self.tallies.totals.values() if tally.kind == "head"}
+        experts = self.routers.model.architecture.experts
         for name, tally in self.tallies.totals.items():
             if tally.by_expert is not None and adds_up(tally.kind, tally.module, split):
                 values, places = tally.by_expert.flatten().sort(descending=True, stable=True)
                 for value, place in zip(values.tolist()[: self.edges_kept], places.tolist(), strict=False):
                     if value > 0:
-                        self._strongest.append(ScoreEdge(name, place // self.experts, place % self.experts, value))
+                        self._strongest.append(ScoreEdge(name, place // experts, place % experts, value))
             tally.by_expert = None
         self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
@@ -176,65 +166,34 @@ class Projection(TracedPass):
         edges: tuple[ScoreEdge, ...] = here().broadcast(lambda: mean)
         return edges
 
-    def _measure(
-        self, unit: str, batch: int, trace: UnitTrace, terms: Sequence[Term], end: View, place: tuple[int, int]
-    ) -> Tensor | None:
-        """Add up the sub-scores of all components of a sum that looks like `end` to the routers.
-
-        Returns the sum [T, r, E] of those of routed and shared experts; None without any.
-        """
-        together: Tensor | None = None
-        for name in trace.context.leaves:
-            if name == STREAM and unit != self.routers.model.architecture.units[0]:
-                continue
-            if (leaf := leaf_map(terms, name)) is None:
-                continue
-            key, chains = (name, *place), leaf.chains
-            if not same_chains(self._chains.setdefault(key, chains), chains):
-                raise refuse(self.routers.model, unit, f"what it does to {name} differs between batches")
-            if key not in self._rows:
-                self._rows[key] = end.rows if chains == ((),) else pull_sum(end.rows, chains)
-            scales = end.scales if leaf.token is None else end.scales * leaf.token[:, None]
-            view = View(end.span, self._rows[key], scales)
-            for tally, seen, values, tokens in self._written(unit, trace, name, view):
-                scores = seen.scores(values, tokens, self.experts)
-                self._add(tally, scores, tokens, batch, view.span)
-                if batch == 0 and self.remainder is not None and tally.kind not in UNRANKED:
-                    _add_rows(self.remainder[:, view.span], tokens, -scores)
-                if tally.kind in ("expert", "shared"):
-                    if together is None:
-                        together = torch.zeros(trace.context.tokens, *scores.shape[1:], device=scores.device)
-                    _add_rows(together, tokens, scores)
-        return together
-
-    def _written(
-        self, unit: str, trace: UnitTrace, name: str, view: View
-    ) -> Iterator[tuple[Tally, View, Tensor, Tensor | None]]:
-        """What a component wrote and how the routers see it: an expert [n, H] with its tokens [n], others [T, H'].
+    def _written(self, unit: str, trace: UnitTrace, view: View) -> Iterator[tuple[Tally, View, Tensor, Tensor | None]]:
+        """What each component wrote and how the routers see it: experts [n, H] with their tokens [n], others [T, H'].
 
         After an attention come its heads, each through its slice of the output projection, and that one's bias.
         """
-        kind = "token" if name == STREAM else self._parts[unit].get(name, "other")
-        if kind == "expert":
-            for ran in trace.routed[name]:
-                values = ran.outputs.float() * ran.weights.float()[:, None]
-                yield self._expert(unit, name, ran.expert), view, values, ran.rows
-            return
-        values = trace.context.leaves[name].value.expand(trace.context.tokens, -1)
-        sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
-        yield self.tallies.of(sender, kind, unit, sender), view, values, None
-        if (heads := trace.heads.get(name)) is None:
-            return
-        key = f"{name} heads", view.span.start, view.span.stop
-        if key not in self._rows:
-            self._rows[key] = view.rows @ heads.weight.float()
-        for head in range(heads.heads):
-            span = heads.span(head)
-            tally = self.tallies.of(f"{name} head {head}", "head", unit, name, head)
-            yield tally, View(view.span, self._rows[key][:, span], view.scales), heads.inputs[:, span], None
-        if heads.bias is not None:
-            tally = self.tallies.of(f"{name} bias", "bias", unit, name)
-            yield tally, view, heads.bias.expand(len(heads.inputs), -1), None
+        is_first = unit == self.routers.model.architecture.units[0]
+        for name, leaf in trace.context.leaves.items():
+            if (name == STREAM and not is_first) or (seen := view.of(name)) is None:
+                continue
+            kind = "token" if name == STREAM else self._parts[unit].get(name, "other")
+            if kind == "expert":
+                for ran in trace.routed[name]:
+                    values = ran.outputs.float() * ran.weights.float()[:, None]
+                    yield self._expert(unit, name, ran.expert), seen, values, ran.rows
+                continue
+            sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
+            tally = self.tallies.of(sender, kind, unit, sender)
+            yield tally, seen, leaf.value.expand(trace.context.tokens, -1), None
+            if (heads := trace.heads.get(name)) is None:
+                continue
+            rows = seen.rows @ heads.weight.float()
+            for head in range(heads.heads):
+                span = heads.span(head)
+                tally = self.tallies.of(f"{name} head {head}", "head", unit, name, head)
+                yield tally, replace(seen, rows=rows[:, span]), heads.inputs[:, span], None
+            if heads.bias is not None:
+                tally = self.tallies.of(f"{name} bias", "bias", unit, name)
+                yield tally, seen, heads.bias.expand(len(heads.inputs), -1), None
 
     def _add(self, tally: Tally, scores: Tensor, tokens: Tensor | None, batch: int, span: slice) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""

@@ -3,7 +3,7 @@
 T tokens, H hidden, E experts, R routers, K top-k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ from compressor.model.streaming import BUDGET, Pass, allocate
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
+SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,30 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
                 f"{leaf} enters a sum twice with different factors; routing attribution does not support this model"
             )
     return LeafMap(first, tuple(term.chain for term in own))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How what was written looks to neighbouring routers: their numbers, rows [r * E, H'] and factors [T, r]."""
+
+    terms: Sequence[Term]  # of what they see
+    span: slice
+    rows: Tensor
+    scales: Tensor
+
+    def of(self, leaf: str) -> "View | None":
+        """The view of one component; None if the routers do not see it."""
+        if (found := leaf_map(self.terms, leaf)) is None:
+            return None
+        rows = self.rows if found.chains == ((),) else pull_sum(self.rows, found.chains)
+        scales = self.scales if found.token is None else self.scales * found.token[:, None]
+        return View((), self.span, rows, scales)
+
+    def scores(self, values: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Sub-scores [n, r, E] of values [n, H'] at these tokens (None: all)."""
+        scales = self.scales if tokens is None else self.scales[tokens]
+        scores: Tensor = (values.float() @ self.rows.T).unflatten(-1, (scales.shape[1], -1)) * scales[..., None]
+        return scores
 
 
 def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
@@ -159,30 +184,32 @@ class ObservedRouters(TracedPass):
 
     def later(self, unit: str) -> list[int]:
         """Numbers of the routers in layers after this one."""
-        return [number for number, layer in enumerate(self.layers) if self._place(layer.unit) > self._place(unit)]
+        place = self.model.architecture.units.index
+        return [number for number, layer in enumerate(self.layers) if place(layer.unit) > place(unit)]
 
-    def rows_after(self, unit: str, number: int) -> Tensor:
-        """[E, H]: a later router's rows on the output of a layer."""
-        rows = self._rows[self.layers[number].name]
-        for between in self._between(unit, number):
+    def views(self, unit: str, batch: int, trace: UnitTrace) -> Iterator[View]:
+        """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
+        for number, layer in enumerate(self.layers):
+            if (logits := trace.logits.get(layer.name)) is not None:
+                rows = router_rows(layer, [()], self.valid.device)
+                scales = torch.ones(trace.context.tokens, 1, device=rows.device)
+                yield View(logits.terms, slice(number, number + 1), rows, scales)
+        later = self.later(unit)
+        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
+        for numbers in (later[start : start + at_once] for start in range(0, len(later), at_once)):
+            after, factors = zip(*(self._after(unit, number, batch) for number in numbers), strict=True)
+            yield View(trace.terms, slice(numbers[0], numbers[-1] + 1), torch.cat(after), torch.stack(factors, -1))
+
+    def _after(self, unit: str, number: int, batch: int) -> tuple[Tensor, Tensor]:
+        """A later router's rows [E, H] on the output of a layer, and the factor of each token [T]."""
+        layer, units, logits = self.layers[number], self.model.architecture.units, self.logits[batch]
+        rows, factors = self._rows[layer.name], [self._scales[layer.name, batch]]
+        for between in reversed(units[units.index(unit) + 1 : units.index(layer.unit)]):
             if self._streams[between] != ((),):
                 rows = pull_sum(rows, self._streams[between])
-        return rows
-
-    def scale_after(self, unit: str, number: int, batch: int) -> Tensor:
-        """[T]: the factor of each token that goes with those rows."""
-        passing = [self._passing[between, batch] for between in self._between(unit, number)]
-        factors = [f for f in (self._scales[self.layers[number].name, batch], *passing) if f is not None]
-        logits = self.logits[batch]
-        return torch.stack(factors).prod(0) if factors else torch.ones(len(logits), device=logits.device)
-
-    def _place(self, unit: str) -> int:
-        return self.model.architecture.units.index(unit)
-
-    def _between(self, unit: str, number: int) -> list[str]:
-        """Layers after `unit` and before the router's own, the last one first."""
-        units = self.model.architecture.units[self._place(unit) + 1 : self._place(self.layers[number].unit)]
-        return list(reversed(units))
+            factors.append(self._passing[between, batch])
+        scaling = [factor for factor in factors if factor is not None]
+        return rows, torch.stack(scaling).prod(0) if scaling else torch.ones(len(logits), device=logits.device)
 
 
 def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0) -> ObservedRouters:

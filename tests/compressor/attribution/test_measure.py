@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compressor.attribution import projecting
+from compressor.attribution import routers
 from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.measure import attribute
@@ -150,7 +150,7 @@ def test_few_scores_at_once_change_nothing(at_once: int, tmp_path: Path, monkeyp
     model = zoo.build("mixtral", num_hidden_layers=4)
     source, parts = saved(model, tmp_path), batches(model, (2, 1))
     whole = run(source, parts)
-    monkeypatch.setattr(projecting, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(routers, "SCORES_AT_ONCE", at_once)
     same(run(source, parts), whole)
 
 
