@@ -239,8 +239,10 @@ def test_a_search_that_was_stopped_tries_nothing_twice(
 
     stopping("run_gate", lambda *_: tried.append(len(tried)))
     stopping("record_request", lambda *_: None)  # of a model that has passed, which is about to be put in place
-    run_tasks = evaluating.run_tasks
-    monkeypatch.setattr(evaluating, "run_tasks", lambda *a, **k: (asked.append(len(a[1])), run_tasks(*a, **k))[1])
+    run = evaluating.Evaluation.run
+    monkeypatch.setattr(
+        evaluating.Evaluation, "run", lambda self, *a: (asked.append(len(self.missing)), run(self, *a))[1]
+    )
     out, whole = tmp_path / "out", tmp_path / "whole"
 
     def search(folder: Path, *more: Any, **stops: int) -> tuple[Result, int, int]:

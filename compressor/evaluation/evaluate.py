@@ -8,9 +8,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,49 +125,20 @@ def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
     return "likelihood" if aggregation == "perplexity" else "score"
 
 
-def identity(source: ModelSource) -> dict[str, Any]:
-    """What a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder."""
+def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
+    """What a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
+
+    With the SHA-256 `digests` of a folder's weight files, a copy is known for the model that was evaluated.
+    """
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
     beside = (path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.name != REPORT)
     others = sorted(path for path in beside if path.is_file())
-    return {
-        "weights": [list(entry) for entry in Checkpoint(source.folder).stamp()],
-        "files": {path.name: file_digest(path) for path in others},
-    }
-
-
-def judged_identity(source: ModelSource) -> dict[str, Any]:
-    """The same with the SHA-256 of a folder's weight files, by which a copy is known for the model that was judged."""
-    found = identity(source)
-    if source.revision is None:
-        found["digests"] = {str(entry[0]): file_digest(source.folder / entry[0]) for entry in found["weights"]}
+    weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
+    found: dict[str, Any] = {"weights": weights, "files": {path.name: file_digest(path) for path in others}}
+    if digests:
+        found["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class ResultStore:
-    """A folder with a JSON file for each model, task and set of options."""
-
-    folder: Path
-
-    def path(self, key: Mapping[str, Any]) -> Path:
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{digest[:32]}.json"
-
-    def load(self, key: Mapping[str, Any]) -> ItemScores | None:
-        """What was stored; None if nothing was, or nothing that can be read."""
-        content = read_cached(self.path(key))
-        try:
-            return None if content is None else read_as(ItemScores, content["scores"])
-        except (KeyError, CompressionError) as error:
-            logger.debug("the stored result %s is ignored: %s", self.path(key), error)
-            return None
-
-    def save(self, key: Mapping[str, Any], scores: ItemScores) -> None:
-        """Store a result; the file is there whole or not at all. Where that fails, the run goes on with a warning."""
-        if error := write_cached(self.path(key), {"key": key, "scores": asdict(scores)}):
-            logger.warning("the results on %s could not be stored in %s: %s", scores.task, self.folder, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,126 +154,115 @@ class Answerer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The stored results of a model, and the tasks that it still has to answer."""
+    """A model and the tasks that it answers, some of which it may have answered in an earlier run."""
 
     source: ModelSource
     tasks: tuple[EvaluationTask, ...]
     options: EvaluationOptions
-    store: ResultStore
-    keys: Mapping[str, tuple[Mapping[str, Any], ...]]  # by task: those under which its result is kept, and looked for
-    known: Mapping[str, ItemScores]
-    missing: tuple[EvaluationTask, ...]
-    streamed: bool  # one layer in memory at a time
     answerer: Answerer | None = None
+    streamed: bool = False  # one layer in memory at a time
+    files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)  # by task: where its result is kept, with key
+    known: Mapping[str, ItemScores] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[EvaluationTask, ...]:
+        return tuple(task for task in self.tasks if task.name not in self.known)
+
+    def run(self, progress: Progress) -> dict[str, ItemScores]:
+        """All results by task: load the model once for those that are missing, and keep each as soon as it is there.
+
+        A streamed model is read once for all tasks, which are answered together.
+        """
+        results = dict(self.known)
+        if not self.missing:
+            return results
+        require_lm_eval()
+        Checkpoint(self.source.folder)  # whose errors name the file that is wrong
+        label, options = self.source.label, self.options
+        with quiet_lm_eval():
+            import lm_eval
+            from lm_eval.tasks import TaskManager
+
+            from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
+
+            load = (
+                self.answerer.load if self.answerer is not None else streamed_model if self.streamed else loaded_model
+            )
+            progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
+            with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), load(self.source, options) as model:
+                progress.advance("")
+                for together in [self.missing] if self.streamed else [(task,) for task in self.missing]:
+                    names = ", ".join(task.name for task in together)
+                    with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
+                        model.watch(AnswerWatch(label, names, progress))
+                        evaluated = lm_eval.simple_evaluate(
+                            model=model,
+                            tasks=[task.loaded for task in together],
+                            task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
+                            num_fewshot=options.num_fewshot,
+                            limit=options.limit,
+                            bootstrap_iters=0,
+                            log_samples=True,
+                            random_seed=options.seed,
+                            numpy_random_seed=options.seed % 2**32,
+                            torch_random_seed=options.seed,
+                            fewshot_random_seed=options.seed,
+                        )
+                        for task in together:
+                            scores = item_scores(task, evaluated["samples"])
+                            results[task.name] = replace(scores, spent=model.spent, streamed=self.streamed)
+                    for task in together:
+                        self._keep(results[task.name])
+        return {task.name: results[task.name] for task in self.tasks}
+
+    def _keep(self, scores: ItemScores) -> None:
+        """Store a result. Where that fails, the run goes on with a warning."""
+        for path, key in self.files.get(scores.task, {}).items() if here().is_first else ():
+            if error := write_cached(path, {"key": key, "scores": asdict(scores)}):
+                logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
 
 
 def plan_evaluation(
     source: ModelSource,
     tasks: Sequence[EvaluationTask],
     options: EvaluationOptions,
-    store: ResultStore,
+    cache: Path,
     answerer: Answerer | None = None,
     content: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Look for stored results, also under the model's `content` where that is known, and see how the rest is to be had.
+    """Look for results in the folder `cache`, also under the model's `content` where that is known.
 
-    Raises `CompressionError` for a missing task that cannot be answered that way.
+    Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
     """
-    ours = {} if answerer is None else {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
-    models = (identity(source), *(() if content is None else (dict(content),)))
-    keys = {
-        task.name: tuple(
-            {**ours, "model": model, "task": task.name, "version": task.version, **facts} for model in models
-        )
-        for task in tasks
-    }
-
-    def stored() -> dict[str, ItemScores]:
-        first = {name: next(filter(None, map(store.load, each)), None) for name, each in keys.items()}
-        return {name: scores for name, scores in first.items() if scores is not None}
-
-    known = here().broadcast(stored)
-    missing = tuple(task for task in tasks if task.name not in known)
-    streamed = bool(missing) and answerer is None and streams(source, options)
-    written = [
-        name for task in missing for name, part in task.parts.items() if getattr(part, "OUTPUT_TYPE", None) == WRITTEN
-    ]
-    if streamed and written:  # a streamed model reads all layers anew for every token that it writes
-        size = human_bytes(weight_bytes(source, options.dtype))
-        raise CompressionError(
-            f"task {written[0]!r} writes its answers, which needs all {size} of {source.label} in memory; name "
-            "tasks of multiple choice or likelihood, or pass --no-stream"
-        )
-    return Evaluation(source, tuple(tasks), options, store, keys, known, missing, streamed, answerer)
+    if answerer is not None:
+        facts |= {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
+    files = dict[str, dict[Path, Any]]()
+    for task in tasks:
+        for model in (identity(source), *(() if content is None else (content,))):
+            key = {**facts, "model": model, "task": task.name, "version": task.version}
+            digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+            files.setdefault(task.name, {})[cache / f"{digest[:32]}.json"] = key
+    known = here().broadcast(lambda: {name: scores for name in files if (scores := _stored(files[name])) is not None})
+    planned = Evaluation(source, tuple(tasks), options, answerer, False, files, known)
+    if not planned.missing or answerer is not None or not streams(source, options):
+        return planned
+    for name, part in (named for task in planned.missing for named in task.parts.items()):
+        if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:  # all layers would be read anew for every token
+            size = human_bytes(weight_bytes(source, options.dtype))
+            raise CompressionError(
+                f"task {name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
+                "tasks of multiple choice or likelihood, or pass --no-stream"
+            )
+    return replace(planned, streamed=True)
 
 
-def evaluate(planned: Evaluation, progress: Progress) -> tuple[dict[str, ItemScores], bool]:
-    """A model's results by task, asking it only for what is not stored; also whether all of it was."""
-
-    def keep(scores: ItemScores) -> None:  # at once, so that an interrupted run keeps what is done
-        for key in planned.keys[scores.task] if here().is_first else ():
-            planned.store.save(key, scores)
-
-    answered = run_tasks(
-        planned.source, planned.missing, planned.options, progress, keep, planned.answerer, planned.streamed
-    )
-    results = {**planned.known, **answered}
-    return {task.name: results[task.name] for task in planned.tasks}, not planned.missing
-
-
-def run_tasks(
-    source: ModelSource,
-    tasks: Sequence[EvaluationTask],
-    options: EvaluationOptions,
-    progress: Progress,
-    keep: Callable[[ItemScores], None] = lambda scores: None,
-    answerer: Answerer | None = None,
-    streamed: bool = False,
-) -> dict[str, ItemScores]:
-    """Load the model once and answer task after task, handing each result to `keep`; for no tasks nothing is loaded.
-
-    A streamed model is read once for all tasks, which are answered together.
-    """
-    if not tasks:
-        return {}
-    require_lm_eval()
-    Checkpoint(source.folder)  # whose errors name the file that is wrong
-    results: dict[str, ItemScores] = {}
-    with quiet_lm_eval():
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-
-        from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
-
-        load = answerer.load if answerer is not None else streamed_model if streamed else loaded_model
-        progress.start(f"{'Opening' if streamed else 'Loading'} {source.label}", 1)
-        loading = wrap_faults(f"{source.label} could not be loaded by lm-eval", *REMEDIES)
-        with loading, load(source, options) as model:
-            progress.advance("")
-            for together in [tuple(tasks)] if streamed else [(task,) for task in tasks]:
-                names = ", ".join(task.name for task in together)
-                with wrap_faults(f"{source.label} could not be evaluated on task {names!r}", *REMEDIES):
-                    model.watch(AnswerWatch(source.label, names, progress))
-                    evaluated = lm_eval.simple_evaluate(
-                        model=model,
-                        tasks=[task.loaded for task in together],
-                        task_manager=TaskManager(include_defaults=False),  # the tasks are loaded already
-                        num_fewshot=options.num_fewshot,
-                        limit=options.limit,
-                        bootstrap_iters=0,
-                        log_samples=True,
-                        random_seed=options.seed,
-                        numpy_random_seed=options.seed % 2**32,
-                        torch_random_seed=options.seed,
-                        fewshot_random_seed=options.seed,
-                    )
-                    for task in together:
-                        scores = item_scores(task, evaluated["samples"])
-                        results[task.name] = replace(scores, spent=model.spent, streamed=streamed)
-                for task in together:
-                    keep(results[task.name])
-    return results
+def _stored(files: Iterable[Path]) -> ItemScores | None:
+    """The first result that can be read."""
+    for content in filter(None, map(read_cached, files)):
+        with suppress(KeyError, CompressionError):  # of another version of this package, or damaged
+            return read_as(ItemScores, content["scores"])
+    return None
 
 
 def weight_bytes(source: ModelSource, dtype: str) -> int:

@@ -10,16 +10,7 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import (
-    Answerer,
-    Evaluation,
-    ItemScores,
-    ResultStore,
-    evaluate,
-    identity,
-    judged_identity,
-    plan_evaluation,
-)
+from compressor.evaluation.evaluate import Answerer, Evaluation, ItemScores, identity, plan_evaluation
 from compressor.evaluation.gate_statistics import compare_items, judge, overall
 from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
@@ -62,25 +53,26 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    judged_files = here().broadcast(lambda: judged_identity(compressed))
-    planned_base = plan_base(base, tasks, wanted)
+    judged_files = here().broadcast(lambda: identity(compressed, digests=True))
+    larger = plan_base(base, tasks, wanted)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
-    smaller = plan_evaluation(compressed, tasks, wanted.options, ResultStore(wanted.cache), answerer, content)
+    smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)
     begin = time.perf_counter()
-    before, reused = evaluate(planned_base, progress)
+    before = larger.run(progress)
     between = time.perf_counter()
-    after, _ = evaluate(smaller, progress)
+    after = smaller.run(progress)
     done = time.perf_counter()
-    pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
-    answers: dict[Literal["base", "compressed"], dict[str, ItemScores]] = {"base": before, "compressed": after}
-    judged = judge(pairs, wanted.max_drop, wanted.confidence)
+    judged = judge(
+        [compare_items(before[task.name], after[task.name]) for task in tasks], wanted.max_drop, wanted.confidence
+    )
+    answers: dict[Literal["base", "compressed"], list[ItemScores]]
+    answers = {"base": [*before.values()], "compressed": [*after.values()]}
     routing = None
     if answerer is not None:
         spent = [scores.spent for scores in after.values() if scores.spent is not None]
-        work, plain, left = (
-            sum(getattr(each, name) for each in spent) for name in ("work", "plain_work", "left_plain")
-        )
-        routing = RoutedBy(**answerer.facts, cost=work / plain if plain else 1.0, left_plain=left)
+        plain = sum(each.plain_work for each in spent)
+        cost = sum(each.work for each in spent) / plain if plain else 1.0
+        routing = RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))
     return GateResult(
         verdict=overall(judged),
         base=base.label,
@@ -93,12 +85,12 @@ def run_gate(
         compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
-        reused_base=reused,
+        reused_base=not larger.missing,
         routing=routing,
-        streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores.values())),
+        streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
     )
 
 
 def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
     """Plan the base's evaluation; raises `CompressionError` where it cannot answer as it has to."""
-    return plan_evaluation(base, tasks, wanted.options, ResultStore(wanted.cache))
+    return plan_evaluation(base, tasks, wanted.options, wanted.cache)

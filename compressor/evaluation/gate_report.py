@@ -162,16 +162,6 @@ def advice(result: GateResult) -> list[str]:
     return [*sentences, "The tasks have no more items; --inconclusive settles what that counts as."]
 
 
-def method(result: GateResult) -> str:
-    several = ", corrected for the number of tasks (Holm)" if len(result.tasks) > 1 else ""
-    return (
-        "Both models answered the same items, and the differences were tested item by item: flips of right and wrong "
-        "answers exactly, other scores and likelihoods by Student's t, by part where a task is a group (Miller, "
-        '"Adding Error Bars to Evals", arXiv:2411.00640). A task passes if the upper confidence bound of its drop is '
-        f"within the drop allowed, fails if the lower bound is beyond it, and is inconclusive otherwise{several}."
-    )
-
-
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     ratios = tuple(
         "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
@@ -228,6 +218,13 @@ def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
 
 def tested_blocks(result: GateResult) -> tuple[Block, ...]:
     """The method, and what was compared and with what, exactly."""
+    several = ", corrected for the number of tasks (Holm)" if len(result.tasks) > 1 else ""
+    method = Text(
+        "Both models answered the same items, and the differences were tested item by item: flips of right and wrong "
+        "answers exactly, other scores and likelihoods by Student's t, by part where a task is a group (Miller, "
+        '"Adding Error Bars to Evals", arXiv:2411.00640). A task passes if the upper confidence bound of its drop is '
+        f"within the drop allowed, fails if the lower bound is beyond it, and is inconclusive otherwise{several}."
+    )
     stored = " (results stored by an earlier run)" if result.reused_base else ""
     facts = {
         "Base": f"{result.base}{_commit(result.base_identity)}{stored}",
@@ -239,7 +236,7 @@ def tested_blocks(result: GateResult) -> tuple[Block, ...]:
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }
-    return Text(method(result)), Facts(tuple((name, said) for name, said in facts.items() if said))
+    return method, Facts(tuple((name, said) for name, said in facts.items() if said))
 
 
 def _commit(identity: Mapping[str, Any]) -> str:
@@ -301,7 +298,13 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
 def junit(result: GateResult) -> bytes:
     """JUnit XML for CI servers: each task is a test case; failed ones are failures, inconclusive ones are skipped."""
-    verdicts, routing = [task.verdict for task in result.tasks], result.routing
+
+    def add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
+        element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
+        element.text = None if text is None else readable(text)
+        return element
+
+    verdicts, routed = [task.verdict for task in result.tasks], dict[str, Any]()
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -309,13 +312,11 @@ def junit(result: GateResult) -> bytes:
         "skipped": str(verdicts.count("inconclusive")),
         "time": f"{sum(result.seconds.values()):.3f}",
     }
-    root = Xml.Element("testsuites", {"name": SUITE, **counts})
-    suite = _add(root, "testsuite", {"name": f"{SUITE}: {result.base}, {result.compressed}", **counts})
-    properties, routed = _add(suite, "properties", {}), dict[str, object]()
-    if routing is not None:
+    if (routing := result.routing) is not None:
         routed = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
-        routed |= {"left-plain": routing.left_plain, **_given("option.", routing.options)}
-    facts = {
+        routed |= {"left-plain": routing.left_plain}
+        routed |= {f"option.{name}": value for name, value in routing.options.items()}
+    facts: dict[str, Any] = {
         "verdict": result.verdict,
         "exit-status": EXIT_STATUS[result.verdict],
         "base": result.base,
@@ -323,46 +324,33 @@ def junit(result: GateResult) -> bytes:
         "max-drop": result.max_drop,
         "confidence": result.confidence,
         "reused-base": str(result.reused_base).lower(),
-        **_given("option.", result.options),
-        **_given("routing.", routed),
-        **_given("version.", result.versions),
-        **_given("seconds.", result.seconds),
     }
+    more = {"option": result.options, "routing": routed, "version": result.versions, "seconds": result.seconds}
+    for kind, entries in more.items():
+        facts |= {f"{kind}.{name}": value for name, value in entries.items() if value is not None}
+    root = Xml.Element("testsuites", {"name": SUITE, **counts})
+    suite = add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
+    properties = add(suite, "properties")
     for name, value in facts.items():
-        _add(properties, "property", {"name": name, "value": str(value)})
+        add(properties, "property", name=name, value=str(value))
     for task in result.tasks:
-        _add_case(suite, result, task)
-    _add(suite, "system-out", {}, "\n".join([verdict_line(result), *advice(result)]))
+        case = add(suite, "testcase", classname="moe-compress.gate", name=task.task)
+        shown = {name: show(task) for name, show in COLUMNS.items()}
+        message = (
+            f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
+            f"{margin(result, task)} is allowed"
+        )
+        if task.verdict == "fail":
+            add(case, "failure", message, message=message, type="fail")
+        elif task.verdict == "inconclusive":
+            status = EXIT_STATUS[task.verdict]
+            add(case, "skipped", message=f"inconclusive: {message}; alone this ends the gate with status {status}")
+        shown |= {"verdict": task.verdict, "version": task.version}
+        shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
+        add(case, "system-out", "\n".join(f"{name}: {value}" for name, value in shown.items()))
+    add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
-
-
-def _given(prefix: str, entries: Mapping[str, object]) -> dict[str, object]:
-    return {f"{prefix}{name}": value for name, value in entries.items() if value is not None}
-
-
-def _add_case(suite: Xml.Element, result: GateResult, task: TaskGate) -> None:
-    timed = {"time": f"{result.seconds[task.task]:.3f}"} if task.task in result.seconds else {}
-    case = _add(suite, "testcase", {"classname": "moe-compress.gate", "name": task.task, **timed})
-    shown = {name: show(task) for name, show in COLUMNS.items()}
-    message = (
-        f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
-        f"{margin(result, task)} is allowed"
-    )
-    if task.verdict == "fail":
-        _add(case, "failure", {"message": message, "type": "fail"}, message)
-    elif task.verdict == "inconclusive":
-        status = EXIT_STATUS[task.verdict]
-        _add(case, "skipped", {"message": f"inconclusive: {message}; alone this ends the gate with status {status}"})
-    shown |= {"verdict": task.verdict, "version": task.version}
-    shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
-    _add(case, "system-out", {}, "\n".join(f"{name}: {value}" for name, value in shown.items()))
-
-
-def _add(parent: Xml.Element, tag: str, attributes: Mapping[str, str], text: str | None = None) -> Xml.Element:
-    made = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
-    made.text = None if text is None else readable(text)
-    return made
 
 
 def full_content(result: GateResult) -> dict[str, Any]:

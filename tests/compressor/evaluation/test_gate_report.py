@@ -1,38 +1,65 @@
-"""The gate's reports: read back, read by stock parsers, escaped, accepted by the Hub's cards, whole or not there."""
+"""The gate's reports: read back, read by stock parsers and from axes, escaped, accepted by the Hub, whole or not there.
+
+The items needed are checked against their power.
+"""
 
 import json
 import logging
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unicodedata import category
+from xml.dom import minidom
 from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCardData
-from hypothesis import given, settings
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from scipy.stats import norm
 
 from compressor.cli.rendering import show_gate, show_gated
 from compressor.cli.searching import Attempt, Gated
+from compressor.document.drawing import ROLES
 from compressor.document.markdown import markdown
+from compressor.document.picture import inline_svgs, png
 from compressor.errors import CompressionError
 from compressor.evaluation import gate_report
 from compressor.evaluation.gate_report import (
+    advice,
     append_summary,
     card_metrics,
+    change,
     full_content,
     gate_blocks,
+    gate_figure,
     gate_json,
+    items_needed,
+    junit,
+    level,
     read_gate,
+    verdict_line,
     write_gate,
 )
-from compressor.evaluation.gate_verdict import GateResult, gate_from_content
+from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, RoutedBy, gate_from_content
 from compressor.files import check_folder
+from compressor.formatting import readable
 from tests.gates import gate, gates, likelihood, mixed, task
+
+TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of what follows
 
 
 def strict(text: str) -> Any:
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def page(result: GateResult) -> str:
+    return markdown(gate_blocks(result))
 
 
 # JSON
@@ -86,7 +113,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
     assert content["format"] == "moe-compressor-gate/1"
     assert content == strict(gate_json(mixed()))
     assert ElementTree.parse(written[1]).getroot().tag == "testsuites"
-    assert written[2].read_text(encoding="utf-8") == markdown(gate_blocks(mixed()))
+    assert written[2].read_text(encoding="utf-8") == page(mixed())
     with pytest.raises(CompressionError, match="out exists already"):
         check_folder(tmp_path / "out", gate_report.NAMES)
     assert write_gate(gate(task()), tmp_path / "out", overwrite=True) == written
@@ -117,22 +144,20 @@ def test_a_failure_leaves_nothing(
     assert list(tmp_path.iterdir()) == [tmp_path / "old"] and read_gate(tmp_path / "old") == mixed()
 
 
-def test_a_summary_is_appended(tmp_path: Path) -> None:
-    page = tmp_path / "summary.md"
-    page.write_text("before")
-    append_summary(gate(task()), page)
-    append_summary(mixed(), page)
-    text = page.read_text(encoding="utf-8")
-    assert text == f"before\n{markdown(gate_blocks(gate(task())))}\n\n{markdown(gate_blocks(mixed()))}\n"
-
-
-def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_summary_is_appended_and_one_that_cannot_be_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for path, reason in ((tmp_path / "absent", "No such file"), (tmp_path, "Is a directory")):
         caplog.clear()
         append_summary(gate(task()), path)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and reason in record.getMessage()
     assert not list(tmp_path.iterdir())
+    summary = tmp_path / "summary.md"
+    summary.write_text("before")
+    append_summary(gate(task()), summary)
+    append_summary(mixed(), summary)
+    assert summary.read_text(encoding="utf-8") == f"before\n{page(gate(task()))}\n\n{page(mixed())}\n"
 
 
 # The model card
@@ -194,3 +219,240 @@ def test_a_compression_under_a_gate_shows_its_attempts(capsys: pytest.CaptureFix
     show_gated(found, as_json=False, written=[Path("smaller.gate/gate.md")])
     out = capsys.readouterr().out
     assert "Models tried" in out and "org/smaller was not written." in out and "Fail: with" in out
+
+
+# Markdown
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of the only table of a Markdown text, by column; a cell may hold an escaped bar."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    header, ruler, *rows = split
+    assert all(set(cell) <= set(":-") for cell in ruler)
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
+def shown_text(text: str) -> str:
+    """What Markdown shows of escaped text."""
+    return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text)
+
+
+def test_cells_are_the_tasks_numbers() -> None:
+    rows = table(page(mixed()))
+    assert [row["task"] for row in rows] == ["boolq", "rte", "openbookqa", "wikitext"]
+    for row, each in zip(rows, mixed().tasks, strict=True):
+        assert row["verdict"] == each.verdict and row["items"] == str(each.items)
+        assert row["lost / gained"] == f"{each.lost} / {each.gained}"
+        assert float(row["base"]) == pytest.approx(each.base) and float(row["compressed"]) == each.compressed
+        scale = 100 if each.kind == "likelihood" else 1
+        figures = {"drop": each.drop, "at least": each.lower, "at most": each.upper, "detectable": each.detectable}
+        for column, value in figures.items():
+            assert row[column][0] in "+-" and row[column].endswith("%") == (scale == 100)
+            assert float(row[column].rstrip("%")) == pytest.approx(scale * value, abs=5.1e-3 if scale > 1 else 5.1e-5)
+
+
+def test_the_verdict_comes_first_and_all_else_is_told() -> None:
+    text = page(mixed())
+    assert text.startswith("# Accuracy gate: fail\n\n**Fail: with confidence 95%, more than 0.01 (1% of perplexity) ")
+    assert "was lost on rte." in text.splitlines()[2]
+    assert "wikitext: the perplexity is 1.0050 times the base's, at least 1.0033, at most 1.0067." in text
+    assert "openbookqa: about" in text and "raise --limit, which is 500" in text
+    assert "arXiv:2411.00640" in text and "(Holm)" in text and "commit c0ffee" in text
+    assert "torch 2.13.0, lm-eval 0.4.13" in text and "boolq version 2.0" in text
+    assert "stored by an earlier run" not in text and "(Holm)" not in page(gate(task()))
+    assert "Base: org/model, commit c0ffee (results stored by" in page(gate(task(), reused_base=True))
+
+
+def test_verdicts_as_sentences() -> None:
+    assert verdict_line(gate(task())) == "Pass: with confidence 95%, no task lost more than 0.01."
+    assert verdict_line(gate(likelihood(), max_drop=0.025, confidence=0.975)) == (
+        "Pass: with confidence 97.5%, no task lost more than 2.5% of perplexity."
+    )
+    open_ended = gate(task(), task("rte", "inconclusive"), task("arc", "inconclusive"))
+    assert verdict_line(open_ended) == (
+        "Inconclusive: with confidence 95%, it cannot be said whether more than 0.01 was lost on rte, arc."
+    )
+
+
+def test_a_routed_model_is_told_of_with_the_verdict() -> None:
+    options = {"optimizer": "ngd", "neighbours": 3, "radius": None}
+    long = gate(task(), routing=RoutedBy("c3po", "0123456789abcdef", options, 3.456, 2))
+    plain = "Pass: with confidence 95%, no task lost more than 0.01. The compressed model answered on pathways "
+    assert verdict_line(long) == (
+        f"{plain}optimised by c3po (ngd, 3 neighbours of the reference set 0123456789ab), which cost 3.46 plain "
+        "forwards of the same items; left as they are, being too long: 2 items."
+    )
+    near = gate(task(), routing=RoutedBy("c3po", "ab", {**options, "optimizer": "mode", "radius": 0.5}, 2.0))
+    assert "neighbours within reach of the reference set ab), which cost 2 plain forwards of the same items." in (
+        page(near)
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(gates())
+@example(gate(task(metric="\r")))
+@example(gate(task(metric="\x1f")))
+def test_any_names_stay_in_their_cells(result: GateResult) -> None:
+    rows = table(page(result))
+    for name in ("task", "metric"):
+        wanted = [" ".join(readable(getattr(each, name)).split()) for each in result.tasks]
+        assert [shown_text(row[name]) for row in rows] == wanted
+
+
+def test_figures_without_a_number_are_signs() -> None:
+    assert [level(x) for x in (math.inf, -math.inf, math.nan, 0.5, 123456.0)] == ["∞", "-∞", "-", "0.5000", "1.235e+05"]
+    assert [change(x, "score") for x in (0.0, -0.00001, -0.02)] == ["+0.0000", "+0.0000", "-0.0200"]
+    assert [change(x, "likelihood") for x in (0.0123, -0.5, math.inf)] == ["+1.23%", "-50.00%", "+∞"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-0.05, 0.05), st.floats(0.02, 0.2), st.floats(0.8, 0.99), st.integers(1, 9), st.booleans())
+def test_the_items_needed_decide_with_probability_four_fifths(
+    drop: float, error: float, confidence: float, count: int, likelihoods: bool
+) -> None:
+    allowed = 0.01
+    half = norm.ppf(confidence) * error
+    figures = {"drop": drop, "lower": drop - half, "upper": drop + half}
+    if likelihoods:  # the same on the scale of logarithms
+        figures = {name: math.expm1(value) for name, value in figures.items()}
+    made = (likelihood if likelihoods else task)(verdict="inconclusive", items=10_000, **figures)
+    found = items_needed(made, math.expm1(allowed) if likelihoods else allowed, confidence, count)
+    if found is None:
+        assert abs(allowed - drop) < 0.3 * error
+    else:
+        distance = abs(allowed - drop) / (error * math.sqrt(10_000 / found))  # in standard errors of so many items
+        power = norm.sf(norm.isf((1 - confidence) / count) - distance)
+        assert power == pytest.approx(0.8, abs=0.005) or found < 100
+
+
+def test_items_needed_by_hand() -> None:
+    # 0.0185 from the bound to the drop, 0.006 from there to the margin: 500 * (0.0185 / 0.006 * 2.4865 / 1.6449)^2
+    result = gate(task(verdict="inconclusive"), options={})
+    assert items_needed(result.tasks[0], 0.01, 0.95) == pytest.approx(10862, abs=5)
+    told = advice(result)
+    assert "boolq: about 11,000 items would decide it instead of 500, an estimate" in told[0]
+    assert "no more items" in told[1] and not advice(gate(task()))
+    assert "too near the margin" in advice(gate(task(verdict="inconclusive", drop=0.01)))[0]
+
+
+# JUnit
+
+
+def test_no_name_turns_the_direction_of_what_follows() -> None:
+    hostile = gate(task(f"a{TURNS}b", "fail"), task(f"c{TURNS}", "inconclusive"), base=TURNS, options={TURNS: TURNS})
+    made = junit(hostile).decode()
+    assert not set(TURNS) & set(made) and made.count("\ufffd") > 8 * len(TURNS)
+
+
+def test_junit_tells_each_task_and_the_whole() -> None:
+    root = ElementTree.fromstring(junit(mixed()))
+    (suite,) = root.findall("testsuite")
+    for element in (root, suite):
+        numbers = {name: int(element.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+        assert numbers == {"tests": 4, "failures": 1, "errors": 0, "skipped": 1}
+        assert float(element.attrib["time"]) == pytest.approx(50.75)
+    cases = {case.attrib["name"]: case for case in suite.findall("testcase")}
+    assert list(cases) == ["boolq", "rte", "openbookqa", "wikitext"]
+    assert [name for name, case in cases.items() if case.find("failure") is not None] == ["rte"]
+    assert [name for name, case in cases.items() if case.find("skipped") is not None] == ["openbookqa"]
+    assert cases["rte"].find("failure").attrib["message"] == (  # type: ignore[union-attr]
+        "acc dropped by +0.0800 (at least +0.0500, at most +0.1100); 0.01 is allowed"
+    )
+    properties = {each.attrib["name"]: each.attrib["value"] for each in suite.findall("properties/property")}
+    assert properties["exit-status"] == "1" and properties["version.torch"] == "2.13.0"
+    assert properties["option.limit"] == "500" and properties["max-drop"] == "0.01"
+    for case in cases.values():
+        text = case.findtext("system-out")
+        assert text is not None and "drop: +" in text and "p of pass: " in text
+    assert "option.num_fewshot" not in properties
+    (wiki,) = ElementTree.fromstring(junit(gate(likelihood(verdict="fail")))).iter("failure")
+    assert wiki.attrib["message"].endswith("at most +0.67%); 1% of perplexity is allowed")
+    assert suite[0].tag == "properties"  # as the schema orders them
+
+
+@pytest.mark.parametrize("verdict", ["pass", "fail", "inconclusive"])
+def test_junit_says_how_the_command_ends(verdict: str) -> None:
+    suite = ElementTree.fromstring(junit(gate(task(verdict=verdict))))[0]
+    (status,) = (each for each in suite.iter("property") if each.attrib["name"] == "exit-status")
+    assert int(status.attrib["value"]) == EXIT_STATUS[verdict]
+    skipped = [each.attrib["message"] for each in suite.iter("skipped")]
+    assert ["status 3" in message for message in skipped] == ([True] if verdict == "inconclusive" else [])
+
+
+@settings(max_examples=60, deadline=None)
+@given(gates())
+def test_any_result_is_xml_to_two_parsers(result: GateResult) -> None:
+    made = junit(result)
+    cases = ElementTree.fromstring(made).findall("testsuite/testcase")
+    other = minidom.parseString(made).getElementsByTagName("testcase")
+    assert [case.attrib["name"] for case in cases] == [case.getAttribute("name") for case in other]
+    assert len(cases) == len(result.tasks)
+    for case, each in zip(cases, result.tasks, strict=True):
+        allowed = all(category(letter) not in ("Cc", "Cn") and letter not in TURNS for letter in each.task)
+        if allowed:
+            assert case.attrib["name"] == each.task
+        else:
+            assert len(case.attrib["name"]) == len(each.task)
+
+
+# The figure
+
+
+def drawn(result: GateResult) -> Axes:
+    made, canvas = gate_figure(result), Figure()
+    assert made is not None
+    (drawing,) = made.drawings
+    drawing.draw(canvas)
+    (axes,) = canvas.axes
+    return axes
+
+
+def dots(axes: Axes) -> dict[int, tuple[float, Line2D]]:
+    """Drop and line of markers by row."""
+    return {
+        round(float(place)): (float(value), line)
+        for line in axes.lines
+        if line.get_linestyle() == "None"
+        for value, place in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+
+
+def test_each_task_is_a_line_between_its_bounds_with_its_verdicts_marker() -> None:
+    axes, result = drawn(mixed()), mixed()
+    lines = {float(line.get_ydata()[0]): list(line.get_xdata()) for line in axes.lines if line.get_marker() == "|"}
+    looks = {"pass": ("o", "good", "good"), "fail": ("X", "bad", "bad"), "inconclusive": ("D", "unsure", "paper")}
+    for place, each in enumerate(result.tasks):
+        assert lines[place] == [each.lower, each.upper]
+        drop, line = dots(axes)[place]
+        marker, edge, face = looks[each.verdict]
+        assert drop == each.drop and line.get_marker() == marker
+        assert (line.get_markeredgecolor(), line.get_markerfacecolor()) == (ROLES[edge], ROLES[face])
+    names = [label.get_text().split("\n") for label in axes.get_yticklabels()]
+    assert names == [["✓ boolq", "pass"], ["✗ rte", "fail"], ["? openbookqa", "inconclusive"], ["✓ wikitext", "pass"]]
+    low, high = axes.get_ylim()
+    assert low > high  # the first task is above
+    assert "1% of perplexity" in axes.get_xlabel() and "a perplexity its rise" in axes.get_xlabel()
+    (shade,) = axes.patches  # all beyond the drop allowed
+    assert shade.get_extents().transformed(axes.transData.inverted()).x0 == pytest.approx(0.01)  # type: ignore[attr-defined]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "--"] == [[0.01, 0.01]]
+    made = gate_figure(result)
+    assert made is not None and made.alt.startswith("Fail: with confidence 95%")
+    assert "rte: drop +0.0800, at least +0.0500, at most +0.1100, fail" in made.alt
+    assert "wikitext: drop +0.50%, at least +0.33%, at most +0.67%, pass." in made.alt
+
+
+def test_no_figure_without_tasks_or_with_too_many_and_what_is_no_number_stands_at_the_edge() -> None:
+    assert gate_figure(gate()) is None and gate_figure(gate(*[task()] * 201)) is None
+    axes = drawn(gate(task(drop=math.nan, lower=-math.inf, upper=math.inf)))
+    assert dots(axes)[0][0] == 10 and axes.get_xlim()[0] < -10
+
+
+@settings(max_examples=10, deadline=None)
+@given(gates())
+def test_any_result_can_be_drawn(result: GateResult) -> None:
+    if (made := gate_figure(result)) is None:
+        return
+    assert png(made.title, made.drawings)[:4] == b"\x89PNG"
+    (svg,) = inline_svgs(made.name, made.drawings)
+    assert "<script" not in svg and len(drawn(result).get_yticklabels()) == len(result.tasks)

@@ -16,7 +16,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation import model as streamed
-from compressor.evaluation.evaluate import ResultStore, plan_evaluation, run_tasks, streams, weight_bytes
+from compressor.evaluation.evaluate import Evaluation, plan_evaluation, streams, weight_bytes
 from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
@@ -126,8 +126,8 @@ def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pyte
     source = locate(str(small.save(tmp_path / "model", max_position_embeddings=256)))
     wanted = EvaluationOptions(("both", "moe_demo_text"), limit=4, include_path=own, device="cpu", num_fewshot=1)
     tasks = resolve_tasks(wanted)
-    plain = run_tasks(source, tasks, wanted, Silent())
-    found = run_tasks(source, tasks, wanted, steps, streamed=True)
+    plain = Evaluation(source, tasks, wanted).run(Silent())
+    found = Evaluation(source, tasks, wanted, streamed=True).run(steps)
     assert found["both"].values == plain["both"].values and found["both"].ids == plain["both"].ids
     assert found["moe_demo_text"].values == pytest.approx(plain["moe_demo_text"].values, rel=1e-5)
     assert {scores.streamed for scores in found.values()} == {True}
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     for stream in (True, None):
         asks = EvaluationOptions(("written",), include_path=tmp_path, device="cpu", stream=stream)
         with pytest.raises(CompressionError, match=r"'written' writes its answers.* of model in memory.*--no-stream"):
-            plan_evaluation(source, resolve_tasks(asks), asks, ResultStore(tmp_path / "store"))
+            plan_evaluation(source, resolve_tasks(asks), asks, tmp_path / "store")
 
 
 def test_available_is_the_least_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
-from compressor.evaluation.evaluate import identity, judged_identity
+from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_report import write_gate
 from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.hub import check as push_check
@@ -165,7 +165,7 @@ def spoil_weights(folder: Path) -> str:
 def test_a_gate_with_digests_knows_the_model_by_its_content(
     folder: Path, hub: Hub, tmp_path: Path, change: Callable[[Path], str]
 ) -> None:
-    judged = judged_identity(ModelSource(str(folder), None, folder))
+    judged = identity(ModelSource(str(folder), None, folder), digests=True)
     write_gate(replace(gate_of(folder), compressed_identity=judged), tmp_path / "gate")
     touch_weights(folder)  # as a copy does
     assert push_check.require_pass(push_check.verify_folder(folder), tmp_path / "gate").verdict == "pass"

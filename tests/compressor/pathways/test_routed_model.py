@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import ItemScores, Spent, run_tasks
+from compressor.evaluation.evaluate import Evaluation, ItemScores, Spent
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
@@ -81,7 +81,7 @@ def scores(place: Path, folder: Path, how: PathwayOptions | None, task: str, pro
     answerer = routed_answerer(routing, trusted_reference(routing), source, wanted)
     tasks = resolve_tasks(wanted)
     refuse_other_tasks(tasks)
-    return run_tasks(source, tasks, wanted, progress, answerer=answerer if how else None)[task]
+    return Evaluation(source, tasks, wanted, answerer if how else None).run(progress)[task]
 
 
 def test_a_routed_model_is_watched_as_a_plain_one(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
