@@ -35,7 +35,7 @@ class Lesson:
 
     def text(self, options: Distill) -> Text:
         hidden = ["text"] if options.hidden_states else []
-        answers = read_base(self.base, {"text": self.tokens}, None, Silent(), hidden=hidden)["text"]
+        answers = read_base(self.base, {"text": self.tokens}, None, Silent(), self.folder / "kept", hidden)["text"]
         return training_text(self.tokens, answers, options, self.base)
 
     def engine(self, options: Distill, seed: int = 0) -> Engine:

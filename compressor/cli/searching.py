@@ -18,8 +18,8 @@ from compressor.api import compress
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
-from compressor.evaluation.evaluate import PACKAGES, REPORT
-from compressor.evaluation.gate import GateRequest, plan_base, run_gate
+from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
+from compressor.evaluation.gate import GateRequest, run_gate
 from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, Verdict, gate_content, gate_from_content
 from compressor.evaluation.tasks import resolve_tasks
@@ -100,7 +100,8 @@ def compress_gated(
     recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
     known = after is None or terms is not None
-    plan_base(source, tasks, gate)  # which refuses what the base cannot answer, before anything is written
+    # refuses what the base cannot answer, before anything is written
+    plan_evaluation(source, tasks, gate.options, gate.cache)
     of_tasks = [(task.name, task.version) for task in tasks]
     judged = [_gate_facts(gate), of_tasks, inconclusive, keep_failed, terms]
     whole, begun = "", False  # key of a search, whose outputs may replace each other; whether one is in place

@@ -68,105 +68,100 @@ def read_base(
     texts: Mapping[str, Sequence[Tensor]],
     evaluator: Evaluator | None,
     progress: Progress,
-    keep: Path | None = None,
+    folder: Path,
     hidden: Collection[str] = (),
 ) -> dict[str, list[Distributions]]:
     """The base's distributions on several texts, and what the evaluator keeps of it, from one streamed pass.
 
-    Of the texts named in `hidden` the last decoder layer's outputs are kept, too. In the folder `keep` all of it
-    outlasts a run that is killed, and only what is missing there, or was made of something else, is computed. Of
-    several ranks each names its own batches. Raises `CompressionError` for a model without a language-model head.
+    Of the texts named in `hidden` the last decoder layer's outputs are kept, too. All of it outlasts in `folder` a run
+    that is killed, and only what is missing there, or was made of something else, is computed. Of several ranks each
+    names its own batches. Raises `CompressionError` for a model without a language-model head.
     """
     require_head(model.partial.model)
-    jobs = [(name, number, batch) for name, batches in texts.items() for number, batch in enumerate(batches)]
-    facts = [[] if keep is None else _facts(model, batch, name in hidden) for name, _, batch in jobs]
-    files = [None if keep is None else keep / f"{name}-{number:07d}.safetensors" for name, number, _ in jobs]
-    found = [_kept(*each) for each in zip(files, facts, strict=True)]
-    inputs: dict[int, tuple[Path, list[Any]]] = {}  # by the evaluator's batch: where what enters the head is kept
-    if evaluator is not None and keep is not None:
+    answers = {
+        name: [
+            _Answer(model, folder / f"{name}-{number:07d}.safetensors", batch, name in hidden)
+            for number, batch in enumerate(batches)
+        ]
+        for name, batches in texts.items()
+    }
+    wanted = [answer for each in answers.values() for answer in each if not answer.is_kept]
+    inputs: dict[int, _Answer] = {}  # by the evaluator's batch: what enters the base's head
+    if evaluator is not None:
         for number in evaluator.missing():
-            told = _facts(evaluator.base, evaluator.batches[number], True)
-            inputs[number] = keep / f"held-out-{number:07d}.safetensors", told
-            if told_of(inputs[number][0]) == told:
-                evaluator.inputs[number] = kept_tensors(inputs[number][0])["input"]
-    wanted = [place for place, answers in enumerate(found) if answers is None]
+            path = folder / f"held-out-{number:07d}.safetensors"
+            inputs[number] = _Answer(evaluator.base, path, evaluator.batches[number], True)
+            if inputs[number].is_kept:
+                evaluator.inputs[number] = kept_tensors(path)["input"]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
-        batches = [jobs[place][2] for place in wanted]
-        named = {number for number, place in enumerate(wanted) if jobs[place][0] in hidden}
-        asking = _Asking(model.architecture.units[-1], len(batches), named)
+        batches = [answer.batch for answer in wanted]
+        visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
         with ExitStack() as stack:
-            visitors: list[LayerVisitor] = [asking]
             if evaluator is not None and asked:
-                riding = stack.enter_context(evaluator.keeping(len(batches)))
+                riding = stack.enter_context(evaluator.keeping(len(wanted)))
                 visitors, batches = [*visitors, riding], [*batches, *riding.batches]
             own = None if here().is_alone else range(len(batches))
             Pass(model, batches, progress, "ask the base", to_end=True, own=own).run(*visitors)
-        for number, place in enumerate(wanted):  # each leaves the disk where it lay once it is kept
-            made, file = asking.found.pop(number), files[place]
-            if file is not None:
-                keep_tensors(file, made.tensors, facts[place])
-            found[place] = made if file is None else _kept(file, facts[place])
-        for number in asked:
-            if evaluator is not None and number in inputs:
-                keep_tensors(inputs[number][0], {"input": evaluator.inputs[number]}, inputs[number][1])
-    answers: dict[str, list[Distributions]] = {name: [] for name in texts}
-    for (name, *_), answer in zip(jobs, found, strict=True):
-        assert answer is not None
-        answers[name].append(answer)
-    return answers
+        if evaluator is not None:
+            for number in asked:
+                inputs[number].keep({"input": evaluator.inputs[number]})
+    return {name: [Distributions(**kept_tensors(answer.path)) for answer in each] for name, each in answers.items()}
+
+
+class _Answer:
+    """What is kept on disk of a model's answer to one batch, with all that decides it."""
+
+    def __init__(self, model: OpenModel, path: Path, batch: Tensor, hidden: bool) -> None:
+        self.path, self.batch, self.hidden = path, batch, hidden
+        digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
+        self.facts = [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
+
+    @property
+    def is_kept(self) -> bool:
+        """False if the file is missing, cut short or of another question."""
+        return bool(told_of(self.path) == self.facts)
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        keep_tensors(self.path, tensors, self.facts)
 
 
 class _Asking(LayerVisitor):
-    """Keeps distributions on disk, and of some batches what the last decoder layer outputs."""
+    """Keeps the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
 
-    def __init__(self, last: str, count: int, hidden: Collection[int]) -> None:
-        self.last, self.count, self.hidden = last, count, hidden
+    def __init__(self, last: str, wanted: Sequence[_Answer]) -> None:
+        self.last, self.wanted = last, wanted
         self.states: dict[int, Tensor] = {}
-        self.found: dict[int, Distributions] = {}
 
     def replaced(self, unit: str, own: Forward) -> Forward:
-        if unit != self.last or self.at.batch not in self.hidden:
+        batch = self.at.batch
+        if unit != self.last or batch >= len(self.wanted) or not self.wanted[batch].hidden:
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = own(*args, **kwargs)
             hidden = output if isinstance(output, Tensor) else output[0]
-            self.states[self.at.batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
+            self.states[batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
             return output
 
         return forward
 
     @torch.no_grad()
     def finished(self, batch: int, output: Any) -> None:
-        if batch >= self.count:
+        if batch >= len(self.wanted):
             return
         logits: Tensor = output.logits
-        shape, kept = tuple(logits.shape[:2]), min(KEPT, logits.shape[-1])
-        made = Distributions(
-            allocate((*shape, kept), torch.int32, CPU, budget=0),
-            allocate((*shape, kept), torch.float32, CPU, budget=0),
-            allocate(shape, torch.float32, CPU, budget=0),
-            self.states.pop(batch, None),
-        )
+        shape, kept = logits.shape[:2], min(KEPT, logits.shape[-1])
+        tokens, logs = torch.empty(*shape, kept, dtype=torch.int32), torch.empty(*shape, kept)
+        others = torch.empty(shape)
         rows = rows_at_once(1, logits.shape[-1])
         for number, sequence in enumerate(logits):
             for begin in range(0, len(sequence), rows):
                 part = slice(begin, begin + rows)
-                logs, tokens = sequence[part].float().log_softmax(-1).topk(kept)
-                made.tokens[number, part], made.logs[number, part] = tokens.int(), logs
-                made.others[number, part] = _log_rest(logs.double()).float()
-        self.found[batch] = made
-
-
-def _facts(model: OpenModel, batch: Tensor, hidden: bool) -> list[Any]:
-    digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
-    return [digest, list(batch.shape), model.fingerprint, str(model.partial.dtype), KEPT, hidden]
-
-
-def _kept(path: Path | None, facts: list[Any]) -> Distributions | None:
-    """What an earlier run has kept; None if it is missing, cut short or of another question."""
-    return Distributions(**kept_tensors(path)) if path is not None and told_of(path) == facts else None
+                best, chosen = sequence[part].float().log_softmax(-1).topk(kept)
+                tokens[number, part], logs[number, part] = chosen.int(), best
+                others[number, part] = _log_rest(best.double()).float()
+        self.wanted[batch].keep(Distributions(tokens, logs, others, self.states.pop(batch, None)).tensors)
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

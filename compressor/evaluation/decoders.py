@@ -85,25 +85,6 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
     return StockDecoder(model)
 
 
-def _empty(entry: Any) -> Tensor:
-    """What a cache holds before the first token of a sequence: no past, zeros along axes that are fixed."""
-    shape = [
-        size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
-        for axis, size in enumerate(entry.shape)  # a number, or the name of an axis whose length may vary
-    ]
-    return torch.zeros(shape, dtype=DTYPES[entry.type])
-
-
-def _output_of(name: str, outputs: set[str]) -> str:
-    for old, new in RENAMINGS:
-        if old in name and (output := name.replace(old, new, 1)) in outputs:
-            return output
-    raise CompressionError(
-        f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next value; "
-        "export the model again"
-    )
-
-
 class OnnxDecoder:
     """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32.
 
@@ -125,8 +106,22 @@ class OnnxDecoder:
                 raise CompressionError(
                     f"{MODEL_NAME} has no {what} {name!r} but {known}; export a causal language model"
                 )
-        self._next = {name: _output_of(name, outputs) for name in self._inputs if name not in (TOKENS, MASK, POSITIONS)}
-        self._caches = {name: ort_value(_empty(self._inputs[name])) for name in self._next}
+        self._next, self._caches = dict[str, str](), dict[str, Any]()  # by input: the output of its next value, and now
+        for name, entry in self._inputs.items():
+            if name in (TOKENS, MASK, POSITIONS):
+                continue
+            renamed = [name.replace(old, new, 1) for old, new in RENAMINGS if old in name]
+            if not (output := next((each for each in renamed if each in outputs), "")):
+                raise CompressionError(
+                    f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next "
+                    "value; export the model again"
+                )
+            # no past before the first token, zeros along axes that are fixed; a name is that of a length that may vary
+            shape = [
+                size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
+                for axis, size in enumerate(entry.shape)
+            ]
+            self._next[name], self._caches[name] = output, ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))
         self._past = 0  # tokens that the caches hold
         self._seen: list[int] = []
 

@@ -10,7 +10,7 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import Answerer, Evaluation, ItemScores, identity, plan_evaluation
+from compressor.evaluation.evaluate import Answerer, ItemScores, identity, plan_evaluation
 from compressor.evaluation.gate_statistics import compare_items, judge, overall
 from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
@@ -54,7 +54,7 @@ def run_gate(
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
     judged_files = here().broadcast(lambda: identity(compressed, digests=True))
-    larger = plan_base(base, tasks, wanted)
+    larger = plan_evaluation(base, tasks, wanted.options, wanted.cache)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
     smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)
     begin = time.perf_counter()
@@ -89,8 +89,3 @@ def run_gate(
         routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
     )
-
-
-def plan_base(base: ModelSource, tasks: Sequence[EvaluationTask], wanted: GateRequest) -> Evaluation:
-    """Plan the base's evaluation; raises `CompressionError` where it cannot answer as it has to."""
-    return plan_evaluation(base, tasks, wanted.options, wanted.cache)

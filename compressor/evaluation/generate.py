@@ -23,7 +23,15 @@ from compressor.model.tokenizer import has_chat_template, load_tokenizer, no_tok
 from compressor.progress import Progress
 from compressor.records import read_object
 
+logger = logging.getLogger(__name__)
+
 Choose = Callable[[Tensor], int]  # [V] logits -> token id
+Decoder = Callable[[Sequence[int]], Tensor]  # token ids it has not seen, [S] -> logits of the token after them, [V]
+Stopped = Literal["end", "length", "interrupted"]  # an end token came, enough tokens came, or nobody asked for more
+DEFAULTS = GenerationOptions()
+REMEDIES = ("pass --device cpu, or a shorter prompt", "see whether its own library alone can do it")
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
+LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
@@ -57,10 +65,6 @@ def chooser(options: GenerationOptions) -> Choose:
         return int(torch.multinomial(drawn, 1, generator=generator))
 
     return choose
-
-
-UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
-LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
@@ -140,14 +144,6 @@ class TextStream:
     def finish(self) -> str:
         """What was held back; a character that never became whole shows as a mark."""
         return self._text(final=True)[len(self._shown) :]
-
-
-logger = logging.getLogger(__name__)
-
-Decoder = Callable[[Sequence[int]], Tensor]  # token ids it has not seen, [S] -> logits of the token after them, [V]
-Stopped = Literal["end", "length", "interrupted"]  # an end token came, enough tokens came, or nobody asked for more
-DEFAULTS = GenerationOptions()
-REMEDIES = ("pass --device cpu, or a shorter prompt", "see whether its own library alone can do it")
 
 
 @dataclass(frozen=True, slots=True)

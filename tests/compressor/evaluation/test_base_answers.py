@@ -35,7 +35,8 @@ def full(original: Tensor, other: Tensor) -> Tensor:
 def test_the_likeliest_tokens_are_kept_and_the_mass_of_the_others(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (2, 1))
-    for tokens, found in zip(parts, read_base(model, {"text": parts}, None, Silent())["text"], strict=True):
+    answers = read_base(model, {"text": parts}, None, Silent(), tmp_path / "kept")["text"]
+    for tokens, found in zip(parts, answers, strict=True):
         logs = log_probabilities(stock, tokens)
         best = logs.topk(base_answers.KEPT)
         assert torch.equal(found.tokens.long(), best.indices)
@@ -50,7 +51,7 @@ def test_divergence_is_the_full_one_where_all_is_kept_and_a_little_less_otherwis
     logs = log_probabilities(stock, tokens)
     other = (logs + 0.3 * torch.randn(logs.shape, generator=torch.Generator().manual_seed(0))).float()
     expected = full(logs, other)
-    (kept,) = read_base(model, {"text": [tokens]}, None, Silent())["text"]
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent(), tmp_path / "kept")["text"]
     found = top_divergence(kept, other)
     assert (found <= expected + 1e-5).all() and (found > 0.8 * expected).all()
     whole = logs.float().topk(logs.shape[-1])
@@ -76,7 +77,7 @@ def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(
     model = open_model(locate(str(DEMO)), "float32", "cpu")
     text = calibrate("demo", load_tokenizer(DEMO), samples=8, length=128, seed=0, vocab=model.vocabulary)
     tokens = torch.cat(list(text.batches))
-    (kept,) = read_base(model, {"text": [tokens]}, None, Silent())["text"]
+    (kept,) = read_base(model, {"text": [tokens]}, None, Silent(), tmp_path / "kept")["text"]
     stock = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     logs = log_probabilities(stock, tokens)
     stock.model.layers[0].mlp.gate.weight.data.zero_()

@@ -1,20 +1,46 @@
-"""The gate's verdicts: by hand, against other formulas, mirrored, shuffled, and by simulation of its false verdicts."""
+"""The gate's statistics and verdicts: by hand, against other formulas and scipy, mirrored, shuffled, and by simulation.
+
+Paired tests of means are compared with a plain jackknife too, exact ones of proportions with all tables, enumerated.
+"""
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.stats import norm, ttest_rel
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.stats import multinomial, norm, ttest_rel
 
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import ItemScores
-from compressor.evaluation.gate_statistics import compare_items, judge, overall
+from compressor.evaluation.gate_statistics import (
+    Evidence,
+    at_least,
+    at_most,
+    compare_items,
+    constrained_gain,
+    freedom_of,
+    holm,
+    judge,
+    lower_bound,
+    most_careful,
+    overall,
+    ratio,
+    ratio_error,
+    rule_of_three,
+    skewness,
+    student,
+    upper_bound,
+)
 from compressor.evaluation.gate_verdict import TaskGate
 from scripts import simulate_gate
+
+ALPHA = 0.05
 
 
 def scores(values: Any, **given: Any) -> ItemScores:
@@ -301,3 +327,253 @@ def test_mcnemar_counts_coin_tosses_as_uneven(lost: int, gained: int) -> None:
     uneven = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(lost - gained))
     found = gate(scores([1] * lost + [0] * gained + [1]), scores([0] * lost + [1] * gained + [1]))
     assert found.mcnemar == pytest.approx(uneven / 2**tosses)
+
+
+# Paired tests of means
+
+
+def wrong(found: Evidence, alpha: float = ALPHA) -> tuple[float, float]:
+    """Shares of repetitions that pass and that fail."""
+    return float((found.p_pass < alpha).mean()), float((found.p_fail < alpha).mean())
+
+
+def random_sample(seed: int, units: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Values and weights: [n], [n]."""
+    random = np.random.default_rng(seed)
+    return random.standard_normal(units), random.integers(1, 20, size=units).astype(float)
+
+
+@given(st.integers(0, 1000), st.integers(2, 60), st.floats(-0.5, 0.5))
+def test_student_is_the_paired_t_test(seed: int, items: int, margin: float) -> None:
+    random = np.random.default_rng(seed)
+    base, after = random.random(items), random.random(items)
+    ones = np.ones(items)
+    found = student(ratio(base - after, ones), ratio_error(base - after, ones), freedom_of(ones), margin, ALPHA)
+    less, more = (ttest_rel(base - margin, after, alternative=side) for side in ("less", "greater"))
+    assert found.p_pass == pytest.approx(less.pvalue)
+    assert found.p_fail == pytest.approx(more.pvalue)
+    assert found.upper == pytest.approx(less.confidence_interval(1 - ALPHA).high + margin)
+    assert found.lower == pytest.approx(more.confidence_interval(1 - ALPHA).low + margin)
+
+
+@given(st.integers(0, 1000), st.integers(2, 40))
+def test_the_error_is_the_jackknife(seed: int, units: int) -> None:
+    values, weights = random_sample(seed, units)
+    without = [np.delete(values, i).sum() / np.delete(weights, i).sum() for i in range(units)]
+    spread = sum((x - values.sum() / weights.sum()) ** 2 for x in without)
+    assert ratio_error(values, weights) == pytest.approx(math.sqrt((units - 1) / units * spread))
+
+
+def test_even_clusters_have_the_cluster_robust_error() -> None:
+    differences = np.random.default_rng(2).standard_normal((7, 30))  # [G, items of each]
+    centred = differences - differences.mean()
+    covariances = sum(float(np.outer(group, group).sum()) for group in centred)  # Miller's sum within clusters
+    expected = math.sqrt(7 / 6 * covariances) / 210
+    assert ratio_error(differences.sum(axis=1), np.full(7, 30.0)) == pytest.approx(expected)
+
+
+def test_one_unit_has_no_error_and_shows_nothing() -> None:
+    one = np.ones(1)
+    found = student(0.3, ratio_error(one, one), freedom_of(one), 0.5, ALPHA)
+    assert (found.lower, found.upper, found.p_pass, found.p_fail) == (-math.inf, math.inf, 1, 1)
+
+
+def test_degrees_of_freedom() -> None:
+    assert freedom_of(np.full(9, 3.0)) == pytest.approx(8)
+    assert 1 < freedom_of(np.array([1.0, 1.0, 2.0])) < 2
+    assert freedom_of(np.array([1.0, 99.0])) == 1
+
+
+@given(st.integers(0, 1000), st.integers(3, 50), st.sampled_from([0.01, 0.05, 0.3]))
+def test_the_bounds_of_a_skewed_sample_are_where_its_p_is_alpha(seed: int, items: int, alpha: float) -> None:
+    values = np.random.default_rng(seed).standard_exponential(items) ** 2
+    ones, error = np.ones(items), ratio_error(values, np.ones(items))
+    mean, skew = values.mean(), skewness(values, ones)
+    found = student(mean, error, items - 1, 0.0, alpha, skew)
+    at_upper = student(mean, error, items - 1, float(found.upper), alpha, skew)
+    at_lower = student(mean, error, items - 1, float(found.lower), alpha, skew)
+    assert at_upper.p_pass == pytest.approx(alpha, rel=1e-4)
+    assert at_lower.p_fail == pytest.approx(alpha, rel=1e-4)
+    mirrored = student(-mean, error, items - 1, 0.0, alpha, skewness(-values, ones))
+    assert mirrored.upper == pytest.approx(-found.lower)
+
+
+def test_skewness_is_the_third_moment_by_the_root_of_n() -> None:
+    values = np.random.default_rng(5).standard_exponential(40)
+    centred = values - values.mean()
+    expected = (centred**3).mean() / (centred**2).mean() ** 1.5 / math.sqrt(40)
+    assert skewness(values, np.ones(40)) == pytest.approx(expected)
+    assert skewness(np.ones(5), np.ones(5)) == 0
+
+
+def test_rare_large_losses_pass_falsely_without_the_correction_for_skewness() -> None:
+    """One item in ten loses something, 400 items, 4,000 runs: the plain t passes 7 % of models at the margin."""
+    random, runs, items = np.random.default_rng(6), 4000, 400
+    losses = random.random((runs, items)) * (random.random((runs, items)) < 0.1)
+    ones = np.ones(items)
+    estimate, error = ratio(losses, ones), ratio_error(losses, ones)
+    plain = student(estimate, error, items - 1, 0.05, ALPHA)
+    bent = student(estimate, error, items - 1, 0.05, ALPHA, skewness(losses, ones))
+    limit = ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+    assert wrong(plain)[0] > limit
+    assert 0.02 < wrong(bent)[0] < limit
+    assert wrong(most_careful([plain, bent]))[1] < limit
+
+
+@pytest.mark.parametrize(("groups", "uneven"), [(8, False), (8, True), (40, True)])
+def test_level_with_clusters(groups: int, uneven: bool) -> None:
+    """Clusters that differ more than their items do: their error holds its level, that of items is far too small."""
+    random, runs = np.random.default_rng(7), 4000
+    sizes = (np.linspace(10, 30, groups) if uneven else np.full(groups, 20)).astype(int)
+    effects = np.repeat(0.05 * random.standard_normal((runs, groups)), sizes, axis=1)
+    items = 0.02 + effects + 0.1 * random.standard_normal(effects.shape)
+    starts = np.concatenate([[0], sizes.cumsum()[:-1]])
+    totals, weights, ones = np.add.reduceat(items, starts, axis=1), sizes.astype(float), np.ones(sizes.sum())
+    clustered = student(ratio(totals, weights), ratio_error(totals, weights), freedom_of(weights), 0.02, ALPHA)
+    plain = student(ratio(items, ones), ratio_error(items, ones), freedom_of(ones), 0.02, ALPHA)
+    limit = ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+    assert min(wrong(clustered)) > 0.03 and max(wrong(clustered)) < limit
+    assert min(wrong(plain)) > 2 * limit
+
+
+def test_level_of_a_ratio_of_sums() -> None:
+    """Documents of uneven length; the mean of their ratios would be another number."""
+    random, runs, documents = np.random.default_rng(8), 4000, 60
+    words = random.integers(50, 1000, size=documents).astype(float)
+    losses = words * (0.01 + 0.02 * random.standard_normal((runs, documents)))
+    found = student(ratio(losses, words), ratio_error(losses, words), freedom_of(words), 0.01, ALPHA)
+    assert min(wrong(found)) > 0.03 and max(wrong(found)) < ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / runs)
+
+
+def test_rule_of_three() -> None:
+    found = rule_of_three(0.0, 1.0, 300, 0.01, ALPHA)
+    assert found.upper == -found.lower == pytest.approx(3 / 300, rel=2e-3)
+    assert rule_of_three(0.0, 2.0, 300, 0.01, ALPHA).upper == pytest.approx(2 * found.upper)
+    at_bound = rule_of_three(0.1, 2.0, 300, float(rule_of_three(0.1, 2.0, 300, 0.0, ALPHA).upper), ALPHA)
+    assert (at_bound.p_pass, at_bound.p_fail) == (pytest.approx(ALPHA), 1)
+
+
+chances = st.lists(st.floats(0, 1), min_size=1, max_size=8)
+
+
+@given(chances, st.floats(0.001, 0.999))
+def test_holm_rejects_what_the_stepwise_procedure_rejects(p_values: list[float], alpha: float) -> None:
+    """Compare the smallest with alpha / m, the next with alpha / (m - 1) and so on, until one is not rejected."""
+    rejected, left = set(), dict(enumerate(p_values))
+    while left:
+        smallest = min(left, key=left.__getitem__)
+        if left.pop(smallest) * (len(left) + 1) > alpha:
+            break
+        rejected.add(smallest)
+    adjusted = holm(np.array(p_values))
+    assert {i for i, p in enumerate(adjusted) if p <= alpha} == rejected
+
+
+@given(chances, st.data())
+@settings(deadline=None)
+def test_holm_is_monotone_and_never_lowers(p_values: list[float], data: st.DataObject) -> None:
+    before = holm(np.array(p_values))
+    assert np.all(before >= p_values) and np.all(before <= 1)
+    raised = np.array(p_values)
+    which = data.draw(st.integers(0, len(p_values) - 1))
+    raised[which] = data.draw(st.floats(p_values[which], 1))
+    assert np.all(holm(raised) >= before - 1e-15)
+    assert np.array_equal(holm(np.stack([raised, np.array(p_values)]))[1], before)
+
+
+# Exact paired tests of proportions
+
+
+tables = st.integers(1, 300).flatmap(
+    lambda n: st.tuples(st.integers(0, n), st.integers(0, n), st.just(n)).filter(lambda x: x[0] + x[1] <= x[2])
+)
+
+
+@given(tables, st.floats(-0.95, 0.95))
+@settings(deadline=None)
+def test_the_constrained_gain_is_the_likeliest_one(table: tuple[int, int, int], drop: float) -> None:
+    lost, gained, items = table
+    low, high = max(0.0, -drop), (1 - drop) / 2
+
+    def surprise(gain: float) -> float:
+        shares = (gain + drop, gain, 1 - 2 * gain - drop)
+        counts = (lost, gained, items - lost - gained)
+        return -sum(n * math.log(max(p, 1e-300)) for n, p in zip(counts, shares, strict=True) if n)
+
+    found = constrained_gain(lost, gained, items, drop)
+    assert low - 1e-12 <= found <= high + 1e-12
+    best = minimize_scalar(surprise, bounds=(low, high), method="bounded", options={"xatol": 1e-12})
+    assert surprise(found) <= best.fun + 1e-6 * (1 + abs(best.fun))
+
+
+@pytest.mark.parametrize("drop", [-0.2, -0.01, 0.0, 0.03, 0.3])
+def test_p_is_the_probability_of_all_tables_with_as_small_a_net_loss(drop: float) -> None:
+    items = 9
+    every = [(b, c) for b, c in product(range(items + 1), repeat=2) if b + c <= items]
+    for lost, gained in every:
+        gain = constrained_gain(lost, gained, items, drop)
+        shares = np.array([gain + drop, gain, 1 - 2 * gain - drop]).clip(0)
+        chances = multinomial(items, shares / shares.sum())
+        below = sum(chances.pmf([b, c, items - b - c]) for b, c in every if b - c <= lost - gained)
+        above = sum(chances.pmf([b, c, items - b - c]) for b, c in every if b - c >= lost - gained)
+        assert at_most(lost, gained, items, drop) == pytest.approx(below, abs=1e-9)
+        assert at_least(lost, gained, items, drop) == pytest.approx(above, abs=1e-9)
+
+
+@pytest.mark.parametrize(("items", "margin"), [(10, 0.01), (298, 0.01), (299, 0.01), (400, 0.01), (50, 0.1)])
+def test_without_a_flip_it_is_the_binomial_test(items: int, margin: float) -> None:
+    assert at_most(0, 0, items, margin) == pytest.approx((1 - margin) ** items)
+    assert upper_bound(0, 0, items, 0.05) == pytest.approx(1 - 0.05 ** (1 / items))
+
+
+def test_ends_of_the_scale() -> None:
+    assert upper_bound(7, 0, 7, 0.05) == 1.0
+    assert lower_bound(0, 7, 7, 0.05) == -1.0
+    assert (at_most(7, 0, 7, 1.0), at_most(6, 0, 7, 1.0), at_most(7, 0, 7, 1.5)) == (1.0, 0.0, 0.0)
+    assert (at_least(7, 0, 7, 1.5), at_most(0, 7, 7, -1.5)) == (1.0, 1.0)
+
+
+@given(tables, st.floats(-0.9, 0.9), st.floats(1e-3, 0.1))
+@settings(deadline=None)
+def test_p_falls_as_the_drop_rises(table: tuple[int, int, int], drop: float, step: float) -> None:
+    assert at_most(*table, drop + step) <= at_most(*table, drop) + 1e-9
+    assert at_most(*table, drop) + at_least(*table, drop) >= 1 - 1e-9
+
+
+@given(tables, st.sampled_from([0.01, 0.05, 0.2]))
+@settings(deadline=None, max_examples=50)
+def test_bounds_are_where_p_is_alpha_and_mirror(table: tuple[int, int, int], alpha: float) -> None:
+    lost, gained, items = table
+    assume(max(lost, gained) < items)
+    upper, lower = upper_bound(*table, alpha), lower_bound(*table, alpha)
+    assert lower < (lost - gained) / items < upper
+    assert at_most(*table, upper) == pytest.approx(alpha, abs=1e-6)
+    assert at_least(*table, lower) == pytest.approx(alpha, abs=1e-6)
+    assert upper == pytest.approx(-lower_bound(gained, lost, items, alpha), abs=1e-12)
+    assert upper_bound(lost, gained, items + 50, alpha) < upper or lost < gained
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05, 0.01])
+@pytest.mark.parametrize("items", [12, 30])
+def test_no_true_drop_at_the_margin_is_judged_wrongly_too_often(items: int, alpha: float) -> None:
+    every = np.array([(b, c, items - b - c) for b, c in product(range(items + 1), repeat=2) if b + c <= items])
+    for margin in (0.0, 0.01, 0.05, 0.1):
+        passes = np.array([at_most(b, c, items, margin) < alpha for b, c, _ in every.tolist()])
+        fails = np.array([at_least(b, c, items, margin) < alpha for b, c, _ in every.tolist()])
+        for flips in (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+            if flips >= margin:
+                chances = multinomial.pmf(every, items, [(flips + margin) / 2, (flips - margin) / 2, 1 - flips])
+                assert chances[passes].sum() <= alpha
+                assert chances[fails].sum() <= alpha
+
+
+@pytest.mark.parametrize(("items", "flips", "margin"), [(50, 0.4, 0.1), (400, 0.05, 0.02), (2000, 0.1, 0.005)])
+def test_level_by_simulation(items: int, flips: float, margin: float) -> None:
+    """Both ways within three binomial errors of alpha, and not far under it: a test that never rejects fails this."""
+    runs, alpha = 4000, 0.05
+    shares = [(flips + margin) / 2, (flips - margin) / 2, 1 - flips]
+    drawn = np.random.default_rng(1).multinomial(items, shares, size=runs)[:, :2]
+    found, counts = np.unique(drawn, axis=0, return_counts=True)
+    for test in (at_most, at_least):
+        wrong = sum(n for (b, c), n in zip(found.tolist(), counts, strict=True) if test(b, c, items, margin) < alpha)
+        assert 0.6 * alpha < wrong / runs < alpha + 3 * math.sqrt(alpha * (1 - alpha) / runs)

@@ -40,7 +40,7 @@ def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
 
 
 def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
-    answers = read_base(model, {"text": parts}, None, Silent())["text"]
+    answers = read_base(model, {"text": parts}, None, Silent(), model.source.folder / "kept")["text"]
     return [[pair] for pair in zip(parts, answers, strict=True)]
 
 
