@@ -237,9 +237,10 @@ def plan_evaluation(
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
     if answerer is not None:
         facts |= {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
+    models = [identity(source), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
-        for model in (identity(source), *(() if content is None else (content,))):
+        for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
             files.setdefault(task.name, {})[cache / f"{digest[:32]}.json"] = key
