@@ -18,9 +18,10 @@ from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.gate_report import card_metrics
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
+from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
-from compressor.recipe.document import changed, entries, step_line
+from compressor.recipe.document import changed
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_strategy
@@ -47,18 +48,8 @@ IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
 LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 Blocks = tuple[Block, ...]
-NOT_STOCK = (
-    "Stock transformers, and whatever loads by it, cannot load this format. It was checked by the tool's own forward: "
-    "the written tensors give the logits that the base gives with these constants."
-)
-LOCAL_BASE = "The base was a local folder; which repository it came from is not recorded."
 MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
 MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
-
-REFITTED = {
-    "ridge": "the down projections in closed form (ridge regression)",
-    "tune": "the down projections in closed form, then router rows, gate, up and down projections by gradient steps",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +295,7 @@ def introduction(facts: Facts) -> Blocks:
             f"{span(len(layer.groups) for layer in stage.layers)} stay in each (MoNE, arXiv:2507.00390). The "
             "routers are whole."
         )
-        kind = (
-            " Stock transformers cannot load it; vLLM can, from the version on that serves the config field "
-            "approximate_experts."
-        )
+        kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
     elif not stage.layers:
         same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
         what = f", of which all experts stay{after_split}.{same}"
@@ -321,28 +309,12 @@ def introduction(facts: Facts) -> Blocks:
             f"{layers}{after_split}: {all_dispositions(stage.layers)}.{routed} "
             f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
         )
-    corrected = f" {_corrected(outcome)}" if stage.layers else ""
-    later = "".join(f" {step_line(step)}." for step in outcome.steps)
-    made = f"{what}{corrected}{later} It was made with moe-compressor.{kind}"
+    made = f"{what} It was made with moe-compressor.{kind}"
     source = outcome.plan.source
     base: Words = f'the local checkpoint "{label(source.model)}"'
     if (name := base_id(source)) is not None:
         base = Link(name, f"https://huggingface.co/{name}"), f" (revision {one_line(str(source.revision))})"
     return (Text(("This is ", base, made)),)
-
-
-def _corrected(outcome: Outcome) -> str:
-    methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
-    if not methods:
-        later = any(map(changed, outcome.steps))
-        return "No layer was reconstructed by itself." if later else "No weight was refitted afterwards."
-    figures = [correction_of(layer) for layer in outcome.stage.layers]
-    better = sum(entry.get("kept") not in (None, "none") for entry in figures)
-    what = f": {REFITTED[methods[-1]]}" if methods[-1] in REFITTED else ""
-    return (
-        f"The remaining experts were refitted to each layer's base output (reconstruction, {', then '.join(methods)}"
-        f"{what}), which was kept in {better} of {counted(len(figures), 'layer')}."
-    )
 
 
 def comparison(facts: Facts) -> Blocks:
@@ -397,9 +369,8 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
     serve = Listing(f"vllm serve {repo_id}", "bash")
     if facts.outcome.stage.constants is not None:
         vllm = (
-            "Stock transformers cannot load it, for its constants. In vLLM, from the version on that serves the config "
-            "field approximate_experts, where it supports this architecture unquantised (not tested with this "
-            "checkpoint):"
+            "In vLLM, from the version on that serves the config field approximate_experts, where it supports this "
+            "architecture unquantised (not tested with this checkpoint):"
         )
         blocks += [Text(vllm), serve]
     elif facts.dtypes:
@@ -438,84 +409,72 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
 
 def limits(facts: Facts, has_licence: bool) -> Blocks:
     """The last section; `has_licence` if the card inherits one."""
-    outcome = facts.outcome
-    sentences = [
-        _accuracy(outcome.gate),
-        _text(outcome.plan),
-        _refitted(outcome),
-        _format(facts),
-        NOT_STOCK if outcome.stage.constants is not None else "",
-        _graph(facts),
-        LOCAL_BASE if base_id(outcome.plan.source) is None else "",
-        "" if has_licence else "No licence was found in a card of the base; the base's own terms hold.",
-    ]
-    return Heading("Limits"), Items(tuple(filter(None, sentences)))
-
-
-def _accuracy(gate: GateResult | None) -> str:
-    if gate is None:
-        return (
+    outcome, sentences = facts.outcome, list[str]()
+    if outcome.gate is None:
+        sentences.append(
             "Accuracy was not measured: there is no gate result for these weights. Compare it with the base on "
             "your own tasks before you use it."
         )
-    limit = gate.options.get("limit")
-    first = f" (the first {limit:,} items of each at most)" if type(limit) is int else ""
-    tasks = joined([task.task for task in gate.tasks]) or "no task"
-    sentence = f"Accuracy was measured on {tasks}{first} and on nothing else; the verdict is {gate.verdict}."
-    if gate.routing is None:
-        return sentence
-    return (
-        f"{sentence} It is of answers on pathways that {one_line(gate.routing.method)} optimised at test time; as "
-        "stock loaders run these weights, their accuracy was not measured."
-    )
-
-
-def _text(plan: Plan) -> str:
-    if plan.calibration is None:
-        own = any(step.text is not None for step in plan.steps)
-        return f"No text was read{' to choose experts' if own else ''}: weights alone decided."
-    stored, only, tokens = (plan.calibration.get(name) for name in ("sources", "only", "tokens"))
-    sources = [entry["source"] for entry in entries(stored) if "source" in entry]
-    many = f" ({tokens:,} tokens, held-out ones included)" if type(tokens) is int and only is None else ""
-    names = joined([label(str(name)) for name in ([only] if only is not None else sources or ["unnamed text"])])
-    return f"The calibration text was {names}{many}. What experts do on other kinds of text did not count."
+    else:
+        sentences.append("Accuracy was measured on the tasks above and on nothing else.")
+    if outcome.gate is not None and outcome.gate.routing is not None:
+        sentences[0] += (
+            f" It is of answers on pathways that {one_line(outcome.gate.routing.method)} optimised at test time; as "
+            "stock loaders run these weights, their accuracy was not measured."
+        )
+    if outcome.plan.calibration is not None:
+        sentences.append("What experts do on other kinds of text than the calibration text did not count.")
+    elif outcome.stage.layers:
+        sentences.append("No text was read to choose experts: weights alone decided.")
+    sentences.append(_refitted(outcome))
+    stored = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    if not facts.dtypes:
+        sentences.append("There are no safetensors here, only the ONNX graph.")
+    elif quantization := entry_of(facts.config, "quantization_config"):
+        kind = one_line(str(quantization.get("quant_method")))
+        sentences.append(f"The weights are quantised as the base's are ({kind}), stored as {stored}.")
+    else:
+        sentences.append(f"The weights are not quantised; they are stored as {stored}.")
+    if outcome.stage.constants is not None:
+        sentences.append(
+            "The format was checked by the tool's own forward: the written tensors give the logits that the base gives "
+            "with these constants."
+        )
+    if facts.graph is not None:
+        sentences.append(_graph(facts.graph))
+    if not has_licence:
+        sentences.append("No licence was found in a card of the base; the base's own terms hold.")
+    return Heading("Limits"), Items(tuple(filter(None, sentences)))
 
 
 def _refitted(outcome: Outcome) -> str:
-    """What was tuned and what that leaves; a step that changed nothing does not count."""
-    taken = {step["name"] for step in outcome.steps if changed(step)}
-    corrected = bool(outcome.plan.of(CORRECT))
-    found = ["Reconstruction brings back each layer's own output on the calibration text."] if corrected else []
+    """What was refitted or trained, and what that leaves; a step that changed nothing does not count."""
+    taken, found = {step["name"] for step in outcome.steps if changed(step)}, list[str]()
+    methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
+    if methods:
+        figures = [correction_of(layer) for layer in outcome.stage.layers]
+        better = sum(entry.get("kept") not in (None, "none") for entry in figures)
+        found.append(
+            f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each layer's base output on "
+            f"the calibration text and was kept in {better} of {counted(len(figures), 'layer')}; the errors before and "
+            "after are those of single layers and say nothing about accuracy."
+        )
     if "distill" in taken:
-        found = [
+        found.append(
             "Distillation trained the model end to end toward the base on text that its maker chose; what the base "
             "gets wrong, and what that text does not show, did not come closer to right."
-        ]
+        )
     elif "routers" in taken:
         found.append("Router calibration moved the routers alone toward the base's next token, on text of its maker's.")
-    elif corrected:
+    elif methods:
         found.append("Nothing was fine-tuned end to end.")
     elif not taken:
         found.append("Nothing was refitted or fine-tuned after experts were taken out.")
-    if corrected:
-        found.append("The errors before and after are those of single layers and say nothing about accuracy.")
     return " ".join(found)
 
 
-def _format(facts: Facts) -> str:
-    if not facts.dtypes:
-        return "There are no safetensors here, only the ONNX graph."
-    names = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
-    if quantization := entry_of(facts.config, "quantization_config"):
-        kind = one_line(str(quantization.get("quant_method")))
-        return f"The weights are quantised as the base's are ({kind}), stored as {names}."
-    return f"The weights are not quantised; they are stored as {names}."
-
-
-def _graph(facts: Facts) -> str:
-    """How the ONNX graph was verified, as its record has it; nothing without a graph."""
-    if (graph := facts.graph) is None:
-        return ""
+def _graph(graph: Graph) -> str:
+    """How the ONNX graph was verified, as its record has it."""
     options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
     quantize = options.get("quantize")
     experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"

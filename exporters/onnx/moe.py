@@ -9,7 +9,6 @@ itself, and at accuracy level 0 4 bits in blocks too. So the stock model with it
 does.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,6 @@ ROUTE = "onnx_route"  # an experts module's attribute: its `MoeNode`
 SCALES = "onnx_scales"  # an experts module's attribute: scales [E, rows, B] of each rounded weight, rows in stock order
 FALLBACK = "batched_mm"  # the stock implementation of layers that the node cannot express
 SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
-PROBES = 129
-FAR = 1e4  # beyond any limit on a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +41,42 @@ class Activation:
     beta: float = 0.0
     limit: float | None = None
 
-    def apply(self, inner: Tensor) -> Tensor:
-        """Concatenated gate and up [T, 2I] (or [T, I]) -> [T, I]."""
-        if self.kind != "swiglu":
-            return UNGATED[self.kind](inner)
-        gate, up = inner.chunk(2, dim=-1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
-
-UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "relu": nn.functional.relu,
-    "gelu": lambda value: nn.functional.gelu(value, approximate="tanh"),  # the runtime's is this one
-    "silu": nn.functional.silu,
-    "identity": lambda value: value,
+KINDS = {  # the node's names of activation functions
+    "ReLU": "relu",
+    "GELUTanh": "gelu",  # the runtime's own approximation
+    "NewGELUActivation": "gelu",
+    "FastGELUActivation": "gelu",
+    "AccurateGELUActivation": "gelu",
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "silu": "silu",  # the function
+    "LinearActivation": "identity",
+}
+GATES: Mapping[str, Callable[[Any], Activation]] = {  # of stock experts with a gate other than act_fn(g) * u
+    "BeamExperts": lambda experts: Activation("swiglu"),
+    "DeepseekV4Experts": lambda experts: Activation("swiglu", limit=experts.limit),
+    "Glm5NextTextExperts": lambda experts: Activation("swiglu", limit=experts.swiglu_limit),
+    "GptOssExperts": lambda experts: Activation("swiglu", experts.alpha, 1.0, experts.limit),
+    "HYV4Experts": lambda experts: Activation("swiglu", limit=experts.swiglu_limit),
+    "MiniMaxM3VLExperts": lambda experts: Activation("swiglu", experts.swiglu_alpha, 1.0, experts.swiglu_limit),
+    "OpenAIPrivacyFilterExperts": lambda experts: Activation("swiglu", experts.alpha, 1.0, experts.limit),
 }
 
 
-def _probe(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Apply the module's own gate to gate [T, I] and up [T, I], fused as its first projection gives them, [T, 2I]."""
-    fused = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-    with torch.no_grad():
-        value: Tensor = experts._apply_gate(fused)
-    return value
-
-
-def _fit_gate(experts: Any) -> Activation | None:
-    """Read alpha, beta and limit of a gate of the swiglu family off its own values; None for another family."""
-    zero, one, far = torch.zeros(1, 1), torch.ones(1, 1), torch.full((1, 1), FAR)
-    slope = _probe(experts, one, one) - _probe(experts, one, zero)  # of u, at g = 1: sigmoid(alpha)
-    if not bool(0 < slope < 1):
-        return None
-    beta = _probe(experts, one, zero) / slope
-    alpha = _round(float(torch.logit(slope)))
-    highest = float(_probe(experts, far, one) - _probe(experts, far, zero))
-    limit = highest
-    for _ in range(50):  # to the gate at which g * sigmoid(alpha * g) is that high, for sigmoid is nearly 1
-        limit = highest * (1 + math.exp(-alpha * limit))
-    return Activation("swiglu", alpha, _round(float(beta)), None if highest > FAR * 0.99 else _round(limit))
-
-
-def _round(value: float) -> float:
-    """The short number that was meant where one is within rounding errors: 1.702 for 1.7019999."""
-    short = round(value, 3)
-    return short if abs(value - short) < 1e-5 * max(1.0, abs(value)) else value
-
-
 def activation(experts: Any) -> Activation | None:
-    """The activation of the node that does what the module does, tried out on numbers; None where there is none."""
-    inner = torch.rand(PROBES, 4, generator=torch.Generator().manual_seed(0)) * 40 - 20
-    inner[-1] *= 50  # some values far out
-    candidates = [_fit_gate(experts)] if experts.has_gate else [Activation(kind) for kind in UNGATED]
-    with torch.no_grad():
-        wanted = _probe(experts, *inner.chunk(2, -1)) if experts.has_gate else experts.act_fn(inner)
-    for candidate in candidates:
-        if candidate and torch.allclose(candidate.apply(inner), wanted.float(), rtol=1e-4, atol=1e-5):
-            return candidate
-    return None
+    """The activation of the node that does what the stock module does; None where there is none."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    act = getattr(experts, "act_fn", None)
+    name, kind = type(experts).__name__, KINDS.get(getattr(act, "__name__", type(act).__name__))
+    if not experts.has_gate:
+        return None if kind is None else Activation(kind)
+    if act is not None and kind != "silu":
+        return None
+    if type(experts)._apply_gate is _default_apply_gate:
+        return Activation("swiglu")
+    return GATES[name](experts) if name in GATES else None
 
 
 def supported(experts: Any) -> str | None:

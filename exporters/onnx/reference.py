@@ -20,7 +20,6 @@ from compressor.progress import Progress
 
 TRACED = (2, 3)  # batch and sequence of the example that a graph is traced with
 SHAPES = (TRACED, (1, 1), (1, 7), (3, 5), (2, 33), (4, 16), (1, 300))  # with an empty past
-PREFILL = "prefill"
 CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and single tokens in turn
 PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
 PADDED_LENGTH = 12
@@ -109,7 +108,7 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
 
     for number, (rows, wanted) in enumerate(SHAPES):
         length = min(wanted, longest)  # 300 is beyond the chunks of recurrent layers, whose loop a trace may unroll
-        ask(f"{PREFILL} {rows} x {length}", random_tokens(config, rows, length, number))
+        ask(f"prefill {rows} x {length}", random_tokens(config, rows, length, number))
     mask = (torch.arange(PADDED_LENGTH) >= torch.tensor(PADDING)[:, None]).long()
     ask("left padding", random_tokens(config, len(PADDING), PADDED_LENGTH, 11), mask=mask)
     if past:

@@ -1,12 +1,12 @@
 """Verify that an ONNX graph computes what the stock model does, on all of its cases.
 
-A graph that fits into memory runs in one session. Another is cut on disk into parts that follow one another: what
-comes before the layers, each layer, and what comes after. All cases pass a part before the next one is loaded. A case
-in chunks, with the cache of one handed to the next, passes each part chunk by chunk: a layer alone needs its cache.
+A graph is cut into parts that follow one another: what comes before the layers, each layer, and what comes after; or
+it is one part, where it fits into memory. All cases pass a part before the next one is loaded. A case in chunks, with
+the cache of one handed to the next, passes each part chunk by chunk: a layer alone needs its cache.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.decoders import LOGITS, MASK, POSITIONS, TOKENS, ort_value
 from compressor.progress import Progress
-from exporters.onnx.reference import CONTINUED, PREFILL, PROMPT, Case, Reference, unit_of
+from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference, unit_of
 from exporters.onnx.trace import present_name
 
 STOCK = "the stock model in float32"
@@ -79,24 +79,19 @@ def compare(
 
     Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties.
     """
-    bound, answers = tolerance.of(reference), iter(logits)
-    cases: list[tuple[str, float]] = []
+    bound, cases = tolerance.of(reference), list[tuple[str, float]]()
     ties, tokens, compared, equal = 0, 0, 0, 0
-    for case in reference.cases:
-        try:
-            computed = next(answers)
-            if computed.shape != case.logits.shape:
-                computed = torch.full_like(case.logits, torch.nan)
-            gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
-            gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
-            beyond = ~(gaps <= bound)
-            if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
-                raise CompressionError(
-                    f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from "
-                    f"the stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}"
-                )
-        except CompressionError as error:
-            raise CompressionError(f"{error}{_right_for(case, cases, error)}; nothing was written") from error
+    for case, computed in zip(reference.cases, logits, strict=True):
+        if computed.shape != case.logits.shape:
+            computed = torch.full_like(case.logits, torch.nan)
+        gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)  # [T], infinite where there is no number
+        gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        beyond = ~(gaps <= bound)
+        if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
+            raise CompressionError(
+                f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its logits differ from the "
+                f"stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}; nothing was written"
+            )
         cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
         ties, tokens = ties + int(beyond.sum()), tokens + len(gaps)
         if case.name == CONTINUED:
@@ -116,16 +111,6 @@ def compare(
         tokens=tokens,
         sensitivity=reference.sensitivity,
     )
-
-
-def _right_for(case: Case, right: Sequence[tuple[str, float]], error: CompressionError) -> str:
-    """Say for which shapes a graph is right that fails for another, and what that means."""
-    if not right or not case.name.startswith(PREFILL):
-        return ""
-    shapes = ", ".join(name.removeprefix(f"{PREFILL} ") for name, _ in right)
-    failed = error.__cause__ is not None  # in ONNX Runtime, rather than giving other logits
-    fixed = "; the stock code's loop over tokens or chunks is traced for some lengths only" if failed else ""
-    return f" (it is right for {shapes}{fixed})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +233,8 @@ class Step:
     past: int  # tokens before them
     values: dict[str, Any]
 
-    def forget(self, last: Mapping[str, int], number: int) -> None:
-        """Drop what no part after this one reads, by the `last` part that reads each value; the logits stay."""
-        needed = {LOGITS, *(name for name, part in last.items() if part > number)}
+    def keep(self, needed: Set[str]) -> None:
+        """Drop all other values."""
         self.values = {name: value for name, value in self.values.items() if name in needed}
 
 
@@ -262,35 +246,30 @@ class Graph:
         import onnx_ir
 
         program = onnx_ir.load(path)
-        self.path, self.session = path, None
+        self.path = path
         self.inputs = {value.name: value for value in program.graph.inputs}
         whole = Part(None, tuple(self.inputs), tuple(value.name for value in program.graph.outputs))
         self.parts = cut(program, owners or {}, units) if units else [whole]
         self.how = WHOLE if len(self.parts) == 1 else LAYERS  # as a record names it
-        self.last = {name: number for number, part in enumerate(self.parts) for name in part.inputs}
-        for name in self.inputs.keys() & self.last.keys():
-            present = present_name(name)
-            self.last[present] = max(self.last.get(present, 0), self.last[name])
 
-    def answers(self, cases: Sequence[Case], progress: Progress) -> Iterator[Tensor]:
-        """The logits [B, S, V] of each case: of a whole graph one after the other, of parts all in the end."""
-        groups = [[case] for case in cases] if len(self.parts) == 1 else [list(cases)]
-        progress.start("verifying", len(groups) * len(self.parts))
-        for group in groups:
-            chunked = [self._steps(case) for case in group]
-            for number, part in enumerate(self.parts):
-                session = self._load(part)
-                for steps in chunked:
-                    for before, step in zip([None, *steps], steps, strict=False):
-                        self._pass(session, part, before, step)
-                        if before is not None:  # its values are needed by its successor, and by later parts
-                            before.forget(self.last, number)
-                    steps[-1].forget(self.last, number)
-                del session
-                progress.advance(f"part {number + 1} of {len(self.parts)}")
+    def answers(self, cases: Sequence[Case], progress: Progress) -> list[Tensor]:
+        """The logits [B, S, V] of each case."""
+        chunked = [self._steps(case) for case in cases]
+        progress.start("verifying", len(chunked) * len(self.parts))
+        for number, part in enumerate(self.parts):
+            later = {name for other in self.parts[number + 1 :] for name in other.inputs}
+            needed = {LOGITS, *later, *map(present_name, later)}
+            session = self._load(part)
             for steps in chunked:
-                values = [torch.utils.dlpack.from_dlpack(step.values[LOGITS]).float() for step in steps]
-                yield torch.cat(values, dim=1)
+                for before, step in zip([None, *steps], steps, strict=False):
+                    self._pass(session, part, before, step)
+                    if before is not None:  # its values are needed by its successor, and by later parts
+                        before.keep(needed)
+                steps[-1].keep(needed)
+                progress.advance(f"part {number + 1} of {len(self.parts)}")
+            del session
+        found = ([torch.utils.dlpack.from_dlpack(step.values[LOGITS]).float() for step in steps] for steps in chunked)
+        return [torch.cat(logits, dim=1) for logits in found]
 
     def _steps(self, case: Case) -> list[Step]:
         steps = []
@@ -303,8 +282,7 @@ class Graph:
 
     def _load(self, part: Part) -> Any:
         if part.model is None:
-            self.session = self.session or open_session(self.path)
-            return self.session
+            return open_session(self.path)
         place = self.path.with_name(f".{self.path.name}.part")  # beside the file of weights, which it names
         try:
             place.write_bytes(part.model.SerializeToString())
@@ -332,5 +310,7 @@ class Graph:
             results = session.run_with_ort_values(list(part.outputs), fed)
         except Exception as error:
             reason = runtime_reason(error)
-            raise CompressionError(f"ONNX Runtime fails on {step.shape} tokens after {step.past}: {reason}") from error
+            raise CompressionError(
+                f"ONNX Runtime fails on {step.shape} tokens after {step.past}: {reason}; nothing was written"
+            ) from error
         step.values |= dict(zip(part.outputs, results, strict=True))

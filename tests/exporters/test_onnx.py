@@ -1,13 +1,12 @@
 """Exported checkpoints in ONNX Runtime, held against the stock models that were never near the exporter."""
 
-import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,57 +218,40 @@ def spoil(weight: Any) -> None:
     weight[5, 0, 0] = np.nan
 
 
+def unsound(graph: Path) -> None:
+    model = onnx.load(str(graph))
+    model.graph.node[3].input[0] = "nowhere"
+    onnx.save(model, str(graph))
+
+
 PLAIN = ExportOptions(past=False, tokens=4)
 
 
-@pytest.mark.parametrize("change", [swap, scale, spoil])
-def test_a_tampered_graph_leaves_nothing(change: Any, source: Path, retraced: Path, tmp_path: Path) -> None:
-    tamper(retraced, change)
-    with pytest.raises(CompressionError, match=r"ONNX graph of MixtralForCausalLM is wrong in .*; nothing was written"):
+@pytest.mark.parametrize("change", [partial(tamper, change=scale), partial(tamper, change=spoil), unsound])
+def test_a_wrong_graph_leaves_nothing(change: Any, source: Path, retraced: Path, tmp_path: Path) -> None:
+    change(retraced)
+    wrong = r"ONNX graph of MixtralForCausalLM is wrong in .*; nothing was written"
+    with pytest.raises(CompressionError, match="" if change is unsound else wrong):
         export(source, tmp_path / "out", PLAIN)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
-def test_what_was_there_stays_when_its_successor_is_wrong(source: Path, retraced: Path, tmp_path: Path) -> None:
-    export(source, tmp_path / "out", PLAIN)
-    before = small.tree(tmp_path / "out")
-    tamper(retraced, swap)
-    with pytest.raises(CompressionError, match="nothing was written"):
-        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
-    assert small.tree(tmp_path / "out") == before
-    with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
-        export(source, tmp_path / "out", PLAIN)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
-
-
-def test_equal_runs_give_equal_records(source: Path, retraced: Path, tmp_path: Path) -> None:
+def test_equal_runs_give_equal_records_and_a_wrong_successor_replaces_none(
+    source: Path, retraced: Path, tmp_path: Path
+) -> None:
     trees = []
     for _ in range(2):
         summary = export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
         assert summary.verification.tokens_equal == 4
         trees.append(small.tree(tmp_path / "out"))
     assert trees[0] == trees[1]
-
-
-def test_a_graph_that_is_no_sound_onnx_leaves_nothing(source: Path, retraced: Path, tmp_path: Path) -> None:
-    model = onnx.load(str(retraced))
-    model.graph.node[3].input[0] = "nowhere"
-    onnx.save(model, str(retraced))
-    with pytest.raises(CompressionError):
+    tamper(retraced, swap)
+    with pytest.raises(CompressionError, match="nothing was written"):
+        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+    with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
         export(source, tmp_path / "out", PLAIN)
-    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(
-    source: Path, retraced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(onnx_ir, "save", full)
-    with pytest.raises(CompressionError, match=r"the disk of .* is full; free some space"):
-        export(source, tmp_path / "out", PLAIN)
-    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert small.tree(tmp_path / "out") == trees[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
 
 
 def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

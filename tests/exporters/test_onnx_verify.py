@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from exporters.onnx import reference as exporter_reference
 from exporters.onnx import verify
-from exporters.onnx.reference import CONTINUED, Case, Reference
+from exporters.onnx.reference import CONTINUED, SHAPES, Case, Reference, random_tokens, special_tokens
 from exporters.onnx.verify import EXACT, HALF, Tolerance, runtime_reason
 from tests import zoo
 from tests.exporters.answers import answer, answers, observe
@@ -35,6 +36,38 @@ def compared(reference: Reference, wrong: Any, tolerance: Tolerance = EXACT) -> 
 
 def unchanged(case: Case, logits: Tensor) -> Tensor:
     return logits
+
+
+def test_every_required_case_is_asked(reference: Reference) -> None:
+    names = {case.name: case for case in reference.cases}
+    shapes = {tuple(case.tokens.shape) for name, case in names.items() if name.startswith("prefill")}
+    assert shapes == set(SHAPES) and len(shapes) >= 5
+    assert 1 in names["chunked prefill"].chunks and len(names["chunked prefill"].chunks) > 2
+    assert names["left padding"].mask.sum(-1).tolist() == [12, 9, 6]
+    assert names["left padding, cached decode"].chunks == (8, 1, 1, 1, 1)
+    assert names[CONTINUED].chunks == (8, *[1] * 11)
+    for case in reference.cases:
+        assert sum(case.chunks) == case.tokens.shape[1] == case.logits.shape[1]
+
+
+def test_tokens_with_a_meaning_are_not_drawn() -> None:
+    text = SimpleNamespace(vocab_size=8, unpadded_vocab_size=None, pad_token_id=0, eos_token_id=[2, 3])
+    config = SimpleNamespace(image_token_id=5, get_text_config=lambda decoder: text)
+    assert special_tokens(config) == {0, 2, 3, 5}
+    assert set(random_tokens(config, 20, 20, 0).flatten().tolist()) == {1, 4, 6, 7}
+
+
+def test_a_short_context_cuts_what_is_generated() -> None:
+    model = zoo.build("mixtral", num_hidden_layers=1, max_position_embeddings=40)
+    reference = observe(model, past=False, tokens=64)
+    assert reference.cases[-1].tokens.shape == (1, 39) and reference.cases[-1].name == CONTINUED
+    assert max(case.tokens.shape[1] for case in reference.cases[:-1]) == 40
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    message = "DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one row of logits"
+    with pytest.raises(CompressionError, match=message):
+        observe(zoo.build("diffusion_gemma"), past=False)
 
 
 def test_a_faithful_graph_passes(reference: Reference) -> None:
@@ -129,23 +162,6 @@ def streamed(model: Any, folder: Path) -> Reference:
     """What the exporter has of a model's checkpoint."""
     model.save_pretrained(folder)
     return exporter_reference.observe(open_model(locate(str(folder)), "float32", "cpu"), False, 0, Silent())
-
-
-def test_lengths_that_a_trace_has_fixed_are_told_as_such(reference: Reference) -> None:
-    def wrong(case: Case, logits: Tensor) -> Tensor:
-        return logits + 1 if case.tokens.shape[1] > 16 else logits
-
-    right = r"\(it is right for 2 x 3, 1 x 1, 1 x 7, 3 x 5"
-    with pytest.raises(CompressionError, match=rf"'prefill 2 x 33': .* {right}\); no"):
-        compared(reference, wrong)
-
-    def failing(case: Case, logits: Tensor) -> Tensor:
-        if case.tokens.shape[1] > 16:
-            raise CompressionError("ONNX Runtime fails") from RuntimeError("Expand")
-        return logits
-
-    with pytest.raises(CompressionError, match=rf"fails {right}; the stock code's loop over tokens .*\); nothing"):
-        compared(reference, failing)
 
 
 def test_what_onnx_runtime_says_is_told_without_its_source_files() -> None:

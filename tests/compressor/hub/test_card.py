@@ -122,7 +122,7 @@ def test_a_pure_drop_says_what_it_is_and_that_nobody_measured_it(dropped: Path) 
     text, data = body(card), ModelCard(card.text).data
     assert "12 instead of 16 experts in each of its 4 MoE layers: 48 experts kept and 16 dropped" in text
     assert "(Count-guided: drop the experts that the fewest tokens visit (He et al. 2024, arXiv:2406.02500))" in text
-    assert "Accuracy was not measured" in text and "verdict" not in text and "No weight was refitted" in text
+    assert "Accuracy was not measured" in text and "verdict" not in text and "Nothing was refitted" in text
     assert {"moe", "moe-compressor", "count-guided", "pruned", "expert-pruning"} == set(data.tags)
     assert (data.library_name, data.pipeline_tag, data.base_model, data.eval_results) == (
         "transformers", "text-generation", None, None,
@@ -172,7 +172,7 @@ def test_the_gate_beside_the_weights_is_in_table_picture_and_metadata(copied: Pa
     data = ModelCard(card.text).data
     assert data.eval_results == card_metrics(result) and data.model_name == "small-moe"
     assert mistakes(data.to_dict()) == []
-    assert "Accuracy was measured on boolq, rte, openbookqa and wikitext" in body(card)
+    assert "Accuracy was measured on the tasks above and on nothing else." in body(card)
     assert "commit c0ffee" in body(card) and "Accuracy was not measured" not in card.text
     assert card_text(copied, REPOSITORY, result) == card
 
@@ -200,8 +200,6 @@ def test_what_was_tuned_is_told_as_it_was(
     card = card_text(copied, REPOSITORY)
     said = " ".join(body(card).split())
     tuned = bool(moved or trained)
-    assert ("No weight was refitted afterwards" in said) == (not corrected and not tuned)
-    assert ("No layer was reconstructed by itself" in said) == (not corrected and tuned)
     assert ("Nothing was refitted or fine-tuned" in said) == (not corrected and not tuned)
     assert ("Nothing was fine-tuned end to end" in said) == (corrected and not tuned)
     assert ("errors before and after are those of single layers" in said) == corrected

@@ -24,6 +24,8 @@ from tests import small
 from tests.hub import Hub
 from tests.pushes import REPOSITORY, content, gate_of, refusal, sent, shards
 
+ROUTED = RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5)
+
 
 def lose_a_shard(folder: Path) -> None:
     shards(folder)[1].unlink()
@@ -104,19 +106,19 @@ def test_a_gate_that_passed_this_very_model(folder: Path, hub: Hub, tmp_path: Pa
     assert sent(push(folder, REPOSITORY, require_gate=reports / "gate.json")) == ["README.md"]
 
 
-@pytest.mark.parametrize("verdict", ["fail", "inconclusive"])
-def test_a_gate_that_did_not_pass(folder: Path, hub: Hub, tmp_path: Path, verdict: str) -> None:
-    write_gate(gate_of(folder, verdict), tmp_path / "gate")
-    refusal(folder, hub, f"says {verdict} for smaller, so nothing was pushed", require_gate=tmp_path / "gate")
-    assert hub.requests == []
-
-
-def test_a_gate_of_a_routed_model_says_nothing_of_its_weights_alone(folder: Path, hub: Hub, tmp_path: Path) -> None:
-    routed = replace(gate_of(folder), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
-    write_gate(routed, tmp_path / "gate")
-    assert routed.verdict == "pass"
-    told = "judged smaller on pathways optimised by c3po, .* without --routing"
-    refusal(folder, hub, told, require_gate=tmp_path / "gate")
+@pytest.mark.parametrize(
+    ("verdict", "routing", "message"),
+    [
+        ("fail", None, "says fail for smaller, so nothing was pushed"),
+        ("inconclusive", None, "says inconclusive for smaller, so nothing was pushed"),
+        ("pass", ROUTED, "judged smaller on pathways optimised by c3po, .* without --routing"),
+    ],
+)
+def test_a_gate_that_did_not_pass_these_weights(
+    folder: Path, hub: Hub, tmp_path: Path, verdict: str, routing: RoutedBy | None, message: str
+) -> None:
+    write_gate(replace(gate_of(folder, verdict), routing=routing), tmp_path / "gate")
+    refusal(folder, hub, message, require_gate=tmp_path / "gate")
     assert hub.requests == []
 
 

@@ -24,7 +24,9 @@ from tests.pushes import (
 )
 
 
-def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card(made: Path, hub: Hub) -> None:
+def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card_and_another_writes_nothing(
+    made: Path, hub: Hub
+) -> None:
     before = small.tree(made)
     summary = push(made, REPOSITORY)
     there = hub.repositories[REPOSITORY]
@@ -43,16 +45,11 @@ def test_a_push_is_one_commit_with_the_folders_bytes_and_a_card(made: Path, hub:
     assert summary.url == f"{hub.url}/{REPOSITORY}"
     assert small.tree(made) == before
     assert not there.private
-
-
-def test_the_same_push_again_writes_nothing(made: Path, hub: Hub) -> None:
-    push(made, REPOSITORY)
-    before, large = len(writes(hub)), list(hub.uploaded)
-    summary = push(made, REPOSITORY)
-    assert (summary.commit, summary.uploaded, summary.uploaded_bytes, summary.changed) == (None, (), 0, False)
-    assert sorted(summary.unchanged) == sorted({*content(made), *CARD})
-    assert len(writes(hub)) == before and hub.uploaded == large
-    assert len(hub.repositories[REPOSITORY].commits()) == 2
+    written, large = len(writes(hub)), list(hub.uploaded)
+    again = push(made, REPOSITORY)
+    assert (again.commit, again.uploaded, again.uploaded_bytes, again.changed) == (None, (), 0, False)
+    assert sorted(again.unchanged) == sorted({*content(made), *CARD})
+    assert (len(writes(hub)), hub.uploaded, len(there.commits())) == (written, large, 2)
 
 
 def test_only_what_has_changed_is_sent(folder: Path, hub: Hub) -> None:
