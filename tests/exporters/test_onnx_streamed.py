@@ -131,13 +131,10 @@ def test_files_and_logits_are_those_of_the_hand_dequantised_model(made: Made, tm
     assert exporter.plain_config(part) == {"text_config": {"hidden_size": 8}, "vision_config": None}
 
 
-def test_one_layer_is_held_at_a_time(made: Made) -> None:
+def test_one_layer_is_held_at_a_time_and_verified(made: Made) -> None:
     model = quantized.plain_model(made.source)
     layer = sum(value.numel() for value in model.model.layers[0].parameters())
     assert 0 < made.held <= sum(value.numel() for value in model.parameters()) - layer
-
-
-def test_it_says_how_it_was_verified(made: Made) -> None:
     found = exporter.read_summary(made.out).verification
     assert found == made.summary.verification and found.how == LAYERS
     assert found.tokens_equal == found.tokens_compared == 8 and 0 < found.sensitivity < found.tolerance

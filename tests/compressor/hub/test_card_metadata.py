@@ -92,8 +92,10 @@ def test_a_card_without_metadata_gives_nothing(
     assert "No licence was found" in card.text
 
 
-def test_without_a_network_the_card_is_made_all_the_same(folder: Path) -> None:
-    assert front(card_text(folder, "me/small").text)["base_model"] == BASE
+def test_without_a_network_or_a_known_architecture_the_card_is_made_all_the_same(folder: Path) -> None:
+    text = card_text(folder, "me/small").text
+    assert front(text)["base_model"] == BASE
+    assert "active" not in text and 'OddModel.from_pretrained("me/small"' in text and "AutoTokenizer" not in text
 
 
 def test_a_local_base_is_no_repository_but_its_card_gives_the_licence(tmp_path: Path) -> None:
@@ -140,8 +142,3 @@ def test_licences_are_taken_as_they_are_where_the_hub_takes_them(
 def test_languages_are_codes() -> None:
     assert languages({"language": ["en", False, 7, "not a code", "zh-Hans"]}) == ["en", "no", "zh-Hans"]
     assert languages({}) is None and languages({"language": [None]}) is None
-
-
-def test_an_unknown_architecture_has_no_active_parameters_and_its_own_class(folder: Path) -> None:
-    text = card_text(folder, "me/small").text
-    assert "active" not in text and 'OddModel.from_pretrained("me/small"' in text and "AutoTokenizer" not in text
