@@ -1,9 +1,11 @@
 """A compressed checkpoint to push and a Hub on loopback to push it to; test support."""
 
+import json
 import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub.push import PushSummary, push
+from exporters.onnx.verify import Verification
 from tests import gates, small
 from tests.hub import Hub, serve
 
@@ -103,3 +106,13 @@ def refusal(folder: Path, hub: Hub, message: str, **options: Any) -> str:
     assert "\n" not in str(caught.value)
     assert CANARY not in everything_said(caught.value)
     return str(caught.value)
+
+
+def export_record() -> str:
+    """The record of an ONNX export of the graph in `test_check`."""
+    checked = Verification(2.5e-5, 1e-4, 20.0, ((1, 1),), (("1x1", 2.5e-5),), 64, 63)
+    record = {
+        "model": "Small", "nodes": 1, "inputs": ["input_ids"], "outputs": ["logits"], "routes": [],
+        "verification": asdict(checked), "rounding": None,
+    }  # fmt: skip
+    return json.dumps(record)

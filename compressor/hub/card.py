@@ -17,14 +17,14 @@ from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.gate_report import card_metrics
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.formatting import counted, human_bytes, human_count, joined, label, one_line, share, span, without_paths
+from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import changed
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
-from compressor.recipe.registry import load_strategy
+from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
 from compressor.records import read_object
 from compressor.report import page
@@ -36,7 +36,7 @@ from compressor.run_record import COMPRESSION, read_record
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
+ONNX_FILES = GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
 ONNX_FOLDER = "onnx"
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 CARD = "README.md"
@@ -53,15 +53,6 @@ MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.js
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """An exported ONNX graph with the record of how it was verified."""
-
-    place: str  # its folder in the repository, "" for the top
-    record: Mapping[str, Any]
-    nbytes: int  # of graph and weights
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """What a card may say of a checkpoint: the outcome in its folder, and what its files hold."""
 
@@ -70,7 +61,7 @@ class Facts:
     config: Mapping[str, Any]
     active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
-    graph: Graph | None
+    graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -112,8 +103,9 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
         base, compressed, options = label(result.base), label(result.compressed), without_folders(result.options)
         result = replace(result, base=base, compressed=compressed, tasks=tasks, options=options)
         outcome = replace(outcome, gate=result)
-    graph, has_weights = _find_graph(folder), any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
-    if not has_weights and (graph is None or graph.place):
+    has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    graphs = [place for place in ("", ONNX_FOLDER) if all((folder / place / name).is_file() for name in ONNX_FILES)]
+    if not has_weights and "" not in graphs:
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
     return Facts(
         folder=folder,
@@ -121,7 +113,7 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
         config=read_object(folder / "config.json"),
         active=_active_parameters(folder, outcome) if has_weights else None,
         dtypes=_check_weights(folder, outcome.after) if has_weights else {},
-        graph=graph,
+        graph=graphs[0] if graphs else None,
     )
 
 
@@ -168,15 +160,6 @@ def _active_parameters(folder: Path, outcome: Outcome) -> tuple[int | None, int]
     rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
     same = plan.top_k is None and before - after == gone + rows
     return before - gone - idle if same else None, after - idle
-
-
-def _find_graph(folder: Path) -> Graph | None:
-    for place in ("", ONNX_FOLDER):
-        where = folder / place
-        if (where / GRAPH).is_file() and (where / ONNX_RECORD).is_file():
-            files = [where / GRAPH, where / f"{GRAPH}.data"]
-            return Graph(place, read_object(where / ONNX_RECORD), sum(f.stat().st_size for f in files if f.is_file()))
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,13 +379,14 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
             serve,
         ]
     if facts.graph is not None:
-        folder = f"model/{facts.graph.place}" if facts.graph.place else "model"
+        folder = f"model/{facts.graph}" if facts.graph else "model"
         shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
         session = f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
         blocks += [
             Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
             Listing(shell, "bash"),
             Listing(session, "python"),
+            *load_exporter("onnx").read_summary(facts.folder / facts.graph).describe(),
         ]
     return tuple(blocks)
 
@@ -440,8 +424,6 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
             "The format was checked by the tool's own forward: the written tensors give the logits that the base gives "
             "with these constants."
         )
-    if facts.graph is not None:
-        sentences.append(_graph(facts.graph))
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
     return Heading("Limits"), Items(tuple(filter(None, sentences)))
@@ -471,27 +453,6 @@ def _refitted(outcome: Outcome) -> str:
     elif not taken:
         found.append("Nothing was refitted or fine-tuned after experts were taken out.")
     return " ".join(found)
-
-
-def _graph(graph: Graph) -> str:
-    """How the ONNX graph was verified, as its record has it."""
-    options, checks, rounding = (entry_of(graph.record, name) for name in ("options", "verification", "rounding"))
-    quantize = options.get("quantize")
-    experts = f"experts {one_line(str(quantize))}" if quantize != "none" else "not quantised"
-    sentence = f"The ONNX graph ({one_line(str(options.get('dtype')))}, {experts}, {human_bytes(graph.nbytes)})"
-    difference, compared, cost = (
-        checks.get("largest_difference"),
-        checks.get("tokens_compared"),
-        rounding.get("largest_difference"),
-    )
-    if isinstance(difference, float | int):
-        other = one_line(str(checks.get("reference", "the stock model")))
-        sentence += f" was compared with {other}: logits differ by at most {difference:.2g}"
-        if type(compared) is int and type(checks.get("tokens_equal")) is int and compared:
-            sentence += f", and {checks['tokens_equal']:,} of {compared:,} greedy tokens are the same"
-    if isinstance(cost, float | int):
-        sentence += f"; rounding alone moved logits by up to {cost:.2g}"
-    return sentence + "."
 
 
 def is_hub_id(name: str) -> bool:

@@ -6,7 +6,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.hub.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
-from exporters.onnx.verify import Verification
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes
 from tests.plans import pruned
+from tests.pushes import export_record
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 REPOSITORY = "me/small-moe"
@@ -298,24 +298,22 @@ def test_left_out_tensors_and_zeroed_fields_are_named(copied: Path) -> None:
     assert "Config fields set to zero, as their tensors are left out: num_nextn" in text
 
 
-def onnx(folder: Path, **options: Any) -> Path:
-    """A made-up export, whose record has the fields of a real one."""
-    checked = Verification(2.5e-5, 1e-4, 20.0, ((1, 1),), (("1x1", 2.5e-5),), 64, 63)
+def onnx(folder: Path) -> Path:
+    """A made-up export."""
     folder.mkdir(exist_ok=True)
     (folder / "model.onnx").write_bytes(b"graph" * 100)
-    record = {"options": {"dtype": "fp32", "quantize": "none", **options}, "verification": asdict(checked)}
-    (folder / "onnx_export.json").write_text(json.dumps({**record, "rounding": None}))
+    (folder / "onnx_export.json").write_text(export_record())
     return folder
 
 
 def test_a_graph_beside_the_weights_is_offered_with_how_it_was_verified(copied: Path) -> None:
-    onnx(copied / "onnx", quantize="int4")
+    onnx(copied / "onnx")
     card = card_text(copied, REPOSITORY)
     text = body(card)
     assert "onnx" in ModelCard(card.text).data.tags and ModelCard(card.text).data.library_name == "transformers"
     assert 'moe-compress generate model/onnx "Once' in text and 'InferenceSession("model/onnx/model.onnx")' in text
-    assert "(fp32, experts int4, 500 B) was compared with the stock model in float32: logits differ by at" in text
-    assert "at most 2.5e-05, and 63 of 64 greedy tokens are the same." in text
+    assert "compared with: the stock model in float32" in text and "file: 500 B" in text
+    assert "largest logit difference: 2.5e-05" in text and "greedy tokens: 63 of 64 the same" in text
 
 
 def test_a_graph_alone_claims_no_safetensors(copied: Path) -> None:

@@ -1,6 +1,5 @@
 """What is refused before the Hub is asked: a checkpoint or graph that is not whole, a gate of something else."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from compressor.hub import check as push_check
 from compressor.hub.push import push
 from tests import small
 from tests.hub import Hub
-from tests.pushes import REPOSITORY, content, gate_of, refusal, sent, shards
+from tests.pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards
 
 ROUTED = RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5)
 
@@ -208,11 +207,7 @@ def graph(folder: Path) -> Path:
     onnx.save_model(
         model, folder / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=0
     )
-    record = {
-        "inputs": ["input_ids"], "outputs": ["logits"],
-        "verification": {"largest_difference": 1e-6, "tolerance": 1e-4},
-    }  # fmt: skip
-    (folder / "onnx_export.json").write_text(json.dumps(record))
+    (folder / "onnx_export.json").write_text(export_record())
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
     return folder
