@@ -287,7 +287,7 @@ def write_graph(
 def read_summary(out: Path) -> ExportSummary:
     """Return what `export` returned, from the record that it left in `out`."""
     record, kinds = read_object(out / RECORD), get_type_hints(ExportSummary)
-    recorded = {name: value_as(record.get(name), kinds[name], name) for name in RECORDED}
+    recorded = {name: value_as(record.get(name), kinds[name], f"{out / RECORD}: {name}") for name in RECORDED}
     return ExportSummary(folder=out, **_sizes(out), **recorded)
 
 
