@@ -116,26 +116,21 @@ def ranking(centrality: Centrality, measure: str) -> list[str]:
     return [experts[place] for place in order if values[place] > 0]
 
 
-def agreements(centrality: Centrality) -> dict[tuple[str, str], tuple[float | None, int]]:
+def agreements(centrality: Centrality) -> list[dict[str, Any]]:
     """Of every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
 
-    The first is Spearman's rank correlation, None for fewer than 3 experts or where a measure is the same for all.
+    The correlation is Spearman's, None for fewer than 3 experts or where a measure is the same for all.
     """
     tops = {measure: set(ranking(centrality, measure)[:TOP]) for measure in centrality}
-    return {
-        (one, other): (
-            spearman([*centrality[one].values()], [*centrality[other].values()]),
-            len(tops[one] & tops[other]),
-        )
+    return [
+        {
+            "first": one,
+            "second": other,
+            "correlation": spearman([*centrality[one].values()], [*centrality[other].values()]),
+            "shared": len(tops[one] & tops[other]),
+        }
         for one, other in combinations(centrality, 2)
-    }
-
-
-def most_central(attribution: Attribution, count: int) -> Sequence[tuple[str, int]]:
-    """Experts module and number of the `count` experts with the greatest standing, the most central first."""
-    graph = routing_graph(attribution)
-    chosen = ranking(centralities(graph), STANDING)[:count]
-    return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in chosen]
+    ]
 
 
 def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":

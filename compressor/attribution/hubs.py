@@ -32,21 +32,6 @@ class Hub(ExpertPlace):
     share: float  # of the tokens, those routed to it
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Which hubs are super experts, each part with the strongest first."""
-
-    both: tuple[Hub, ...]
-    only_hubs: tuple[Hub, ...]
-    only_supers: tuple[Output, ...]
-
-    @property
-    def jaccard(self) -> float | None:
-        """Experts that are both over experts that are either; None where there are none."""
-        either = len(self.both) + len(self.only_hubs) + len(self.only_supers)
-        return len(self.both) / either if either else None
-
-
 def outlier_scores(values: Sequence[float]) -> list[float]:
     """Modified z-scores by the median absolute deviation (MAD): 0.6745 (x - median) / MAD.
 
@@ -112,13 +97,3 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
         if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
     ]
     return tuple(output for *_, output in sorted(massive, key=lambda entry: entry[:4]))
-
-
-def overlap(hubs: Sequence[Hub], supers: Sequence[Output]) -> Overlap:
-    """Sort the experts into hubs that are super experts, hubs alone and super experts alone."""
-    massive, steering = {each.place for each in supers}, {each.place for each in hubs}
-    return Overlap(
-        both=tuple(each for each in hubs if each.place in massive),
-        only_hubs=tuple(each for each in hubs if each.place not in massive),
-        only_supers=tuple(each for each in supers if each.place not in steering),
-    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.attribution.graph import most_central
+from compressor.attribution.graph import STANDING, centralities, ranking, routing_graph
 from compressor.attribution.hubs import find_hubs
 from compressor.distributed import here
 from compressor.steps.prune.planning import Planner
@@ -34,7 +34,13 @@ def hubs(planner: Planner) -> list[tuple[str, int]]:
 def central(planner: Planner, count: int) -> list[tuple[str, int]]:
     """The `count` experts of highest centrality in the routing graph, see `graph.centralities`."""
     attribution = _attribution(planner)
-    experts: list[tuple[str, int]] = here().broadcast(lambda: most_central(attribution, count))
+
+    def first() -> list[tuple[str, int]]:
+        graph = routing_graph(attribution)
+        labels = ranking(centralities(graph), STANDING)[:count]
+        return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in labels]
+
+    experts: list[tuple[str, int]] = here().broadcast(first)
     if not experts and here().is_first:
         logger.warning("no expert steers a later router, so --protect graph:%d protects none", count)
     return experts

@@ -19,7 +19,7 @@ from compressor.attribution.figures import (
     strongest,
 )
 from compressor.attribution.graph import MEASURES, STANDING, TOP, Centrality, agreements, measured_graph, ranking
-from compressor.attribution.hubs import THRESHOLD, Hub, Overlap, find_hubs, overlap, super_experts
+from compressor.attribution.hubs import THRESHOLD, Hub, find_hubs, super_experts
 from compressor.attribution.pictures import NAMES as PICTURES
 from compressor.attribution.pictures import graph_figure, pictures
 from compressor.data.sources import without_folders
@@ -53,9 +53,20 @@ class Findings:
     top: int
 
     @property
-    def shared(self) -> Overlap:
-        """Which hubs are super experts."""
-        return overlap(self.hubs, self.supers)
+    def overlap(self) -> dict[str, list[ExpertPlace]]:
+        """Experts that are hub and super expert, and those that are one of them alone; the strongest first."""
+        massive, steering = ({each.place for each in own} for own in (self.supers, self.hubs))
+        return {
+            "both": [each for each in self.hubs if each.place in massive],
+            "only_hubs": [each for each in self.hubs if each.place not in massive],
+            "only_super_experts": [each for each in self.supers if each.place not in steering],
+        }
+
+    @property
+    def jaccard(self) -> float | None:
+        """Experts that are both over experts that are either; None where there are none."""
+        either = sum(map(len, self.overlap.values()))
+        return len(self.overlap["both"]) / either if either else None
 
     @property
     def correlations(self) -> dict[str, float | None]:
@@ -79,7 +90,7 @@ def rounded(content: Any) -> Any:
 
 def brief_content(found: Findings) -> dict[str, Any]:
     """What can be read at a glance, as plain JSON types."""
-    attribution, shared = found.attribution, found.shared
+    attribution = found.attribution
 
     def some(experts: Sequence[ExpertPlace], *figures: str) -> list[dict[str, Any]]:
         return [{name: getattr(each, name) for name in ("module", "layer", "expert", *figures)} for each in experts]
@@ -90,12 +101,7 @@ def brief_content(found: Findings) -> dict[str, Any]:
             "tokens": attribution.tokens,
             "hubs": tuple(found.hubs),
             "super_experts": some(found.supers, "max_entry", "max_norm", "mean_norm"),
-            "overlap": {
-                "both": some(shared.both),
-                "only_hubs": some(shared.only_hubs),
-                "only_super_experts": some(shared.only_supers),
-                "jaccard": shared.jaccard,
-            },
+            "overlap": {**{name: some(own) for name, own in found.overlap.items()}, "jaccard": found.jaccard},
             "receivers": attribution.receivers,
             "kinds": kind_shares(attribution),
             "seconds": attribution.seconds,
@@ -132,10 +138,7 @@ def graph_content(graph: "nx.DiGraph", centrality: Centrality) -> dict[str, Any]
         "nodes": graph.number_of_nodes(),
         "edges": graph.number_of_edges(),
         "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
-        "agreement": [
-            {"first": one, "second": other, "correlation": correlation, "shared": shared}
-            for (one, other), (correlation, shared) in agreements(centrality).items()
-        ],
+        "agreement": agreements(centrality),
     }
 
 
@@ -221,7 +224,7 @@ def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -
         Heading("Super experts"),
         Text("Experts with massive activations (Su et al. 2025, arXiv:2507.23279)."),
         Table("Super experts", columns, supers) if supers else Text("None were found."),
-        Text(_overlap_line(found.shared)),
+        Text(_overlap_line(found)),
         *_key_blocks(attribution),
         *of_graph,
         Heading("Does influence change the choice?"),
@@ -236,7 +239,7 @@ def brief_blocks(found: Findings) -> Blocks:
         *_hub_blocks(found),
         *_sender_blocks(found),
         *_kind_blocks(found.attribution),
-        Text(_overlap_line(found.shared)),
+        Text(_overlap_line(found)),
         Text(exactness(found.attribution)),
     )
 
@@ -254,13 +257,13 @@ def exactness(attribution: Attribution) -> str:
     )
 
 
-def _overlap_line(shared: Overlap) -> str:
-    if shared.jaccard is None:
+def _overlap_line(found: Findings) -> str:
+    if found.jaccard is None:
         return "Neither hubs nor super experts were found."
-    both = ", ".join(hub.label for hub in shared.both) or "none"
+    both, *alone = found.overlap.values()
     return (
-        f"Both hub and super expert: {both}; hubs alone: {len(shared.only_hubs)}, "
-        f"super experts alone: {len(shared.only_supers)} (Jaccard index {shared.jaccard:.2f})."
+        f"Both hub and super expert: {', '.join(each.label for each in both) or 'none'}; "
+        f"hubs alone: {len(alone[0])}, super experts alone: {len(alone[1])} (Jaccard index {found.jaccard:.2f})."
     )
 
 
@@ -273,7 +276,7 @@ def _hub_blocks(found: Findings) -> Blocks:
             hub.label,
             *map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)),
             percent(hub.share),
-            "yes" if hub in found.shared.both else "no",
+            "yes" if hub in found.overlap["both"] else "no",
         )
         for hub in found.hubs
     )
@@ -335,8 +338,9 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
         for expert in ranking(centrality, STANDING)[:TOP]
     ]
     cells: dict[tuple[str, str], str] = {}
-    for (one, other), (value, shared) in agreements(centrality).items():
-        cells[one, other] = cells[other, one] = f"{'-' if value is None else f'{value:.2f}'}, {shared}"
+    for each in agreements(centrality):
+        one, other, value = each["first"], each["second"], each["correlation"]
+        cells[one, other] = cells[other, one] = f"{'-' if value is None else f'{value:.2f}'}, {each['shared']}"
     agreed = [(one, *(cells.get((one, other), "") for other in MEASURES)) for one in MEASURES]
     members: dict[int, list[str]] = {}  # of each community, those that most tokens are routed to first
     for node, data in sorted(graph.nodes(data=True), key=lambda entry: -entry[1].get("share", 0.0)):

@@ -16,9 +16,9 @@ from compressor.attribution.hubs import (
     Hub,
     find_hubs,
     outlier_scores,
-    overlap,
     super_experts,
 )
+from compressor.attribution.report import Findings
 from tests.attributions import attribution, module, sender, with_massive
 
 NUMBERS = st.lists(st.integers(-(10**6), 10**6).map(lambda number: number / 8), min_size=1, max_size=40)
@@ -245,19 +245,15 @@ def massive(layer: int, expert: int) -> Output:
     return Output(module(layer), layer, expert, 7, 1.0, 9.0, 9.0)
 
 
-def test_overlap_by_hand() -> None:
-    shared = overlap([hub(1, 9), hub(2, 3), hub(4, 0)], [massive(2, 3), massive(1, 3)])
-    assert places(shared.both) == [(2, 3)]
-    assert places(shared.only_hubs) == [(1, 9), (4, 0)] and places(shared.only_supers) == [(1, 3)]
-    assert shared.jaccard == 0.25 and overlap([], []).jaccard is None
-
-
 PLACES = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 3)))
 
 
 @given(PLACES, PLACES)
 def test_overlap_is_that_of_sets(steering: set[tuple[int, int]], large: set[tuple[int, int]]) -> None:
-    shared = overlap([hub(*place) for place in steering], [massive(*place) for place in large])
-    assert set(places(shared.both)) == steering & large
-    assert set(places(shared.only_hubs)) == steering - large and set(places(shared.only_supers)) == large - steering
-    assert (shared.jaccard or 0) == (len(steering & large) / len(steering | large) if steering | large else 0)
+    found = Findings(attribution(), [hub(*place) for place in steering], [massive(*place) for place in large], 3.5, 10)
+    assert [[(each.layer, each.expert) for each in own] for own in found.overlap.values()] == [
+        [place for place in steering if place in large],
+        [place for place in steering if place not in large],
+        [place for place in large if place not in steering],
+    ]
+    assert found.jaccard == (len(steering & large) / len(steering | large) if steering | large else None)

@@ -163,19 +163,6 @@ def test_the_rank_correlation_is_in_the_title() -> None:
     assert "no rank correlation" in flat.get_title()
 
 
-def test_axes_are_logarithmic_and_show_zero_where_there_is_one() -> None:
-    components, experts = axes_of(causal_figure(SMALL, ()))
-    assert {components.get_xscale(), experts.get_xscale(), experts.get_yscale()} == {"log"}
-    assert components.get_yscale() == "linear"  # within a factor of ten
-    unmoved = tuple(
-        replace(each, rank_change=tuple(None if value is None else 0.0 if value < 0.007 else value
-                                        for value in each.rank_change)) for each in SMALL.senders
-    )  # fmt: skip
-    _, experts = axes_of(causal_figure(replace(SMALL, senders=unmoved), ()))
-    assert (experts.get_xscale(), experts.get_yscale()) == ("log", "symlog")
-    assert "0" in names(experts) and experts.get_ylim()[0] < 0
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
     made = MODELS[name]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compressor.attribution.figures import Attribution, Sender
 from compressor.attribution.graph import MEASURES, centralities, ranking, routing_graph
-from compressor.attribution.hubs import find_hubs, outlier_scores, overlap, super_experts
+from compressor.attribution.hubs import find_hubs, outlier_scores, super_experts
 from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
@@ -116,15 +116,6 @@ def test_a_massive_expert_that_no_later_router_reads_is_no_hub(name: str, tmp_pa
     weakest = min(each.total_influence for each in found.of_kind("expert") if each.layer == layer and each is not own)
     assert own.share > 0 and own.total_influence < 1e-3 * weakest
     assert own.total_rank_change == 0
-    assert not overlap(find_hubs(found), supers).both
-
-
-def test_a_planted_expert_is_hub_and_massive_at_once(tmp_path: Path) -> None:
-    model = zoo.build("qwen2_moe", **FAMILIES["qwen2_moe"])
-    write(model, LAYER, EXPERT, towards(model, 5))
-    found = attributed(model, tmp_path)
-    both = overlap(find_hubs(found), super_experts(found)).both
-    assert [(hub.layer, hub.expert) for hub in both] == [(LAYER, EXPERT)]
 
 
 def test_a_head_that_a_later_router_reads_stands_out(tmp_path: Path) -> None:

@@ -74,21 +74,9 @@ def tables(text: str) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_hubs_are_a_list_the_strongest_first(tmp_path: Path) -> None:
+def test_the_json_holds_every_number(tmp_path: Path) -> None:
     written = write(MADE, tmp_path / "out")
     assert sorted(written) == sorted((tmp_path / "out").iterdir()) and list(tmp_path.iterdir()) == [tmp_path / "out"]
-    found = strict((tmp_path / "out" / "hubs.json").read_text())
-    assert [(each["module"], each["layer"], each["expert"]) for each in found] == [(module(1), 1, 3), (module(2), 2, 6)]
-    for each, hub in zip(found, HUBS, strict=True):
-        for name in ("influence", "aarv", "influence_score", "aarv_score", "share"):
-            assert each[name] == pytest.approx(getattr(hub, name), rel=5e-6)
-    write(MADE, tmp_path / "none", hubs=())
-    assert strict((tmp_path / "none" / "hubs.json").read_text()) == []
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_the_json_holds_every_number(tmp_path: Path) -> None:
-    write(MADE, tmp_path / "out")
     content = strict((tmp_path / "out" / "attribution.json").read_text())
     assert content["threshold"] == 3.5 and content["tokens"] == MADE.tokens and content["seconds"] == MADE.seconds
     assert content["calibration"] == {"source": "wiki.txt", "tokens": 4096}  # no folders
@@ -108,6 +96,10 @@ def test_the_json_holds_every_number(tmp_path: Path) -> None:
     assert content["overlap"]["only_super_experts"] == [] and content["overlap"]["jaccard"] == 0.5
     assert [each["max_entry"] for each in content["super_experts"]] == [50.0]
     assert content["hubs"] == strict((tmp_path / "out" / "hubs.json").read_text())
+    for each, hub in zip(content["hubs"], HUBS, strict=True):  # the strongest first
+        assert (each["module"], each["layer"], each["expert"]) == (hub.module, hub.layer, hub.expert)
+        for name in ("influence", "aarv", "influence_score", "aarv_score", "share"):
+            assert each[name] == pytest.approx(getattr(hub, name), rel=5e-6)
 
 
 @pytest.mark.usefixtures("no_pictures")
