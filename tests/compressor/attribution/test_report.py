@@ -159,14 +159,6 @@ def test_without_hubs_the_text_says_so() -> None:
     assert "Neither hubs nor super experts were found." in text
 
 
-def test_names_that_mean_something_in_markdown_are_shown_as_they_are() -> None:
-    odd = replace(sender("other", 2, (9.0, 9.0, 9.0)), name="a|b *c*")
-    made = replace(MADE, senders=(odd, *MADE.senders), model="org/[x]")
-    text = markdown(whole_blocks(Findings(made, HUBS, SUPERS, 3.5, 2), *measured_graph(made)))
-    assert tables(text)["Strongest senders"][0][0] == r"a\|b \*c\*"
-    assert text.startswith(r"# org/\[x\]: ")
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "made",
