@@ -22,7 +22,8 @@ WORDS = "compressor (files in the root)"  # words that everybody uses: errors, f
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
-    WORDS: "errors, whole files, memory, progress, versions, entry points, several processes, formatting of reports",
+    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors kept for "
+    "a resumed run (`kept.py`), memory, progress, versions, entry points, several processes, formatting of reports",
     "document": "blocks of a report, a renderer for each medium, one kit for every picture",
     "checkpoint": "files on disk or on the Hub, read lazily",
     "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
@@ -34,20 +35,21 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go, by a strategy; the mathematics that strategies share",
+    "steps.prune": "which experts stay, merge or go, by a strategy; the mathematics that strategies share (`choose.py` keeps "
+    "by score, `partition.py` groups)",
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
-    "attribution": "which senders steer the routers",
+    "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
     "comoe": "LoRA experts with a router beside linear layers",
     "strategies": "one file each; and `compressor/plugins.py`, the one import that a plugin's author needs",
-    "exporters": "ONNX",
+    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "report": "one page to look at; many plans in one table",
     "hub": "pushing to the Hub, and the model card",
     TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the functions",
-    "cli": "one file for a group of commands",
+    "cli": "the command line: one file for a group of commands, listed in `main.py`",
 }
 PLACE = {name: place for place, name in enumerate(ORDER)}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compressor.cli.commands.outputs import collect
+from compressor.cli.outputs import collect
 from compressor.data.demo import demo_checkpoint
 from compressor.evaluation import generate as generating
 from tests import small

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli.commands import gating, items, making, measuring, outputs
+from compressor.cli import compress, gate, items, measure, outputs
 from compressor.cli.options import spread
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed import here
@@ -107,24 +107,24 @@ def about(
 
 
 for command in (
-    alone(measuring.inspect),
-    on_ranks(making.plan),
-    on_ranks(making.apply),
-    on_ranks(making.compress),
-    on_ranks(making.split),
-    on_ranks(making.calibrate_router),
-    on_ranks(making.distill),
-    on_ranks(measuring.compare),
-    on_ranks(measuring.attribute),
-    on_ranks(gating.gate),
+    alone(measure.inspect),
+    on_ranks(compress.plan),
+    on_ranks(compress.apply),
+    on_ranks(compress.compress),
+    on_ranks(compress.split),
+    on_ranks(compress.calibrate_router),
+    on_ranks(compress.distill),
+    on_ranks(measure.compare),
+    on_ranks(measure.attribute),
+    on_ranks(gate.gate),
     alone(items.reference),
     alone(outputs.export),
     alone(outputs.generate),
     alone(outputs.report),
     alone(outputs.push),
-    alone(measuring.steps),
-    alone(measuring.strategies),
-    alone(measuring.demo),
+    alone(measure.steps),
+    alone(measure.strategies),
+    alone(measure.demo),
 ):
     app.command()(spread(command))
 app.add_typer(items.app, name="comoe")

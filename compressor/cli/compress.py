@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.commands.gating import compress_under_gate
-from compressor.cli.commands.outputs import push_made
+from compressor.cli.gate import compress_under_gate
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     CALIBRATION,
@@ -28,6 +27,7 @@ from compressor.cli.options import (
     listed,
     without_none,
 )
+from compressor.cli.outputs import push_made
 from compressor.cli.step_flags import flags, recipe_of_flags
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import held, here, refuse_several

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import compressor
-from compressor.cli.commands.outputs import push_made
 from compressor.cli.options import (
     GATE_OPTIONS,
     PATHWAY_OPTIONS,
@@ -23,6 +22,7 @@ from compressor.cli.options import (
     listed,
     without_none,
 )
+from compressor.cli.outputs import push_made
 from compressor.cli.terminal import progress_bars, reporting
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
