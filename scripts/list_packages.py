@@ -35,8 +35,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
     "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go, by a strategy; the mathematics that strategies share (`choose.py` keeps "
-    "by score, `partition.py` groups)",
+    "steps.prune": "which experts stay, merge or go, by a strategy; what strategies share: `choose.py`, `partition.py`",
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
