@@ -18,9 +18,10 @@ of these rows, which its embedding looks up there.
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -81,26 +82,7 @@ class HeadNames:
         return (*(self.prefix + name for name in self.block), *self.parts.values())
 
 
-def _own_layers(names: list[str], layers: int) -> list[HeadNames]:
-    """Heads under `mtp.`, which share what stands beside their layers."""
-    blocks: dict[int, list[str]] = {}
-    parts: dict[str, str] = {}
-    for name in names:
-        if inside := OWN_LAYER.match(name):
-            blocks.setdefault(int(inside.group(1)), []).append(name[inside.end() :])
-        elif name in PARTS:
-            parts[PARTS[name]] = ROOT + name
-        else:
-            raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
-    if names and sorted(blocks) != list(range(max(len(blocks), 1))):
-        raise CompressionError(f"the layers under {ROOT!r} are numbered {sorted(blocks)}")
-    return [
-        HeadNames(f"{ROOT}layers.{number}.", layers + number, tuple(own), parts)
-        for number, own in sorted(blocks.items())
-    ]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
     """A head: its stored tensors, and the model of one decoder layer that it is."""
 
@@ -145,16 +127,29 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     names, units = sorted(model.layout.left_out), model.architecture.units
     if not names:
         return ()
+
+    def under(prefix: str) -> list[str]:
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
     container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
     heads = list[HeadNames]()
     for number in count(len(units)):
         prefix = f"{container}{number}."
-        own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        if not own:
+        if not (own := under(prefix)):
             break
         parts = {PARTS[name]: prefix + name for name in own if name in PARTS}
         heads.append(HeadNames(prefix, number, tuple(name for name in own if name not in PARTS), parts))
-    heads = heads or _own_layers([name.removeprefix(ROOT) for name in names if name.startswith(ROOT)], len(units))
+    if not heads and (own := under(ROOT)):  # which share what stands beside their layers
+        parts = {PARTS[name]: ROOT + name for name in own if name in PARTS}
+        layers = {name: OWN_LAYER.match(name) for name in own if name not in PARTS}
+        if odd := [name for name, inside in layers.items() if inside is None]:
+            raise CompressionError(f"no known layout of a head has the tensor {ROOT + odd[0]!r}")
+        numbers = sorted({int(inside.group(1)) for inside in layers.values() if inside})
+        if numbers != list(range(max(len(numbers), 1))):
+            raise CompressionError(f"the layers under {ROOT!r} are numbered {numbers}")
+        for number in numbers:
+            prefix = f"{ROOT}layers.{number}."
+            heads.append(HeadNames(prefix, len(units) + number, tuple(under(prefix)), parts))
     for head in heads:
         if missing := [part for part in NEEDED if part not in head.parts]:
             raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
@@ -200,35 +195,21 @@ def stored_prefix(model: OpenModel, unit: str) -> str:
 
 
 def _head(model: OpenModel, names: HeadNames) -> Head:
-    """The head of these names, built like a layer of the trunk that its tensors fit."""
-    why = "no decoder layer of the model with experts has such tensors"
-    for number, (unit, quantized) in enumerate(_templates(model, names)):
-        try:
-            return _built(model, names, unit, quantized)
-        except CompressionError as error:
-            why = why if number else str(error)
-    raise CompressionError(f"{names.prefix}* is not understood: {why}")
-
-
-def _templates(model: OpenModel, names: HeadNames) -> Iterator[tuple[str, bool]]:
-    """Decoder layers that the head's may be like, and whether it is quantised: those of its tensors, then any kind."""
-    tensors, own = model.checkpoint.tensors, dict[str, tuple[Any, ...]]()
-    for name in names.block:
-        own[name] = tensors[names.prefix + name].shape
-    kinds: dict[tuple[Any, ...], str] = {}
+    """The head of these names, built like the layer of the trunk with its tensors, or in full precision like any."""
+    tensors, kinds = model.checkpoint.tensors, dict[tuple[Any, ...], str]()
     for unit in dict.fromkeys(layer.unit for layer in reversed(model.architecture.layers)):
-        prefix = stored_prefix(model, unit)
-        there = {
-            name.removeprefix(prefix): tensors[name].shape
-            for name, role in model.layout.roles.items()
-            if role.unit == unit
-        }
-        if there == own:
-            yield unit, model.layout.quantized
-            return
-        kinds.setdefault(tuple(sorted(there.items())), unit)
+        prefix, own = stored_prefix(model, unit), [n for n, role in model.layout.roles.items() if role.unit == unit]
+        kinds.setdefault(tuple(sorted((name.removeprefix(prefix), tensors[name].shape) for name in own)), unit)
+    alike = kinds.get(tuple(sorted((name, tensors[names.prefix + name].shape) for name in names.block)))
     plain = all(tensors[names.prefix + name].is_plain for name in names.block)
-    yield from ((unit, False) for unit in (kinds.values() if plain else ()))
+    faults = list[str]()
+    for unit in [alike] if alike else [*kinds.values()] if plain else ():
+        try:
+            return _built(model, names, unit, quantized=bool(alike) and model.layout.quantized)
+        except CompressionError as error:
+            faults.append(str(error))
+    faults.append("no decoder layer of the model with experts has such tensors")
+    raise CompressionError(f"{names.prefix}* is not understood: {faults[0]}")
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
@@ -321,47 +302,73 @@ class _Rows(nn.Module):
 
 
 @dataclass(slots=True)
-class HeadText:
-    """The text of a head: row numbers [B, L] in the place of token ids, and the table [T, H] of what they stand for."""
+class Leg(LayerVisitor):
+    """A model or one of its heads that text runs through; each head gets the last hidden states of the leg before it.
 
-    head: Head
-    tokens: tuple[Tensor, ...]  # [B, L + 1] of each batch: position i is paired with the token at i + 1
-    batches: tuple[Tensor, ...] = ()
+    The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
+    The argmax tokens of `judged` batches are kept. All batches of the pass must be finished.
+    """
+
+    model: OpenModel
+    batches: tuple[Tensor, ...]
+    judged: frozenset[int]
+    head: Head | None = None
+    tokens: tuple[Tensor, ...] = ()  # [B, L] that a head's hidden states are paired with
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
-    _project: Callable[[Tensor, Tensor], Tensor] | None = None
+    following: "Leg | None" = None
+    choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
 
-    def __post_init__(self) -> None:
-        if (shortest := min(batch.shape[1] for batch in self.tokens)) < 3:
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """While the block runs, look up rows in the table, and take hidden states in place of computing all logits."""
+        model, following = self.model.partial.model, self.following
+        modules, embedded, head = dict(model.named_modules()), model.get_input_embeddings(), head_of(model)
+        assert head is not None  # or there were no head to share it with
+        logits, at_once = head.forward, max(1, LOGITS // int(head.weight.shape[0]))  # type: ignore[index]
+        projection = cache(_projection)  # which is loaded with the first batch
+
+        @torch.no_grad()
+        def take(hidden: Tensor) -> Tensor:
+            batch = self.at.batch
+            if following is not None and following.head is not None:
+                pairs = projection(following.head)(following.tokens[batch], hidden[:, :-1])
+                following.table[following.batches[batch].to(following.table.device)] = pairs
+            if batch in self.judged:
+                chosen = torch.cat([logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(at_once)])
+                self.choices[batch] = chosen.view(hidden.shape[:2]).cpu()
+            return hidden[..., :0]
+
+        name = next(name for name, module in modules.items() if module is embedded)
+        if self.head is not None:
+            model.set_submodule(name, _Rows(self.table))
+        head.forward = take
+        try:
+            yield
+        finally:
+            head.__dict__.pop("forward", None)
+            model.set_submodule(name, embedded)
+
+
+def legs_of(
+    model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], judged: frozenset[int] = frozenset()
+) -> list[Leg]:
+    """A model and its heads, to be run in this order on token ids [B, L], each leg within its `hooked`."""
+    legs = [Leg(model, tuple(batches), judged)]
+    for ahead, head in enumerate(heads, start=1):
+        tokens = tuple(batch[:, ahead:] for batch in batches)
+        if (shortest := min(own.shape[1] for own in tokens) + 1) < 3:
             raise CompressionError(
                 f"a multi-token-prediction head cannot be planned on sequences of {shortest} tokens; give a larger "
                 "--sequence-length, or --mtp drop"
             )
-        shapes = [(len(batch), batch.shape[1] - 1) for batch in self.tokens]
-        total = sum(rows * length for rows, length in shapes)
-        numbers = torch.arange(total).split([rows * length for rows, length in shapes])
-        self.batches = tuple(own.view(shape) for own, shape in zip(numbers, shapes, strict=True))
-        partial = self.head.model.partial
+        sizes = [own.numel() for own in tokens]
+        numbers = zip(torch.arange(sum(sizes)).split(sizes), tokens, strict=True)
+        partial = head.model.partial
         width = int(partial.model.get_input_embeddings().weight.shape[1])
-        self.table = allocate((total, width), partial.dtype, partial.device)
-
-    @torch.no_grad()
-    def take(self, batch: int, hidden: Tensor) -> None:
-        """Pair a batch's last hidden states [B, L + 1, H] with the next tokens."""
-        self._project = self._project or _projection(self.head)
-        pairs = self._project(self.tokens[batch][:, 1:], hidden[:, :-1])
-        self.table[self.batches[batch].to(self.table.device)] = pairs
-
-    @contextmanager
-    def put_in(self) -> Iterator[None]:
-        """Have the head's model look up row numbers in the table while the block runs."""
-        model, self._project = self.head.model.partial.model, None
-        own = model.get_input_embeddings()
-        name = next(name for name, module in model.named_modules() if module is own)
-        model.set_submodule(name, _Rows(self.table))
-        try:
-            yield
-        finally:
-            model.set_submodule(name, own)
+        table = allocate((sum(sizes), width), partial.dtype, partial.device)
+        legs.append(Leg(head.model, tuple(own.view(like.shape) for own, like in numbers), judged, head, tokens, table))
+        legs[-2].following = legs[-1]
+    return legs
 
 
 def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
@@ -389,89 +396,16 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     return project
 
 
-@dataclass(slots=True)
-class LastStates(LayerVisitor):
-    """At the end of a model: its last hidden states for the next head, and its argmax tokens of judged batches.
-
-    All batches of the pass must be finished. The language-model head runs for the judged ones alone.
-    """
-
-    model: OpenModel
-    judged: frozenset[int]
-    text: HeadText | None = None
-    choices: dict[int, Tensor] = field(default_factory=dict)  # [B, L] by batch
-    _own: Any = None
-    _vocabulary: int = 0
-
-    @contextmanager
-    def attached(self) -> Iterator["LastStates"]:
-        """Watch the language-model head while the block runs."""
-        head = head_of(self.model.partial.model)
-        assert head is not None  # or there were no head to share it with
-        self._own, self._vocabulary = head.forward, int(head.weight.shape[0])  # type: ignore[index]
-        head.forward = self._instead
-        try:
-            yield self
-        finally:
-            head.__dict__.pop("forward", None)
-
-    @torch.no_grad()
-    def _instead(self, hidden: Tensor) -> Tensor:
-        """The language-model head's forward: what is wanted is kept, and no logits are handed on."""
-        if self.text is not None:
-            self.text.take(self.at.batch, hidden)
-        if self.at.batch in self.judged:
-            rows = hidden.flatten(0, 1)
-            at_once = max(1, LOGITS // self._vocabulary)
-            chosen = torch.cat([self._own(chunk).argmax(-1) for chunk in rows.split(at_once)])
-            self.choices[self.at.batch] = chosen.view(hidden.shape[:2]).cpu()
-        return hidden[..., :0]
+def agreement(trunk: Leg, head: Leg) -> Tensor:
+    """[agreed, positions]: at how many of so many positions a head's argmax token is the trunk's; both have run."""
+    pairs = [(trunk.choices[batch][:, -chosen.shape[1] :], chosen) for batch, chosen in head.choices.items()]
+    return torch.tensor([sum(int((a == b).sum()) for a, b in pairs), sum(chosen.numel() for _, chosen in pairs)])
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """At how many of so many positions a head's argmax token is the trunk's."""
-
-    agreed: int
-    positions: int
-
-    @classmethod
-    def of(cls, trunk: Mapping[int, Tensor], head: Mapping[int, Tensor], ahead: int) -> "Acceptance":
-        """Of the choices [B, L] of the trunk and [B, L - ahead] of a head, which looks `ahead` tokens past it."""
-        agreed = sum(int((trunk[batch][:, ahead:] == chosen).sum()) for batch, chosen in head.items())
-        return cls(agreed, sum(chosen.numel() for chosen in head.values()))
-
-    @property
-    def share(self) -> float:
-        """From 0 to 1."""
-        return self.agreed / self.positions if self.positions else 0.0
-
-
-class Relay:
-    """The way of all batches through a model and then its heads, each of which gets the outputs of the one before it.
-
-    The batches pass `model` while `ends[0]` is attached, and then the texts' heads in turn: `texts[n]` put in, and
-    `ends[n + 1]` attached. `judged` batches are those of which acceptance is measured.
-    """
-
-    def __init__(
-        self, model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], judged: frozenset[int]
-    ) -> None:
-        self.texts = [HeadText(head, tuple(b[:, ahead:] for b in batches)) for ahead, head in enumerate(heads)]
-        models = [model, *(head.model for head in heads)]
-        following = [*self.texts, None]
-        self.ends = [LastStates(own, judged, text) for own, text in zip(models, following, strict=True)]
-
-    def acceptance(self, number: int) -> Acceptance:
-        """Of the head of this number, once it has run."""
-        return Acceptance.of(self.ends[0].choices, self.ends[number + 1].choices, number + 1)
-
-
-def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Acceptance]:
-    """Each head's acceptance on token ids [B, L], from a pass over the model and its heads that looks at no more."""
-    relay = Relay(model, heads, batches, frozenset(range(len(batches))))
-    models = [(model, tuple(batches)), *((text.head.model, text.batches) for text in relay.texts)]
-    for number, ((own, tokens), end) in enumerate(zip(models, relay.ends, strict=True)):
-        with relay.texts[number - 1].put_in() if number else nullcontext(), end.attached():
-            Pass(own, tokens, to_end=True).run(end)
-    return [relay.acceptance(number) for number in range(len(heads))]
+def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:
+    """Each head's `agreement` on token ids [B, L], from a pass over the model and its heads that looks at no more."""
+    legs = legs_of(model, heads, batches, frozenset(range(len(batches))))
+    for leg in legs:
+        with leg.hooked():
+            Pass(leg.model, leg.batches, to_end=True).run(leg)
+    return [agreement(legs[0], leg) for leg in legs[1:]]

@@ -11,7 +11,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.mtp import Acceptance, Head, Relay, acceptances, find_heads, known_heads, names_of
+from compressor.model.mtp import Head, acceptances, agreement, find_heads, known_heads, legs_of, names_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
@@ -82,8 +82,8 @@ def acceptance_of(
     batches = [calibration.batches[number] for number in sorted(judged_batches(calibration))]
 
     def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
-        for head, acceptance in zip(heads, acceptances(measured, its_heads, batches), strict=True):
-            known[head.named.name] |= _figure(acceptance, when, calibration)
+        for head, agreed in zip(heads, acceptances(measured, its_heads, batches), strict=True):
+            known[head.named.name] |= _figure(agreed, when, calibration)
 
     if any("before" not in figure for figure in known.values()):
         measure("before", model, heads)
@@ -93,8 +93,10 @@ def acceptance_of(
     return known
 
 
-def _figure(acceptance: Acceptance, when: str, text: Calibration) -> dict[str, Any]:
-    return {when: round(acceptance.share, 6), "positions": acceptance.positions, "heldout": bool(text.heldout)}
+def _figure(agreement: torch.Tensor, when: str, text: Calibration) -> dict[str, Any]:
+    agreed, positions = agreement.tolist()
+    share = agreed / positions if positions else 0.0
+    return {when: round(share, 6), "positions": positions, "heldout": bool(text.heldout)}
 
 
 def statistics_with_heads(
@@ -117,18 +119,15 @@ def statistics_with_heads(
         for head in heads:
             yield from (_named(stats, head) for stats in collect(head.model, needs, None, progress, seed))
         return
-    relay = Relay(model, heads, calibration.batches, judged_batches(calibration))
-    with relay.ends[0].attached() as end:
-        yield from collect(model, needs, calibration, progress, seed, per_source, end)
-    for number, head in enumerate(heads):
-        text, end = relay.texts[number], relay.ends[number + 1]
-        passing = replace(calibration, batches=text.batches)
-        with text.put_in(), end.attached():
-            for stats in collect(head.model, needs, passing, progress, seed, per_source, end):
-                yield _named(stats, head)
-        own = relay.acceptance(number)  # on the batches of this rank
-        agreed, positions = here().all_reduce(torch.tensor([own.agreed, own.positions])).tolist()
-        accepted[head.named.name] = _figure(Acceptance(agreed, positions), "before", calibration)
+    legs = legs_of(model, heads, calibration.batches, judged_batches(calibration))
+    for leg in legs:
+        passing = replace(calibration, batches=leg.batches)
+        with leg.hooked():
+            for stats in collect(leg.model, needs, passing, progress, seed, per_source, leg):
+                yield stats if leg.head is None else _named(stats, leg.head)
+        if leg.head is not None:
+            every_rank = here().all_reduce(agreement(legs[0], leg))
+            accepted[leg.head.named.name] = _figure(every_rank, "before", calibration)
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:

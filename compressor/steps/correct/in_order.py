@@ -25,7 +25,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta, head_of, layers_by_unit
 from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
-from compressor.model.mtp import Head, Relay, kept_heads
+from compressor.model.mtp import Head, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
 from compressor.progress import Progress
@@ -261,15 +261,14 @@ def compress_in_order(
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, riding)
     assert calibration is not None
-    relay = Relay(model, heads, calibration.batches, frozenset())
-    with relay.ends[0].attached() as end:
-        plans = _compress_model(model, work, calibration, progress, phase, files, end=end)
-    for number, head in enumerate(heads):
-        text, end = relay.texts[number], relay.ends[number + 1]
-        own, kept = replace(calibration, batches=text.batches), None if files is None else files.of_head(number)
-        with text.put_in(), end.attached():
-            further = end if end.text is not None else None
-            plans += _compress_model(head.model, work.of_head(head), own, progress, phase, kept, end=further)
+    plans: tuple[LayerPlan, ...] = ()
+    for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
+        own, its_work, its_files = replace(calibration, batches=leg.batches), work, files
+        if leg.head is not None:
+            its_work, its_files = work.of_head(leg.head), None if files is None else files.of_head(number - 1)
+        with leg.hooked():
+            end = leg if leg.following is not None else None
+            plans += _compress_model(leg.model, its_work, own, progress, phase, its_files, end=end)
     return plans
 
 

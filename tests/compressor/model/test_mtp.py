@@ -11,7 +11,8 @@ from torch import Tensor
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.model.mtp import Acceptance, acceptances, find_heads
+from compressor.model import mtp
+from compressor.model.mtp import Leg, acceptances, agreement, find_heads
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.correct.heads import chosen_heads, statistics_with_heads
@@ -50,13 +51,12 @@ def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: p
         assert stats["routed_count"].tolist() == counts.tolist()
         sums = torch.zeros(8, dtype=torch.float64).index_add_(0, own.index.flatten(), own.weights.flatten().double())
         torch.testing.assert_close(stats["gate_weight_sum"], sums, rtol=0, atol=1e-4)
-    told = list[dict[int, Tensor]]()
-    counting = Acceptance.of
-    monkeypatch.setattr(Acceptance, "of", lambda *given: (told.append(given[1]), counting(*given))[1])
+    told = list[Leg]()
+    monkeypatch.setattr(mtp, "agreement", lambda trunk, head: (told.append(head), agreement(trunk, head))[1])
     for ahead, (own, accepted) in enumerate(zip(seen, acceptances(model, heads, batches), strict=True), start=1):
         agreed = trunk[:, ahead:] == own.choices
-        assert (accepted.agreed, accepted.positions) == (int(agreed.sum()), agreed.numel())
-        assert torch.equal(torch.cat([told[ahead - 1][batch] for batch in range(2)]), own.choices)
+        assert accepted.tolist() == [int(agreed.sum()), agreed.numel()]
+        assert torch.equal(torch.cat([told[ahead - 1].choices[batch] for batch in range(2)]), own.choices)
 
 
 UNKNOWN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
