@@ -202,7 +202,7 @@ def test_a_distillation_comes_to_the_same_weights(run: Run, model: Path, text: t
     small_model = tmp_path / "small"
     assert run("compress", model, "--experts", 4, "--strategy", "model-centric", "-o", small_model).status == 0
     sizes = ("--steps", 4, "--tokens-per-step", 128, "--sequence-length", 32, "--learning-rate", 1e-2)
-    ask = ("distill", small_model, "--base", model, "--train", "experts", *text[:2], *sizes, "--cross-entropy", 0.01)
+    ask = ("distill", small_model, "--base", model, "--train", "experts", *text[:2], *sizes)
     outputs = both(run, tmp_path, 2, *ask)
     alike(*outputs)
     figures = [plan_in(output)["steps"][-1]["result"] for output in outputs]
