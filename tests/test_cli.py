@@ -324,7 +324,7 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
     (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
     (["--experts", 4, "--seed", 10**30], "seed is 10+; input should be less than 9223372036854775808"),
-    (["--experts", 4, "--samples", 10**8], "100,000,000 samples of [0-9]+ tokens are more than 1,000,000,000 tokens"),
+    (["--experts", 4, "--samples", 10**8], "ask for 6,400,000,000 tokens, more than 1,000,000,000; ask for fewer"),
     (
         ["--experts", 4, *["--calibration", "a.txt"] * 100],
         "tuple should have at most 100 items after validation, not 101",
@@ -398,7 +398,7 @@ def test_a_full_disk(compress: Run, model: Path, tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["model"]
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_disk_that_fills_up_meanwhile(
     call: str, compress: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,7 +516,7 @@ MOMENTS = [
     ("pathlib", "Path.replace", 1),  # before the plan is kept
     ("os", "replace", 1),
     ("os", "replace", 5),  # before the result is renamed
-    ("os", "posix_fallocate", 1),
+    ("os", "pwrite", 1),
     ("os", "pwrite", 9),
     ("os", "fsync", 3),
 ]

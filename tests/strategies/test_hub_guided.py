@@ -218,7 +218,7 @@ def test_a_comparison_of_all_goes_on_without_it(
     more = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, "--json", *data)
     result = run("compare", planted / "zaya", "-o", tmp_path / "out", *more)
     assert result.status == 0, result.err
-    assert [row["strategy"] for row in json.loads(result.out)["rows"]] == ["original", "gated-mass", "random"]
+    assert [row["strategy"] for row in json.loads(result.out)["rows"]] == ["base", "gated-mass", "random"]
     assert "WARNING: strategy 'hub-guided' needs routing attribution" in result.err and "it is left out" in result.err
 
 
