@@ -192,7 +192,7 @@ class _ByKey(TracedPass):
             projection = heads.weight[:, span].float()
             variances, scales = [], []  # [L, r] over the experts of what each key's value would give, and factors
             for view in self.routers.views(unit, batch, trace):
-                if (seen := view.of(head.module)) is not None:
+                if (seen := self.routers.look(view, head.module)) is not None:
                     scores = values[0, number].float() @ (seen.rows @ projection).T
                     variances.append(scores.unflatten(-1, (seen.scales.shape[1], -1)).var(-1, correction=0))
                     scales.append(seen.scales)

@@ -5,6 +5,7 @@ T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at onc
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -173,7 +174,7 @@ class Projection(TracedPass):
         """
         is_first = unit == self.routers.model.architecture.units[0]
         for name, leaf in trace.context.leaves.items():
-            if (name == STREAM and not is_first) or (seen := view.of(name)) is None:
+            if (name == STREAM and not is_first) or (seen := self.routers.look(view, name)) is None:
                 continue
             kind = "token" if name == STREAM else self._parts[unit].get(name, "other")
             if kind == "expert":
@@ -186,7 +187,7 @@ class Projection(TracedPass):
             yield tally, seen, leaf.value.expand(trace.context.tokens, -1), None
             if (heads := trace.heads.get(name)) is None:
                 continue
-            rows = seen.rows @ heads.weight.float()
+            rows = self.routers.once(f"{name} heads", view.span, partial(_through, seen.rows, heads.weight))
             for head in range(heads.heads):
                 span = heads.span(head)
                 tally = self.tallies.of(f"{name} head {head}", "head", unit, name, head)
@@ -213,3 +214,7 @@ class Projection(TracedPass):
 def _add_rows(total: Tensor, tokens: Tensor | None, scores: Tensor) -> None:
     """Add scores [n, r, E] to those of these tokens, in place; of all tokens for None."""
     total.index_add_(0, tokens, scores) if tokens is not None else total.add_(scores)
+
+
+def _through(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows @ weight.float()

@@ -3,8 +3,9 @@
 T tokens, H hidden, E experts, R routers, K top-k.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -55,19 +56,14 @@ class View:
     rows: Tensor
     scales: Tensor
 
-    def of(self, leaf: str) -> "View | None":
-        """The view of one component; None if the routers do not see it."""
-        if (found := leaf_map(self.terms, leaf)) is None:
-            return None
-        rows = self.rows if found.chains == ((),) else pull_sum(self.rows, found.chains)
-        scales = self.scales if found.token is None else self.scales * found.token[:, None]
-        return View((), self.span, rows, scales)
-
     def scores(self, values: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Sub-scores [n, r, E] of values [n, H'] at these tokens (None: all)."""
         scales = self.scales if tokens is None else self.scales[tokens]
         scores: Tensor = (values.float() @ self.rows.T).unflatten(-1, (scales.shape[1], -1)) * scales[..., None]
         return scores
+
+
+_Key = tuple[str, int, int]  # what is looked at, and by which routers
 
 
 def refuse(model: OpenModel, unit: str, why: str) -> CompressionError:
@@ -103,6 +99,9 @@ class ObservedRouters(TracedPass):
     _streams: dict[str, tuple[Chain, ...]] = field(default_factory=dict)  # by decoder layer
     _passing: dict[tuple[str, int], Tensor | None] = field(default_factory=dict)  # [T] by decoder layer and batch
     _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
+    _unit: str = ""  # the layer that is looked at, of which all batches share:
+    _chains: dict[_Key, tuple[Chain, ...]] = field(default_factory=dict)
+    _made: dict[_Key, Tensor] = field(default_factory=dict)  # rows
 
     def __post_init__(self) -> None:
         self.layers = self.model.architecture.layers
@@ -189,6 +188,10 @@ class ObservedRouters(TracedPass):
 
     def views(self, unit: str, batch: int, trace: UnitTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
+        if unit != self._unit:
+            self._unit = unit
+            self._chains.clear()
+            self._made.clear()
         for number, layer in enumerate(self.layers):
             if (logits := trace.logits.get(layer.name)) is not None:
                 rows = router_rows(layer, [()], self.valid.device)
@@ -197,19 +200,50 @@ class ObservedRouters(TracedPass):
         later = self.later(unit)
         at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
         for numbers in (later[start : start + at_once] for start in range(0, len(later), at_once)):
-            after, factors = zip(*(self._after(unit, number, batch) for number in numbers), strict=True)
-            yield View(trace.terms, slice(numbers[0], numbers[-1] + 1), torch.cat(after), torch.stack(factors, -1))
+            span = slice(numbers[0], numbers[-1] + 1)  # batches of other sizes have other spans
+            rows = self.once("", span, partial(self._rows_after, unit, numbers))
+            factors = [self._factors_after(unit, number, batch) for number in numbers]
+            yield View(trace.terms, span, rows, torch.stack(factors, -1))
 
-    def _after(self, unit: str, number: int, batch: int) -> tuple[Tensor, Tensor]:
-        """A later router's rows [E, H] on the output of a layer, and the factor of each token [T]."""
-        layer, units, logits = self.layers[number], self.model.architecture.units, self.logits[batch]
-        rows, factors = self._rows[layer.name], [self._scales[layer.name, batch]]
-        for between in reversed(units[units.index(unit) + 1 : units.index(layer.unit)]):
-            if self._streams[between] != ((),):
-                rows = pull_sum(rows, self._streams[between])
-            factors.append(self._passing[between, batch])
-        scaling = [factor for factor in factors if factor is not None]
-        return rows, torch.stack(scaling).prod(0) if scaling else torch.ones(len(logits), device=logits.device)
+    def look(self, view: View, leaf: str) -> View | None:
+        """The view of one component of the layer; None if the routers do not see it."""
+        if (found := leaf_map(view.terms, leaf)) is None:
+            return None
+        known = self._chains.setdefault((leaf, view.span.start, view.span.stop), found.chains)
+        if not same_chains(known, found.chains):
+            raise refuse(self.model, self._unit, f"what it does to {leaf} differs between batches")
+        rows = self.once(leaf, view.span, lambda: view.rows if known == ((),) else pull_sum(view.rows, known))
+        return View((), view.span, rows, view.scales if found.token is None else view.scales * found.token[:, None])
+
+    def once(self, what: str, span: slice, make: Callable[[], Tensor]) -> Tensor:
+        """Rows of these routers that all batches of the layer share, made with the first."""
+        key = what, span.start, span.stop
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _between(self, unit: str, number: int) -> Sequence[str]:
+        """Layers after `unit` and before the router's own, the last one first."""
+        units = self.model.architecture.units
+        return units[units.index(unit) + 1 : units.index(self.layers[number].unit)][::-1]
+
+    def _rows_after(self, unit: str, numbers: Sequence[int]) -> Tensor:
+        """[r * E, H]: later routers' rows on the output of a layer."""
+        found = []
+        for number in numbers:
+            rows = self._rows[self.layers[number].name]
+            for between in self._between(unit, number):
+                if self._streams[between] != ((),):
+                    rows = pull_sum(rows, self._streams[between])
+            found.append(rows)
+        return torch.cat(found)
+
+    def _factors_after(self, unit: str, number: int, batch: int) -> Tensor:
+        """[T]: the factor of each token that goes with those rows."""
+        passing = [self._passing[between, batch] for between in self._between(unit, number)]
+        factors = [each for each in (self._scales[self.layers[number].name, batch], *passing) if each is not None]
+        logits = self.logits[batch]
+        return torch.stack(factors).prod(0) if factors else torch.ones(len(logits), device=logits.device)
 
 
 def observe_routers(model: OpenModel, batches: Sequence[Tensor], progress: Progress, seed: int = 0) -> ObservedRouters:
