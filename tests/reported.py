@@ -17,6 +17,15 @@ HOSTILE = "<script>alert(1)</script> & \"q\" 'a' $x_1$ \x00\x1b \ud800 \u202e ]]
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 
 
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of the only table of a Markdown text, by column; a cell may hold an escaped bar."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    header, ruler, *rows = split
+    assert all(set(cell) <= set(":-") for cell in ruler)
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
 def shares(made: random.Random, count: int) -> tuple[float, ...]:
     """Shares that sum to about 1."""
     sizes = [made.expovariate(1) + 0.05 for _ in range(count)]

@@ -50,6 +50,7 @@ from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, RoutedBy
 from compressor.files import check_folder
 from compressor.formatting import readable
 from tests.gates import gate, gates, likelihood, mixed, task
+from tests.reported import table
 
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of what follows
 
@@ -222,15 +223,6 @@ def test_a_compression_under_a_gate_shows_its_attempts(capsys: pytest.CaptureFix
 
 
 # Markdown
-
-
-def table(text: str) -> list[dict[str, str]]:
-    """The rows of the only table of a Markdown text, by column; a cell may hold an escaped bar."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    header, ruler, *rows = split
-    assert all(set(cell) <= set(":-") for cell in ruler)
-    return [dict(zip(header, cells, strict=True)) for cells in rows]
 
 
 def shown_text(text: str) -> str:

@@ -22,21 +22,13 @@ from compressor.report.comparison_report import (
     write_reports,
 )
 from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
+from tests.reported import table
 
 SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
 
 
 def markdown(made: Comparison) -> str:
     return rendered.markdown(comparison_blocks(made))
-
-
-def table(text: str) -> list[dict[str, str]]:
-    """The rows of the only table of a Markdown text, by column; a cell may hold an escaped bar."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    split = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    header, ruler, *rows = split
-    assert all(set(cell) <= set(":-") for cell in ruler)
-    return [dict(zip(header, cells, strict=True)) for cells in rows]
 
 
 def size(text: str) -> float:
