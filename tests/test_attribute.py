@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests import small, zoo
 from tests.command_line import Result, Run, captured, names, refused
-from tests.plans import pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -101,17 +100,6 @@ def test_the_graph_opens_and_adds_up(planted: Path, attributed: Result) -> None:
     assert len(content["graph"]["agreement"]) == 21
     text = (planted / "attribution" / "attribution.md").read_text()
     assert "## The routing graph" in text and f"| {hub} |" in text
-
-
-def test_the_list_protects(run: Run, planted: Path, attributed: Result) -> None:
-    result = run(
-        "plan", planted / "model", "-o", planted / "plan.json", "--experts", 4, "--strategy", "model-centric",
-        "--protect", planted / "attribution" / "hubs.json", "--overwrite",
-    )  # fmt: skip
-    assert result.status == 0, result.err
-    layers = pruned(json.loads((planted / "plan.json").read_text()))["layers"]
-    groups = next(entry["groups"] for entry in layers if entry["layer"] == SENDER)
-    assert [HUB] in [group["members"] for group in groups]
 
 
 def test_without_an_output_it_only_shows(run: Run, planted: Path, tmp_path: Path) -> None:

@@ -56,12 +56,10 @@ class Sender:
 
     @property
     def total_influence(self) -> float:
-        """Influence summed over the receivers."""
         return sum(value for value in self.influence if value is not None)
 
     @property
     def total_rank_change(self) -> float:
-        """AARV summed over the receivers."""
         return sum(value for value in self.rank_change if value is not None)
 
     @property

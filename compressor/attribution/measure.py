@@ -22,7 +22,7 @@ from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Rec
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection, Tally
 from compressor.attribution.routers import ObservedRouters, observe_routers
-from compressor.attribution.unit_trace import TracedPass, UnitTrace
+from compressor.attribution.tracing import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError

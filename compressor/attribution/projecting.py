@@ -1,5 +1,8 @@
 """The second pass of routing attribution: each component's sub-scores for all later routers, as the component appears.
 
+What they do to a router is their variance over the experts, which measures influence (Proposition 1 of "Understanding
+Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs", ICLR 2026), their signs (APS and ANS), and the ranks
+that change without them (AARV); beside them the covariance with the logits, which adds up.
 T tokens of a batch, n of them, H hidden, E experts, R routers, r of them at once.
 """
 
@@ -11,13 +14,51 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
-from compressor.attribution.influence import covariance, rank_change, signs, spread, spread_by_expert
-from compressor.attribution.routers import ObservedRouters, View
-from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, parts_of
+from compressor.attribution.routers import ObservedRouters, Selection, View, ranks
+from compressor.attribution.tracing import STREAM, TracedPass, UnitTrace, parts_of
 from compressor.distributed import here
 from compressor.model.architecture import layer_number, layers_by_unit
 
 FIGURES = ("influence", "positive", "negative", "covariance", "rank_change")  # of a sender, in the order of its sums
+
+
+def spread(scores: Tensor) -> Tensor:
+    """Variance over the experts, summed over the tokens: [n, R, E] -> [R], float64."""
+    centred = scores - scores.mean(-1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(centred, dim=(0, 2))
+    return norms.double().square() / scores.shape[-1]
+
+
+def spread_by_expert(scores: Tensor) -> Tensor:
+    """The same by expert, [n, R, E] -> [R, E]: mean of squared centred scores, whose sum over the experts it is."""
+    return (scores - scores.mean(-1, keepdim=True)).square().sum(0, dtype=torch.float64) / scores.shape[-1]
+
+
+def covariance(scores: Tensor, logits: Tensor) -> Tensor:
+    """Covariance of sub-scores and logits over the experts, summed over tokens: [n, R, E] twice -> [R], float64.
+
+    Logits are sums of sub-scores, so the covariances of all components add up to the logits' variance.
+    """
+    centred = logits - logits.mean(-1, keepdim=True)
+    return (scores * centred).sum(-1).sum(0, dtype=torch.float64) / scores.shape[-1]
+
+
+def signs(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over the experts of the positive and of the negative sub-scores, summed over tokens: [n, R, E] -> 2 [R]."""
+    positive = scores.clamp(min=0).mean(-1).sum(0, dtype=torch.float64)
+    return positive, scores.mean(-1).sum(0, dtype=torch.float64) - positive
+
+
+def rank_change(
+    logits: Tensor, removed: Tensor, chosen: Tensor, before: Tensor, share: Tensor, selection: Selection, routers: slice
+) -> Tensor:
+    """Mean absolute change of the chosen experts' ranks without the sub-scores, summed over tokens: -> [R].
+
+    `logits` and `removed` are [n, R, E], `chosen` and their ranks `before` [n, R, K]; `share` [R, K] is 1 / K of each
+    router, 0 in slots that it does not use.
+    """
+    after = ranks(selection.scores(logits - removed, routers), chosen)
+    return ((after - before).abs() * share).sum((0, 2), dtype=torch.float64)
 
 
 @dataclass(slots=True)
@@ -63,7 +104,6 @@ class Tally:
         return Sender(self.name, self.kind, layer, self.module, self.number, share, **figures)
 
     def output(self) -> Output:
-        """An expert's sizes."""
         sizes = self.tokens, self.norm / max(1, self.tokens), self.max_norm, self.max_entry
         return Output(self.module, layer_number(self.unit), self.number or 0, *sizes)
 
@@ -147,8 +187,9 @@ class Projection(TracedPass):
             if together is not None and view.terms is trace.terms:  # for later routers, which see all of the layer
                 self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, view.span)
 
-    def finish(self, unit: str) -> None:
+    def passed(self, unit: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
+        TracedPass.passed(self, unit)
         self.tallies.passed(unit)
         split = {tally.module for tally in self.tallies.totals.values() if tally.kind == "head"}
         experts = self.routers.model.architecture.experts

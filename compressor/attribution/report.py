@@ -76,7 +76,6 @@ class Findings:
 
 
 def findings(attribution: Attribution, threshold: float = THRESHOLD, top: int = 10) -> Findings:
-    """The hubs and super experts of an attribution."""
     return Findings(attribution, find_hubs(attribution, threshold), super_experts(attribution), threshold, top)
 
 

@@ -1,19 +1,27 @@
 """The first pass of routing attribution: how each layer changes the residual stream, and every router's view of it.
 
-T tokens, H hidden, E experts, R routers, K top-k.
+n or T tokens, H hidden, E experts, R routers, K top-k.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from compressor.attribution.influence import Selection, best_selection, ranks, selections
-from compressor.attribution.tracing import Chain, Term, pull_sum, same_chains
-from compressor.attribution.unit_trace import STREAM, TracedPass, UnitTrace, router_width
+from compressor.attribution.tracing import (
+    STREAM,
+    Chain,
+    Term,
+    TracedPass,
+    UnitTrace,
+    pull_sum,
+    router_width,
+    same_chains,
+)
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
@@ -23,6 +31,64 @@ from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # tokens on which it is settled what routers rank by
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+    "root of softplus": lambda logits: softplus(logits).sqrt(),
+}
+
+
+def ranks(scores: Tensor, chosen: Tensor) -> Tensor:
+    """How many experts score above each chosen one: [..., E], [..., K] -> [..., K]."""
+    picked = scores.gather(-1, chosen)
+    return torch.stack([(scores > picked[..., k, None]).sum(-1) for k in range(chosen.shape[-1])], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What routers rank experts by: an activation of the logits, plus a bias [R, E] where they have one."""
+
+    activation: str = "identity"
+    bias: Tensor | None = None
+
+    def scores(self, logits: Tensor, routers: slice = slice(None)) -> Tensor:
+        """[n, R, E] logits -> what is ranked."""
+        scores = ACTIVATIONS[self.activation](logits)
+        return scores if self.bias is None else scores + self.bias[routers]
+
+
+def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]) -> Tensor:
+    """[n, R, K] -> [n, R, E]: experts in the same groups of neighbours as the chosen ones, of so many per router."""
+    counts = torch.zeros(*chosen.shape[:2], experts, device=chosen.device)
+    found = counts.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
+    for router, count in enumerate(groups):
+        within = found[:, router].unflatten(-1, (count, -1))
+        found[:, router] = within.any(-1, keepdim=True).expand_as(within).flatten(1)
+    return found
+
+
+def selections(biases: Sequence[Tensor]) -> list[Selection]:
+    """The known ways to rank experts where routers have these biases, [R, E] each; the plainest first."""
+    return [Selection(), *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS)]
+
+
+def best_selection(
+    tried: Sequence[Selection], logits: Tensor, chosen: Tensor, valid: Tensor, groups: Sequence[int] = ()
+) -> int:
+    """The number of the way to rank experts that agrees best with what the routers chose; the first of equals.
+
+    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers that choose `groups`
+    first rank the experts of those alone.
+    """
+    used = valid.sum(-1)
+    within = competing(chosen, valid, logits.shape[-1], groups or [1] * len(valid))
+
+    def agreement(selection: Selection) -> float:
+        scores = selection.scores(logits).masked_fill(~within, -torch.inf)
+        return float(((ranks(scores, chosen) < used[:, None]) & valid).sum() / (valid.sum() * len(logits)))
+
+    return max(range(len(tried)), key=lambda number: agreement(tried[number]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from compressor.attribution.graph import (
 )
 from compressor.attribution.pictures import EDGES_DRAWN, graph_figure
 from compressor.attribution.report import graph_tables, write_graph
-from tests.attributions import attribution, module, sender
+from tests.attributions import attribution, module
 from tests.drawn import axes_of
 
 HUB = "L1 E3"
@@ -75,38 +75,6 @@ def test_nodes_are_the_parts_and_the_routers() -> None:
     assert [node for node, kind in routing_graph(bare).nodes(data="kind") if kind == "attention"] == [
         f"L{layer} attention" for layer in range(4)
     ]  # an attention whose heads cannot be told apart stays whole
-
-
-def test_edges_have_the_figures_of_the_attribution() -> None:
-    covariances = tuple(replace(each, covariance=each.positive) for each in MADE.senders)
-    graph, seen = routing_graph(replace(MADE, senders=covariances)), 0
-    labels = {(data["module"], data["kind"], data.get("number")): node for node, data in graph.nodes(data=True)}
-    for each in (one for one in covariances if one.kind not in ("moe", "attention")):
-        for receiver, *figures in zip(MADE.receivers, each.influence, each.rank_change, each.covariance, strict=True):
-            ends = labels[each.module, each.kind, each.number], f"L{receiver.layer} router"
-            found = graph.get_edge_data(*ends)
-            assert (found is None) == (figures[0] is None)
-            if found is not None:
-                seen += 1
-                assert [found.get(name) for name in ("influence", "aarv", "covariance")] == figures
-    assert seen == edges_of(graph, STEERS).number_of_edges()
-    assert all(value is not None for *_, data in [*graph.nodes(data=True), *graph.edges(data=True)] for value in data)
-    for layer in (1, 2, 3):
-        into = dict(edges_of(graph, STEERS).pred[f"L{layer} router"])
-        total = math.fsum(data["influence"] for data in into.values())
-        assert {name: data["weight"] for name, data in into.items()} == pytest.approx(
-            {name: data["influence"] / total for name, data in into.items()}
-        )
-        out = edges_of(graph, ROUTES).succ[f"L{layer} router"]
-        assert {name: data["weight"] for name, data in out.items()} == pytest.approx(
-            {f"L{layer} E{expert}": 0.125 for expert in range(8)}
-        )
-
-
-def test_what_is_no_number_is_left_out() -> None:
-    odd = sender("other", 1, (math.inf, math.nan, 2.0), rank_change=(None, None, math.nan), name="odd")
-    graph = routing_graph(replace(MADE, senders=(*MADE.senders, odd)))
-    assert list(graph[odd.name]) == ["L3 router"] and "aarv" not in graph[odd.name]["L3 router"]
 
 
 def test_score_edges_change_no_centrality() -> None:

@@ -178,14 +178,6 @@ def test_bfloat16_leaves_little_unexplained(name: str, tmp_path: Path) -> None:
     assert 1e-4 < max(receiver.unexplained for receiver in found.receivers) < 0.05
 
 
-def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
-    stock = zoo.build("mixtral")
-    with torch.no_grad():
-        stock.model.layers[1].mlp.gate.weight.mul_(1e38)
-    with pytest.raises(CompressionError, match=r"layers\.1\.mlp\.gate: its logits are not finite.*--dtype float32"):
-        run(saved(stock, tmp_path), batches(stock))
-
-
 def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None:
     stock = zoo.build("gpt_oss")
     with torch.no_grad():
@@ -200,15 +192,6 @@ def test_an_expert_that_no_token_visits_has_no_influence(tmp_path: Path) -> None
     assert [(output.tokens, output.mean_norm) for output in found.outputs if output.expert == 3] == [(0, 0.0)] * 2
     shares = sum(sender.share for sender in found.of_kind("expert") if sender.layer == 0)
     assert shares == pytest.approx(stock.config.num_experts_per_tok)
-
-
-def test_dense_layers_after_the_last_router_send_nothing(tmp_path: Path) -> None:
-    stock = zoo.build("qwen2_moe", num_hidden_layers=4, mlp_only_layers=[0, 2, 3])
-    found = run(saved(stock, tmp_path), batches(stock))
-    assert [receiver.layer for receiver in found.receivers] == [1]
-    writing = {sender.layer for sender in found.senders if any(value is not None for value in sender.influence)}
-    assert writing == {None, 0, 1}
-    assert max(receiver.unexplained for receiver in found.receivers) <= TOLERANCE
 
 
 def test_the_same_tokens_give_the_same_figures(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compressor.attribution.figures import Attribution, Sender
 from compressor.attribution.graph import MEASURES, centralities, ranking, routing_graph
-from compressor.attribution.hubs import find_hubs, outlier_scores, super_experts
+from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
@@ -116,19 +116,3 @@ def test_a_massive_expert_that_no_later_router_reads_is_no_hub(name: str, tmp_pa
     weakest = min(each.total_influence for each in found.of_kind("expert") if each.layer == layer and each is not own)
     assert own.share > 0 and own.total_influence < 1e-3 * weakest
     assert own.total_rank_change == 0
-
-
-def test_a_head_that_a_later_router_reads_stands_out(tmp_path: Path) -> None:
-    model: Any = zoo.build("mixtral", **FAMILIES["mixtral"])
-    projection = model.model.layers[2].self_attn.o_proj
-    size = projection.weight.shape[1] // 4
-    mixed = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        projection.weight[:, size : 2 * size] = STRENGTH * torch.outer(towards(model, 5), mixed)
-    found = attributed(model, tmp_path)
-    best = strongest(found.of_kind("head"), "total_influence")
-    assert (best.layer, best.number) == (2, 1)
-    heads = found.of_kind("head")
-    assert outlier_scores([head.total_influence for head in heads])[heads.index(best)] > 3.5
-    attention = strongest(found.of_kind("attention"), "total_influence")
-    assert attention.module == best.module

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
 from compressor.attribution import report as attribution_report
 from compressor.attribution.figures import (
@@ -20,21 +19,15 @@ from compressor.attribution.figures import (
     Attribution,
     KeyInfluence,
     Receiver,
-    Sender,
-    kind_shares,
-    pairs,
-    rank_correlation,
     sender_labels,
-    strongest,
 )
 from compressor.attribution.graph import measured_graph
 from compressor.attribution.hubs import Hub
-from compressor.attribution.report import Findings, exactness, findings, rounded, whole_blocks, write_attribution
+from compressor.attribution.report import Findings, findings, rounded, whole_blocks, write_attribution
 from compressor.cli.rendering import show_attribution
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
 from compressor.files import check_folder
-from compressor.formatting import short
 from tests.attributions import attribution, module, sender, with_massive
 
 NAMES = [
@@ -153,12 +146,6 @@ def test_the_text_has_hubs_kinds_senders_and_super_experts() -> None:
     assert "within 4e-07 of the largest logit (layer 3), on 4,096 tokens of wiki.txt" in text
 
 
-def test_without_hubs_the_text_says_so() -> None:
-    text = markdown(whole_blocks(Findings(MADE, (), (), 4.25, 3), *measured_graph(MADE)))
-    assert "No expert is a hub" in text and "above 4.25" in text and "--protect" not in text
-    assert "Neither hubs nor super experts were found." in text
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "made",
@@ -192,68 +179,6 @@ def test_labels_are_short_and_tell_senders_apart() -> None:
     assert sender_labels(twice) == [
         "token", "L1 E9", "L3 head 5", "model.layers.3.self_attn", "L0 shared", "model.layers.3.mamba",
     ]  # fmt: skip
-
-
-def test_the_strongest_have_influence_and_come_in_order() -> None:
-    found = strongest(MADE.of_kind("expert"), 3)
-    assert [(each.layer, each.number) for each in found[:2]] == [(1, 3), (2, 6)] and len(found) == 3
-    equal: list[Sender] = [sender("expert", 1, (1.0,), number=n) for n in range(4)]
-    assert strongest(equal, 2) == tuple(equal[:2])
-    assert strongest(attribution(scale=0.0).senders, 9) == ()
-
-
-def test_rank_correlation_is_scipys_over_what_was_measured() -> None:
-    changes = [(3.0, 1.0, 0.5), (0.0, 0.0, 2.0), (5.0, None, 0.25)]
-    senders = tuple(
-        sender("expert", 1, (None, 0.5 * place, 1.0), number=place, rank_change=change)
-        for place, change in enumerate(changes)
-    )
-    found = list(pairs(replace(MADE, senders=senders), "expert"))
-    assert [(pair.influence, pair.rank_change) for pair in found] == [
-        (0.0, 1.0), (1.0, 0.5), (0.5, 0.0), (1.0, 2.0), (1.0, 0.25),
-    ]  # fmt: skip
-    wanted = spearmanr([0.0, 1.0, 0.5, 1.0, 1.0], [1.0, 0.5, 0.0, 2.0, 0.25]).statistic
-    assert rank_correlation(found) == pytest.approx(wanted)
-    assert rank_correlation(found[:2]) is None and rank_correlation([found[1], found[3], found[4]]) is None
-    assert list(pairs(MADE, "head")) == []
-
-
-def test_shares_of_kinds_leave_out_parts_of_others() -> None:
-    shares = kind_shares(MADE)
-    assert {each.kind for each in shares} == {"token", "attention", "mlp", "moe"}
-    assert math.fsum(each.share or 0 for each in shares) == pytest.approx(1)
-    assert [each.senders for each in shares] == [1, 4, 1, 3]
-    assert all(each.share is None for each in kind_shares(attribution(scale=0.0)))
-
-
-def test_exactness_names_the_worst_receiver() -> None:
-    worst = replace(MADE, receivers=(replace(MADE.receivers[0], unexplained=0.25), *MADE.receivers[1:]))
-    assert "within 0.25 of the largest logit (layer 1)" in exactness(worst)
-    assert "unknown data" in exactness(replace(MADE, calibration={}))
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0123456, "0.0123"), (4836.85, "4,837"), (1.25e9, "1.25e+09"), (None, "-"), (math.nan, "-"), (0.0, "0")],
-)
-def test_numbers_for_people(value: float | None, shown: str) -> None:
-    assert short(value) == shown
-
-
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_failure_leaves_nothing(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
-
-    def fail(graph: Any, folder: Path) -> None:
-        seen.extend(folder.iterdir())
-        raise error
-
-    monkeypatch.setattr(attribution_report, "png", lambda title, drawings: b"drawn")
-    monkeypatch.setattr(attribution_report, "write_graph", fail)
-    with pytest.raises(type(error)):
-        write(MADE, tmp_path / "out")
-    assert len(seen) == 8
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("no_pictures")

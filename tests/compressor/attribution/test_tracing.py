@@ -7,10 +7,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compressor.attribution.tracing import Chain, Context, Step, Term, Traced, plain, pull_sum, same_chains, untraced
+from compressor.attribution.tracing import (
+    Chain,
+    Context,
+    Step,
+    Term,
+    Traced,
+    head_count,
+    parts_of,
+    plain,
+    pull_sum,
+    same_chains,
+)
+from compressor.model.architecture import discover, layers_by_unit
+from tests import zoo
 from tests.linear_maps import evaluate, explicit
 
 H = 6
@@ -133,23 +146,6 @@ def test_terms_of_a_linear_operation_sum_to_its_result(name: str, shape: tuple[i
     assert all("changed" not in leaf for leaf in names(found))
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.sampled_from(sorted(LINEAR)), st.integers(0, 9), st.integers(0, 9)), max_size=8),
-    st.sampled_from(SHAPES),
-)
-def test_terms_of_random_programs_sum_to_their_results(
-    program: list[tuple[str, int, int]], shape: tuple[int, ...]
-) -> None:
-    _, values = start(shape, "abc")
-    p, f = draw(*shape, seed=20), draw(*shape[:-1], 1, seed=21)
-    for name, first, second in program:
-        x, y = values[first % len(values)], values[second % len(values)]
-        values.append(check(LINEAR[name](x, y, p, f), LINEAR[name](plain(x), plain(y), p, f)))
-    for value in values:  # what happened to the others left them alone
-        check(value)
-
-
 NONLINEAR: dict[str, Callable[[Any, Any], Any]] = {
     "square": lambda x, y: x.pow(2),
     "product": lambda x, y: x * y,
@@ -199,11 +195,6 @@ def test_plain_rows_become_a_component_and_vectors_a_constant() -> None:
     assert context.leaves["constant (2)"].value.tolist() == [[1.0] * H]  # as wide as what it was added to
 
 
-def test_a_second_component_of_a_name_is_numbered() -> None:
-    context, _ = start((5, H), "aaa")
-    assert list(context.leaves) == ["a", "a (2)", "a (3)"]
-
-
 def test_a_factor_for_each_token_scales_the_terms_token_by_token() -> None:
     _, (x, _) = start((2, 3, H))
     factor = draw(2, 3, 1, seed=3)
@@ -211,23 +202,6 @@ def test_a_factor_for_each_token_scales_the_terms_token_by_token() -> None:
     assert term.token is not None
     torch.testing.assert_close(term.token, factor.flatten().square())
     assert len(term.chain) == 1
-
-
-def test_one_token_has_a_factor_of_its_own_too() -> None:
-    _, (x, _) = start((1, 1, H))
-    (term,) = (x * draw(1, 1, 1)).terms
-    assert term.token is not None and term.chain == ()
-    (scaled,) = (x * torch.tensor([2.0])).terms  # a parameter of one entry is the same for all tokens
-    assert scaled.token is None
-
-
-def test_norm_statistics_stay_those_of_the_whole_input() -> None:
-    _, (x, y) = start((5, H))
-    total = plain(x) + plain(y)
-    size = total.square().mean(-1, keepdim=True).add(1e-6).sqrt()
-    first, second = rms_norm(x + y, VECTOR).terms
-    torch.testing.assert_close(evaluate((first,)), plain(x) * VECTOR / size)
-    torch.testing.assert_close(evaluate((second,)), plain(y) * VECTOR / size)
 
 
 def test_values_survive_later_changes_in_place() -> None:
@@ -298,22 +272,6 @@ def test_matrix_products_are_told_with_their_terms() -> None:
     assert len(told) == 1
 
 
-def test_half_precision_keeps_the_terms_up_to_rounding() -> None:
-    context = Context(5)
-    x = context.start("a", draw(5, H).bfloat16())
-    y = context.start("b", draw(5, H, seed=1).bfloat16())
-    found = rms_norm(x + y, VECTOR.bfloat16())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(evaluate(found.terms), plain(found).float(), rtol=0.02, atol=0.02)
-
-
-def test_untraced_reaches_into_nests() -> None:
-    _, (x, y) = start((5, H))
-    found = untraced({"list": [x, 1], "pair": (y, None)})
-    assert type(found["list"][0]) is Tensor and type(found["pair"][0]) is Tensor
-    assert found["list"][1] == 1 and found["pair"][1] is None
-
-
 # --- linear maps ------------------------------------------------------------------------------------------------------
 
 
@@ -347,25 +305,6 @@ def test_pulling_back_is_the_transpose_of_the_explicit_matrices(drawn: list[tupl
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4 * (1 + float(total.abs().max())))
 
 
-def test_a_half_precision_matrix_is_computed_in_float32() -> None:
-    weight = torch.randn(4, 5).bfloat16()
-    rows = torch.randn(2, 4)
-    assert torch.equal(Step("matrix", weight).pull(rows), rows @ weight.float())
-
-
-STEPS = [
-    Step("factor", 2.0), Step("factor", torch.ones(5)), Step("mean"), Step("centre"), Step("matrix", torch.ones(4, 5)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kind)
-def test_steps_of_another_kind_or_other_values_differ(step: Step) -> None:
-    others = [Step("factor", 3.0), Step("factor", 2 * torch.ones(5)), Step("matrix", torch.zeros(4, 5))]
-    others += [Step("matrix", torch.ones(3, 5)), *(other for other in STEPS if other.kind != step.kind)]
-    assert not any(step.is_same(other) or other.is_same(step) for other in others)
-    assert step.is_same(step)
-
-
 def test_equal_values_make_equal_chains() -> None:
     weight, scale = torch.randn(4, 5), torch.randn(5)
     one: list[Chain] = [(Step("factor", scale), Step("matrix", weight)), (Step("mean"),)]
@@ -374,3 +313,62 @@ def test_equal_values_make_equal_chains() -> None:
     moved = [same[0][:1], (*same[0][1:], *same[1])]
     for other in (same[:1], [same[1], same[0]], [(*same[0], Step("factor", 1.0)), same[1]], moved):
         assert not same_chains(one, other)
+
+
+# --- the parts of a layer ---------------------------------------------------------------------------------------------
+
+
+def kinds(name: str, unit: int) -> dict[str, str]:
+    """Kind of each part of a layer, by the module's name in it."""
+    model = zoo.skeleton(name)
+    architecture = discover(model.config, model)
+    full = architecture.units[unit]
+    own = layers_by_unit(architecture.layers).get(full, ())
+    found = parts_of(full, model.get_submodule(full), own)
+    return {part.removeprefix(f"{full}."): kind for part, kind in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "expected"),
+    [
+        ("mixtral", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
+        ("granitemoe", 0, {"self_attn": "attention", "block_sparse_moe.experts": "expert"}),
+        ("deepseek_v3", 0, {"self_attn": "attention", "mlp": "mlp"}),
+        ("deepseek_v3", 1, {"self_attn": "attention", "mlp.experts": "expert", "mlp.shared_experts": "shared"}),
+        ("gemma4", 0, {"self_attn": "attention", "mlp": "shared", "experts": "expert"}),
+        ("nemotron_h", 0, {"mixer": "attention"}),  # a state-space mixer
+        ("nemotron_h", 1, {"mixer.experts": "expert", "mixer.shared_experts": "shared"}),
+        ("nemotron_h", 3, {"mixer": "mlp"}),
+        ("jamba", 0, {"mamba": "attention", "feed_forward": "mlp"}),
+        ("jamba", 1, {"self_attn": "attention", "feed_forward.experts": "expert"}),
+        ("lfm2_moe", 0, {"conv": "attention", "feed_forward": "mlp"}),
+        ("minimax", 0, {"self_attn": "attention", "mlp.experts": "expert"}),
+        ("qwen3_next", 1, {"linear_attn": "attention", "mlp.experts": "expert", "mlp.shared_expert": "shared"}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_parts_are_the_modules_that_write_to_the_stream(name: str, unit: int, expected: dict[str, str]) -> None:
+    assert kinds(name, unit) == expected
+
+
+class _Sizes(nn.Module):
+    def __init__(self, **sizes: object) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            setattr(self, name, size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"head_dim": 16}, 4),
+        ({"head_dim": 16, "v_head_dim": 32}, 2),  # values are what the projection mixes
+        ({"head_dim": 48}, None),
+        ({"v_head_dim": 48, "head_dim": 8}, 8),  # of sizes that the module names, one that fits
+        ({"head_dim": 0}, None),
+        ({"head_dim": 16.0}, None),
+        ({}, None),
+    ],
+)
+def test_heads_are_counted_by_their_size(sizes: dict[str, object], expected: int | None) -> None:
+    assert head_count(_Sizes(**sizes), nn.Linear(64, 32)) == expected
