@@ -51,7 +51,7 @@ def export(
     stream: Annotated[
         bool | None,
         flag(
-            "Verify with one layer in memory at a time, or with the whole model (default: layer by layer where the "
+            "Verify with the graph's weights mapped from their file, or read into memory (default: mapped where the "
             "model does not fit).",
             ONNX,
             "--stream/--no-stream",

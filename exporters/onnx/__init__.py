@@ -1,8 +1,8 @@
 """A checkpoint as an ONNX graph for ONNX Runtime, written only when it has been shown to compute the same.
 
 The graph is traced without its large weights, and those go from the source into their file one layer at a time, while
-the stock model answers everything that the graph will be asked. Then ONNX Runtime is asked: the whole graph where it
-fits into memory, and otherwise layer by layer.
+the stock model answers everything that the graph will be asked. Then ONNX Runtime is asked; where the model does not
+fit into memory, the graph's weights are mapped from their file.
 """
 
 import json
@@ -63,7 +63,7 @@ class ExportOptions:
     overwrite: bool = False
     external_bytes: int = EXTERNAL_BYTES
     tokens: int = TOKENS  # greedy tokens that are compared
-    stream: bool | None = None  # whether to verify layer by layer; None: where the model does not fit into memory
+    stream: bool | None = None  # whether weights are mapped to verify; None: where the model does not fit into memory
 
     def __post_init__(self) -> None:
         for name, value, known in (("--dtype", self.dtype, DTYPES), ("--quantize", self.quantize, FORMATS)):
@@ -101,7 +101,6 @@ class ExportSummary:
         return tuple(route for route in self.routes if route.reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as JSON."""
         return {**asdict(self), "folder": str(self.folder), "fallen_back": len(self.fallen_back)}
 
     def describe(self) -> tuple[Block, ...]:
@@ -207,9 +206,8 @@ def export(
     check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with new_folder(out, partial(check_target, out, options.overwrite)) as content:
         graph, routes, reference, original = write_graph(opened, content, options, progress)
-        layered = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
-        owners = {key: recipe.source for key, recipe in graph.recipes.items()}
-        exported = Graph(content / GRAPH, owners, opened.architecture.units if layered else ())
+        mapped = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
+        exported = Graph(content / GRAPH, mapped)
         changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
         if options.dtype == "fp16":
             changes.insert(0, "weights rounded to float16")

@@ -70,14 +70,6 @@ def test_logits_of_many_shapes(made: Made) -> None:
     assert made.summary.verification.largest_difference < 1e-5
 
 
-def test_chunks_and_single_tokens(made: Made) -> None:
-    tokens = zoo.tokens(made.stock, 2, 24, seed=8)
-    runner = Runner(made.session(), 2)
-    found = torch.cat([runner(part) for part in tokens.split([3, 1, 1, 12, 7], dim=1)], dim=1)
-    torch.testing.assert_close(found, stock_logits(made.stock, tokens), rtol=0, atol=1e-5)
-    assert all(value.shape[2] == 24 for value in runner.past.values())
-
-
 def test_padding_on_the_left_changes_nothing(made: Made) -> None:
     tokens = zoo.tokens(made.stock, 1, 9, seed=9)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens], dim=1)
@@ -263,16 +255,3 @@ def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: py
 def test_the_package_imports_without_onnx() -> None:
     program = "import sys; sys.modules.update(onnx=None, onnxruntime=None, onnx_ir=None, onnxscript=None)\n"
     subprocess.run([sys.executable, "-c", f"{program}import exporters.onnx, compressor.cli.main"], check=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "bf16"}, "--dtype 'bf16' is not known; it is one of fp32, fp16"),
-        ({"quantize": "int3"}, "--quantize 'int3' is not known; it is one of none"),
-        ({"opset": 9}, "--opset 9 is not supported; give one from 18 to 23"),
-    ],
-)
-def test_options_check_themselves(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(CompressionError, match=message):
-        ExportOptions(**options)

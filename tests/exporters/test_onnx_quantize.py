@@ -10,7 +10,6 @@ from torch import Tensor
 
 from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, codes, dequantise, pack, rounded
 from tests.exporters.answers import run_node
-from tests.packed import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
 SMALL_BLOCK = Scheme(4, 4)
@@ -94,32 +93,6 @@ def test_a_rounded_weight_has_its_own_codes(case: tuple[Tensor, Scheme]) -> None
     scales = best_scales(weight, scheme)
     found = codes(weight, scales, scheme)
     assert torch.equal(codes(dequantise(found, scales, scheme), scales, scheme), found)
-
-
-@pytest.mark.parametrize("scheme", ALL)
-def test_a_rounded_weight_has_its_own_codes_in_half_precision(scheme: Scheme) -> None:
-    weight = gaussian(8, 96) / 50
-    scales = best_scales(weight, scheme)
-    found = codes(weight, scales, scheme)
-    half = dequantise(found, scales, scheme).half()
-    assert torch.equal(codes(half.float(), scales, scheme), found)
-
-
-@given(weights())
-@settings(max_examples=100, deadline=None)
-def test_packing_and_back(case: tuple[Tensor, Scheme]) -> None:
-    weight, scheme = case
-    even = weight[:, : weight.shape[1] // 2 * 2]
-    if even.numel():
-        found = codes(even, best_scales(even, scheme), scheme)
-        packed = pack(found, scheme)
-        assert packed.dtype == torch.uint8 and packed.numel() == even.numel() * scheme.bits // 8
-        assert torch.equal(unpack(packed, scheme), found)
-
-
-def test_every_code_has_its_byte() -> None:
-    assert pack(torch.tensor([-128, -1, 0, 127], dtype=torch.int8), Scheme(8)).tolist() == [0, 127, 128, 255]
-    assert pack(torch.tensor([-8, 7, 0, 0], dtype=torch.int8), Scheme(4)).tolist() == [0xF0, 0x88]
 
 
 def test_zeros_and_tiny_weights_have_a_scale() -> None:

@@ -18,11 +18,10 @@ from compressor import api
 from compressor.data.demo import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
-from compressor.progress import Silent
 from exporters.onnx import ExportOptions, ExportSummary, export
-from exporters.onnx.moe import SCALES, qmoe_tensors, round_experts
+from exporters.onnx.moe import qmoe_tensors, round_experts
 from exporters.onnx.quantise import SCHEMES, dequantise
-from exporters.onnx.verify import EXACT, Graph, compare, rounding_cost
+from exporters.onnx.verify import rounding_cost
 from tests import zoo
 from tests.exporters.answers import Runner, experts_of, observe, session_of
 from tests.packed import unpack
@@ -148,24 +147,6 @@ def test_the_record_says_what_rounding_costs(case: Exported) -> None:
     assert 1e-3 < cost["largest_difference"] < cost["largest_logit"]
 
 
-def test_a_graph_with_the_scales_of_one_expert_changed_is_caught(case: Exported, tmp_path: Path) -> None:
-    reference = observe(case.stock, past=False, tokens=0)
-
-    def asked(folder: Path) -> Any:
-        return compare(Graph(folder / "model.onnx").answers(reference.cases, Silent()), reference, EXACT)
-
-    asked(case.folder)
-    changed = onnx.load(str(case.folder / "model.onnx"))
-    *_, (layer, _) = experts_modules(case.stock)
-    (scales,) = [entry for entry in changed.graph.initializer if entry.name == f"{layer}.down_proj_scales"]
-    values = numpy_helper.to_array(scales).copy()
-    values[0] *= 1.5
-    scales.CopyFrom(numpy_helper.from_array(values, scales.name))
-    onnx.save(changed, str(tmp_path / "model.onnx"))
-    with pytest.raises(CompressionError, match="its logits differ from the stock model's"):
-        asked(tmp_path)
-
-
 @pytest.mark.parametrize("quantize", SCHEMES)
 @pytest.mark.parametrize(("name", "overrides"), [("mixtral", WIDE), ("gpt_oss", {}), ("nemotron_h", {})])
 def test_the_nodes_tensors_mean_the_rounded_weights(name: str, overrides: dict[str, Any], quantize: str) -> None:
@@ -190,15 +171,6 @@ def test_loaded_weights_are_never_written_to() -> None:
     loaded = {name: (value.data, value.data.clone()) for name, value in experts.named_parameters()}
     round_experts(experts, SCHEMES["int4"])
     assert all(torch.equal(value, before) for value, before in loaded.values())
-
-
-def test_experts_that_no_node_expresses_stay_as_they_are() -> None:
-    experts = experts_of("mixtral")
-    experts.act_fn = nn.Hardswish()
-    before = {name: value.clone() for name, value in experts.named_parameters()}
-    round_experts(experts, SCHEMES["int4"])
-    assert not hasattr(experts, SCALES)
-    assert all(torch.equal(value, before[name]) for name, value in experts.named_parameters())
 
 
 def test_a_weight_that_is_not_finite_is_refused() -> None:

@@ -28,8 +28,8 @@ from exporters import onnx as exporter
 from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export, trace
 from exporters.onnx.moe import SCALES, round_experts, use_nodes
 from exporters.onnx.reference import CONTINUED, NUDGED, nudge, observe
-from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, turn_absent
-from exporters.onnx.verify import EXACT, LAYERS, WHOLE, Graph, compare
+from exporters.onnx.trace import export_graph, trace_inputs
+from exporters.onnx.verify import EXACT, MAPPED, WHOLE, Graph, compare
 from tests import quantized, small
 from tests.exporters import answers
 
@@ -136,7 +136,7 @@ def test_one_layer_is_held_at_a_time_and_verified(made: Made) -> None:
     layer = sum(value.numel() for value in model.model.layers[0].parameters())
     assert 0 < made.held <= sum(value.numel() for value in model.parameters()) - layer
     found = exporter.read_summary(made.out).verification
-    assert found == made.summary.verification and found.how == LAYERS
+    assert found == made.summary.verification and found.how == MAPPED
     assert found.tokens_equal == found.tokens_compared == 8 and 0 < found.sensitivity < found.tolerance
     assert "chunked prefill" in dict(found.cases) and "left padding, cached decode" in dict(found.cases)
 
@@ -183,12 +183,10 @@ def nudging(model: Any, units: Sequence[str]) -> Iterator[None]:
 def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> None:
     opened = open_model(locate(str(made.source)), "float32", "cpu")
     reference = observe(opened, True, 4, Silent(), rounded)
-    copied, owners = shutil.copytree(made.out, tmp_path / "copy") / exporter.GRAPH, owners_of(made)
+    copied = shutil.copytree(made.out, tmp_path / "copy") / exporter.GRAPH
 
     def asked() -> Any:
-        graph = Graph(copied, owners, ["model.layers.0", "model.layers.1"])
-        assert len(graph.parts) == 4 and graph.how == LAYERS  # before, two layers, behind
-        return compare(graph.answers(reference.cases, Silent()), reference, EXACT)
+        return compare(Graph(copied, mapped=True).answers(reference.cases, Silent()), reference, EXACT)
 
     assert asked().tokens_equal == 4
     stored = (made.out / exporter.WEIGHTS).read_bytes()
@@ -206,13 +204,6 @@ def rounded(partial: PartialModel, unit: str) -> None:
         if name.startswith(f"{unit}.") and ROUNDED is not None:
             round_experts(experts, ROUNDED)
             delattr(experts, SCALES)
-
-
-def owners_of(made: Made) -> dict[str, str]:
-    """Of what tensor each large one of the graph is made, for which only the layer counts: one that it is used in."""
-    graph = onnx.load(str(made.out / exporter.GRAPH), load_external_data=False).graph
-    own = ("model.layers", "model.embed", "lm_head", "val")
-    return {value.name: value.name for value in graph.initializer if value.name.startswith(own)}
 
 
 def place_of(graph: Path, name: str) -> tuple[int, int]:
@@ -238,33 +229,3 @@ def test_a_fault_half_way_leaves_nothing(made: Made, tmp_path: Path, monkeypatch
     with pytest.raises(CompressionError, match="the disk is gone"):
         export(made.source, tmp_path / "out", replace(STREAMED, stream=True))
     assert places == [exporter.WEIGHTS] and list(tmp_path.iterdir()) == []
-
-
-def test_absent_weights_are_turned_over_in_their_recipes() -> None:
-    """Those that nothing else reads; no value is computed."""
-    lazy = {
-        name: onnx_ir.LazyTensor(Recipe(name), onnx_ir.DataType.FLOAT, onnx_ir.Shape([2, 3, 4]), name=name)
-        for name in "ab"
-    }
-    given = {name: onnx_ir.Value(name=name, shape=each.shape, const_value=each) for name, each in lazy.items()}
-    nodes = [onnx_ir.node("Transpose", [given["a"]], {"perm": [2, 0, 1]})]
-    nodes += [onnx_ir.node("Transpose", [nodes[0].outputs[0]]), onnx_ir.node("Transpose", [given["b"]])]
-    nodes += [onnx_ir.node("Shape", [given["b"]])]
-    for number, node in enumerate(nodes):
-        node.outputs[0].name = f"v{number}"
-    outputs = [node.outputs[0] for node in nodes[2:]]
-    final = onnx_ir.node("Neg", [nodes[1].outputs[0]])
-    graph = onnx_ir.Graph(
-        [],
-        [*outputs, final.outputs[0]],
-        nodes=[*nodes, final],
-        initializers=list(given.values()),
-        opset_imports={"": 20},
-    )
-    turn_absent(onnx_ir.Model(graph, ir_version=10))
-    assert [node.op_type for node in graph] == ["Transpose", "Shape", "Neg"] and set(graph.initializers) == {"b", "v1"}
-    turned, value = graph.initializers["v1"], torch.arange(24.0).view(2, 3, 4)
-    recipe = recipe_of(turned)
-    assert recipe is not None and turned.shape == (3, 2, 4)
-    assert torch.equal(recipe.made_of(value), value.permute(2, 0, 1).permute(2, 1, 0))
-    assert lazy["a"].tobytes() != lazy["b"].tobytes()
