@@ -6,7 +6,7 @@ batches of text are assigned by their sizes. Importing this module loads no torc
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +38,14 @@ def _connected() -> Iterator[Any]:
         raise LostRankError from error
 
 
+def _on_cpu(value: Any) -> Any:
+    """The same nest of lists, tuples and dicts with its tensors copied, without the storage that they share."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True).contiguous(), value)
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process among `size`; `local` is its number on its machine. A single process makes every value itself."""
@@ -48,12 +56,10 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return True for rank 0, which decides, prints and writes."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Return True for a single process."""
         return self.size == 1
 
     def takes_turn(self, number: int) -> bool:
@@ -79,26 +85,16 @@ class Ranks:
         return frozenset(numbers)
 
     def barrier(self) -> None:
-        """Wait until all ranks have come this far."""
         self.all_gather(None)
 
     def broadcast(self, make: Callable[[], Any], owner: int = 0) -> Any:
-        """Return what one rank makes; the others do not make it."""
+        """Return what one rank makes, from several ranks with its tensors on the CPU; the others do not make it."""
         if self.is_alone:
             return make()
-        value = [make() if self.rank == owner else None]
+        value = [_on_cpu(make()) if self.rank == owner else None]
         with _connected() as dist:
             dist.broadcast_object_list(value, owner)
         return value[0]
-
-    def broadcast_tensors(self, make: "Callable[[], Mapping[str, Tensor]]", owner: int = 0) -> "Mapping[str, Tensor]":
-        """Return the tensors that one rank makes, copied to the CPU if there are several ranks."""
-        if self.is_alone:
-            return make()
-        copied: Mapping[str, Tensor] = self.broadcast(  # without the storage that they share with others
-            lambda: {name: value.detach().to("cpu", copy=True).contiguous() for name, value in make().items()}, owner
-        )
-        return copied
 
     def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
         """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""
@@ -108,11 +104,11 @@ class Ranks:
                     work.wait()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; tensors in it are on the CPU."""
+        """Return every rank's value, by rank, from several ranks with its tensors on the CPU."""
         values = [value] * self.size
         if not self.is_alone:
             with _connected() as dist:
-                dist.all_gather_object(values, value)
+                dist.all_gather_object(values, _on_cpu(value))
         return values
 
     def all_reduce(self, value: "Tensor") -> "Tensor":

@@ -91,7 +91,8 @@ class Planner:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
             ) from error
-        return dict(here().broadcast_tensors(lambda: changes))
+        found: dict[str, Tensor] = here().broadcast(lambda: changes)
+        return found
 
     def plans(
         self,

@@ -302,7 +302,7 @@ def dealt(
         neurons = measured(whole, batches, progress, way == CLUSTERS, seed)
         return {each.layer.name: order_of(each, parts, way, seed, block) for each in neurons}
 
-    by_layer = here().broadcast_tensors(orders)
+    by_layer = here().broadcast(orders)
     facts = {"by": WEIGHTS if text is None else by, "calibration": None if text is None else text.identity}
     return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
 

@@ -132,30 +132,6 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_pat
                 check(stats.values[key], torch.cat([part.values[key] for part in stats.by_source], dim), key)
 
 
-def test_other_heldout_tokens_change_nothing_but_that_statistic(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    first, second = parts_of(stock), parts_of(stock, seed=4)
-    other = [second[number] if number in HELDOUT else part for number, part in enumerate(first)]
-    one, two = gathered(model, mixed(first)), gathered(model, mixed(other))
-    for layer, stats in one.items():
-        for key in DATA:
-            check(stats.values[key], two[layer].values[key], key)
-        assert not torch.equal(stats.heldout.inputs, two[layer].heldout.inputs)
-
-
-@pytest.mark.parametrize("heldout", [{2}, {2, 4}, {1}, {0, 3}])
-def test_some_sources_may_have_nothing_held_out_or_nothing_else(heldout: set[int], tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    parts = parts_of(stock)
-    for stats in gathered(model, mixed(parts, frozenset(heldout))).values():
-        fit = [number for number in range(6) if number not in heldout]
-        assert stats.tokens == sum(parts[number].numel() for number in fit)
-        assert stats.heldout.tokens == sum(parts[number].numel() for number in heldout)
-        # weighted or not, two experts are counted for each token
-        assert float(stats.routed_count.sum()) == pytest.approx(2 * stats.tokens)
-        assert len(stats.heldout.inputs) > 0
-
-
 @pytest.mark.parametrize("per_source", [True, False])
 def test_one_source_is_what_it_was_before_there_were_several(per_source: bool, tmp_path: Path) -> None:
     stock, model = opened("deepseek_v3", tmp_path)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.plugins import LayerStatistics, fake_statistics
-from compressor.statistics.meters import ExpertsCall, Sum
-from compressor.statistics.statistics import STATISTICS, Collector, Statistic, combined
+from compressor.statistics.statistics import STATISTICS, Collector, ExpertsCall, Statistic, Sum, combined
 
 
 class LargestInput(Sum):
