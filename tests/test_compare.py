@@ -240,13 +240,6 @@ REFUSALS: list[tuple[list[Any], str]] = [
 ]
 
 
-def test_a_model_whose_layers_share_experts(home: Path, run: Run, tmp_path: Path) -> None:
-    zoo.save("diffusion_gemma", tmp_path / "model")
-    command = ("compare", tmp_path / "model", "-o", tmp_path / "out", "--experts", 4, "--strategies", "reap")
-    refused(run(*command, "--calibration", home / "a.jsonl"), "shares its experts with another layer, so plans cannot")
-    assert names(tmp_path) == ["model"]
-
-
 @pytest.mark.parametrize(("arguments", "message"), REFUSALS)
 def test_bad_arguments(
     arguments: list[Any], message: str, home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,20 +252,6 @@ def test_bad_arguments(
     if "--ratio" in arguments:
         refused(run(*command), "say how many experts to keep by --experts or --ratio")
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("", "is empty"), ('{"text": "a"}', "gives 1 tokens; give it more text")]
-)
-def test_too_little_to_evaluate_on(content: str, message: str, home: Path, run: Run, tmp_path: Path) -> None:
-    model, tokenizer = small.save(tmp_path / "model"), small.tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(model)
-    (tmp_path / "e.jsonl").write_text(content)
-    short = ("--calibration", home / "a.jsonl", "--evaluate", tmp_path / "e.jsonl", *SIZES)
-    command = ("compare", model, "-o", tmp_path / "out", "--experts", 4, "--strategies", "reap")
-    refused(run(*command, *short), f"evaluation .*e.jsonl {message}")
-    assert names(tmp_path) == ["e.jsonl", "model"]
 
 
 def test_only_a_comparison_is_overwritten(

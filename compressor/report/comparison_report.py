@@ -66,7 +66,6 @@ class Row:
 
     @property
     def is_random(self) -> bool:
-        """Return True if experts were dropped at random."""
         return self.strategy == "random"
 
 
@@ -85,7 +84,6 @@ class Comparison:
 
     @property
     def base(self) -> Row:
-        """The model as it is."""
         return self.rows[0]
 
     @property
@@ -216,7 +214,6 @@ def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
 
 
 def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
-    """A row by column."""
     return {
         "model": label(row),
         "experts": str(row.experts),

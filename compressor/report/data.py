@@ -60,7 +60,6 @@ class LayerMeasures:
     stream_cosine: float | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Values by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
 
 
@@ -253,5 +252,4 @@ def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Their mean, or None without any."""
     return fmean(values) if values else None

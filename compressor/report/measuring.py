@@ -13,8 +13,6 @@ Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA
 arXiv:1905.00414) stands in where a strategy compares no experts.
 """
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +31,6 @@ from compressor.checkpoint.source import is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
 from compressor.data.sources import DEMO_SOURCE, divide, parse_sources, without_folders
 from compressor.errors import CompressionError, reason_of
-from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
 from compressor.model.opened import DTYPES, OpenModel, open_model
@@ -47,8 +44,17 @@ from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as
 from compressor.report.data import FORMAT, LayerMeasures, Matrix, Measured
-from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, versions, write_cached
-from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics
+from compressor.run_record import (
+    RunRecord,
+    cache_folder,
+    digest_of,
+    read_cached,
+    read_record,
+    request_key,
+    versions,
+    write_cached,
+)
+from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
 from compressor.steps.split.opening import as_planned
@@ -105,8 +111,7 @@ def measure(
         for each in (base, output)
     ]
     read = text and [_name(text.identity), *(batch.tolist() for batch in text.batches)]
-    facts = [FORMAT, models, read, plain_json(run), versions()]  # all that the measures depend on
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    key = request_key(FORMAT, models, read, plain_json(run), versions())  # all that the measures depend on
     if (kept := kept_measures(folder, "report", key)) is not None:
         return kept
     layers, tokens, source = {layer.module: layer for layer in run.layers}, run.tokens, run.text
@@ -543,14 +548,8 @@ def measure_layers(
 
 def by_weights(base: OpenModel, similarity: Callable[[str], Similarity], progress: Progress) -> Iterator[LayerMeasures]:
     """The similarity of the base's experts where its weights alone say it, a layer at a time."""
-    layers, partial = base.architecture.layers, base.partial
-    progress.start("measure", len(layers))
-    for layer in layers:
-        needs = similarity(layer.name).needs
-        if needs <= WEIGHTS:
-            partial.load(tensor.key for tensor in layer.tensors if needs)
-            stats = Collector(layer, partial.model, needs, 0).finish(None)
-            yield LayerMeasures(layer.name, *similarity(layer.name).compare(stats))
-            partial.release(layer.block)
-            give_back()
-        progress.advance(layer.name)
+    ways = {layer.name: similarity(layer.name) for layer in base.architecture.layers}
+    wanted = {name: way for name, way in ways.items() if way.needs <= WEIGHTS}
+    for stats in collect(base, WEIGHTS, None, progress) if wanted else ():
+        if (way := wanted.get(stats.layer.name)) is not None:
+            yield LayerMeasures(stats.layer.name, *way.compare(stats))

@@ -4,21 +4,17 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from compressor.cli.rendering import show_comparison
 from compressor.document import markdown as rendered
-from compressor.report import comparison_report
 from compressor.report.comparison_report import (
-    NAMES,
     Comparison,
     Row,
     comparison_blocks,
     label,
-    without_seeds,
     write_reports,
 )
 from tests.comparisons import EXPERTS, base, comparison, comparisons, full, row
@@ -72,12 +68,6 @@ def assert_bold_is_best(made: Comparison) -> None:
         assert cells["loss"] == f"**{least:.4f}**"
 
 
-def test_bold_is_the_least_loss_of_its_count() -> None:
-    assert_bold_is_best(full())
-    tie = comparison([base(), row("reap", 8, 2.0), row("auto", 8, 2.0), row("hc-smoe", 8, math.nan)])
-    assert [cells["model"] for cells in table(markdown(tie))] == ["base", "**reap**", "auto", "hc-smoe"]
-
-
 @settings(max_examples=60, deadline=None)
 @given(comparisons())
 def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Comparison) -> None:
@@ -87,19 +77,6 @@ def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Com
     order = [(-int(cells["experts"].strip("*")), float(cells["loss"].strip("*"))) for cells in shown[1:]]
     assert order == sorted(order)
     assert_bold_is_best(made)
-
-
-@settings(max_examples=60, deadline=None)
-@given(comparisons())
-def test_random_drops_alone_are_joined(made: Comparison) -> None:
-    found = without_seeds(made.rows[1:])
-    assert [each for each in found if not each.is_random] == [each for each in made.rows[1:] if not each.is_random]
-    drops = dict[Any, list[float]]()
-    for each in made.rows[1:]:
-        if each.is_random:
-            drops.setdefault((label(each, "random"), each.experts), []).append(each.loss)
-    means = [(each.experts, pytest.approx(each.loss)) for each in found if each.is_random]
-    assert means == [(count, sum(losses) / len(losses)) for (_, count), losses in drops.items()]
 
 
 def test_each_of_several_evaluation_sources_has_a_column() -> None:
@@ -148,33 +125,6 @@ def test_what_is_no_number_is_null_in_strict_json(tmp_path: Path, capsys: pytest
         rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["rows"]
         assert rows[1]["loss"] is None and rows[1]["loss_increase"] is None
         assert rows[2]["loss"] == 800 and rows[2]["perplexity"] is None
-
-
-def test_an_earlier_comparison_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, rename = comparison([base()]), comparison([base(), row("reap", 8, 2.0)]), Path.replace
-    written = write_reports(old, tmp_path / "out")
-    before = [path.read_bytes() for path in written]
-
-    def fail(path: Path, target: Path) -> Any:
-        if path.name == "output":
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    def stop(*_: Any) -> bytes:
-        assert {path.name for path in tmp_path.rglob("*") if path.is_file()} >= {"lock", *NAMES[:2]}
-        raise KeyboardInterrupt
-
-    for place, name, replacement in ((Path, "replace", fail), (comparison_report, "png", stop)):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, replacement)
-            with pytest.raises((OSError, KeyboardInterrupt)):
-                write_reports(new, tmp_path / "out", overwrite=True)
-            with pytest.raises((OSError, KeyboardInterrupt)):
-                write_reports(new, tmp_path / "fresh")
-        assert [path.read_bytes() for path in written] == before and list(tmp_path.iterdir()) == [tmp_path / "out"]
-    assert write_reports(new, tmp_path / "out", overwrite=True) == written
-    assert json.loads(written[0].read_text()) == new.to_dict()
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:

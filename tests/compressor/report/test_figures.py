@@ -3,7 +3,6 @@
 import base64
 import io
 import math
-import re
 from dataclasses import replace
 from itertools import chain
 from xml.etree import ElementTree
@@ -20,7 +19,7 @@ from compressor.document.blocks import Figure
 from compressor.document.picture import Drawing, drawing_settings, inline_svgs, png
 from compressor.report.data import LayerReport, Report, all_dispositions, dispositions, named, order, roles
 from compressor.report.figures import LEVELS, cells, figures, limits, matrix_alt, visit_alt
-from tests.reported import HOSTILE, STEPS, bare, hostile, layer, report
+from tests.reported import STEPS, bare, layer, report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -49,10 +48,6 @@ def drawn(drawing: Drawing) -> Canvas:
     with drawing_settings():
         drawing.draw(canvas)
     return canvas
-
-
-def numbers(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
 def test_matrices_hold_the_similarities_in_the_order_of_the_groups(made: dict[str, Figure]) -> None:
@@ -188,11 +183,3 @@ def test_errors_that_no_axis_can_hold_are_left_to_the_table() -> None:
     odd = layer(0, heldout_error_before=5e-324, heldout_error_after=-9e29, error=1e308)
     found = by_name(report(layers=(odd,)))["errors"]
     assert png(found.title, found.drawings)[:4] == b"\x89PNG" and "-9e+29" in found.alt
-
-
-def test_hostile_names_stay_text() -> None:
-    for figure in figures(hostile()):
-        for svg in svgs(figure):
-            assert not [each for each in svg.iter() if "script" in each.tag or "style" in each.tag]
-            assert "\x00" not in "".join(svg.itertext())
-        assert HOSTILE[:8] not in "".join(inline_svgs(figure.name, figure.drawings))

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import compressor
-from compressor.data.batches import Calibration, calibrate
+from compressor.data.batches import calibrate
 from compressor.errors import CompressionError
 from compressor.records import plain_json
 from compressor.report import measuring as report_measuring
-from compressor.report.data import LayerMeasures, Measured, report_data
-from compressor.report.measuring import TOKENS, kept_measures, measure, part_of
+from compressor.report.data import Measured, report_data
+from compressor.report.measuring import kept_measures, measure
 from tests import small, zoo
 from tests.quantized import save_fp8
 from tests.small import edit_json, edit_tensors
@@ -184,13 +182,6 @@ def test_a_run_keeps_what_it_sees_anyway(place: Path, strategy: str) -> None:
         assert strategy != "model-centric" or layer.similarity == fresh.similarity
 
 
-def test_notes_of_a_run_in_order_are_none_of_the_source(place: Path) -> None:
-    """It plans on what the smaller layers before put out."""
-    settings = {**SETTINGS, "strategy": "data-centric", "sequential": True}
-    compressor.compress(str(place / "in"), place / "new", calibration=str(place / "calibration.txt"), **settings)
-    assert kept_measures(place / "new", "run") is None
-
-
 def test_a_plan_without_text_says_so(place: Path) -> None:
     compressor.compress(str(place / "in"), place / "bare", experts=4, strategy="model-centric")
     found = measure(place / "bare")
@@ -283,16 +274,6 @@ def test_a_result_is_kept_until_something_changes_and_what_the_run_noted_stands(
     assert asked[5:] == [frozenset(), frozenset({"mixed_outputs"})]
 
 
-def test_a_corrected_sequential_output_is_measured_as_it_is_stored(place: Path) -> None:
-    text, errors = str(place / "calibration.txt"), dict[str, list[LayerMeasures]]()
-    for method in ("none", "ridge"):
-        settings = {**SETTINGS, "samples": 24, "correct": method, "sequential": True}
-        compressor.compress(str(place / "in"), place / method, calibration=text, **settings)
-        errors[method] = list(measure(place / method).layers)
-    for plain, corrected in zip(errors["none"], errors["ridge"], strict=True):
-        assert (corrected.error or 9) < (plain.error or 0)
-
-
 def test_a_quantised_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
     save_fp8(tmp_path / "in", sizes={"vocab_size": small.VOCABULARY})
@@ -303,24 +284,3 @@ def test_a_quantised_source_is_measured(tmp_path: Path, monkeypatch: pytest.Monk
         compressor.compress(str(tmp_path / "in"), tmp_path / strategy, calibration=str(text), **settings)
         found = measure(tmp_path / strategy)
         assert found.missing == () and all(0 < (layer.error or 0) < 2 for layer in found.layers)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
-def test_a_part_of_the_text_holds_the_first_sequences_of_every_source(rows: list[int], data: st.DataObject) -> None:
-    batches, sources = list[torch.Tensor](), list[int]()
-    for source, count in enumerate(rows):
-        ids = 100 * source + torch.arange(count)
-        for part in ids.split(data.draw(st.integers(1, 4))):
-            batches.append(part[:, None].expand(-1, 2))
-            sources.append(source)
-    weights = tuple(count / sum(rows) for count in rows)
-    samples = data.draw(st.integers(1, 40))
-    part = part_of(Calibration(tuple(batches), {}, tuple(sources), weights), samples)
-    found = torch.cat(part)[:, 0].tolist()
-    assert len(found) <= max(samples, len(rows))
-    assert len(found) == sum(rows) or len(found) >= min(samples, sum(rows)) - len(rows)
-    for source, count in enumerate(rows):
-        own = [token - 100 * source for token in found if token // 100 == source]
-        assert own == list(range(len(own))) and 1 <= len(own) <= count
-    long = torch.zeros(200, 512, dtype=torch.long)
-    assert sum(batch.numel() for batch in part_of(Calibration(tuple(long.split(8)), {}))) == TOKENS

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.model.opened import OpenModel, open_model
@@ -18,8 +16,8 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring import measure_layers, similarity_of
-from compressor.statistics.meters import mix_tokens
-from compressor.steps.prune.similarity import closeness, linear_cka
+from compressor.statistics.statistics import mix_tokens
+from compressor.steps.prune.similarity import linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install
 
@@ -130,18 +128,6 @@ def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does
     assert similarity_of(other, other.layers[0]).needs == {"expert_outputs"}
 
 
-@given(st.integers(1, 6), st.floats(0, 1e6), st.integers(0, 100))
-def test_closeness_turns_distances_round(experts: int, scale: float, seed: int) -> None:
-    points = torch.randn(experts, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    distances = scale * torch.cdist(points, points)
-    found = closeness(distances)
-    assert bool(((found >= 0) & (found <= 1)).all())
-    assert torch.equal(found.diagonal(), torch.ones(experts, dtype=torch.float64))
-    if scale > 1e-3 and experts > 1:
-        assert float(found.min()) == 0
-        assert torch.equal(found.flatten().argsort(stable=True), (-distances).flatten().argsort(stable=True))
-
-
 THEIRS = """
 import torch
 NEEDS = frozenset({{"routed_count"}})
@@ -188,9 +174,3 @@ def test_a_likeness_that_fails_breaks_no_report(
     assert {(layer.similarity, layer.similarity_label) for layer in found} == {(None, "")}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(found) and all(reason in line for line in said)
-
-
-def test_a_strategy_that_is_not_installed_is_compared_by_outputs(both: tuple[Any, OpenModel]) -> None:
-    plan = plan_of(both[1], "no-longer-there", {"some": "option"})
-    assert similarity_of(plan, plan.layers[0]).needs == {"expert_outputs"}
-    assert all("linear CKA of expert outputs" in layer.similarity_label for layer in measured(both, plan))

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import compressor
@@ -20,7 +18,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring import Gap, measure_layers, shares, similarity_of
+from compressor.report.measuring import Gap, measure_layers, similarity_of
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import by_hand, make_plan
@@ -221,10 +219,3 @@ def test_a_gap_by_hand() -> None:
     assert (gap.error, gap.cosine) == pytest.approx((17 / 25, (3 / 5 + 1 + 0) / 3))
     gap.add(torch.zeros(1, 2), torch.tensor([[float("nan"), 1.0]]), 2)
     assert (gap.error, gap.cosine) == (None, None)
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=64))
-def test_shares_sum_to_one_or_to_nothing(counts: list[int]) -> None:
-    found = shares(torch.tensor(counts, dtype=torch.float64))
-    assert sum(found) == pytest.approx(1 if any(counts) else 0, abs=1e-4)
-    assert [share > 0 for share in found] == [count > 0 and count / sum(counts) > 5e-7 for count in counts]
