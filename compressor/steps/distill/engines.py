@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,12 +238,10 @@ def update(state: LayerState, gradients: Mapping[str, Tensor], optimizer: str, r
 
 
 def file_of(folder: Path, unit: str) -> Path:
-    """Where a layer's state lies."""
     return folder / f"{unit}.safetensors"
 
 
 def keep_state(folder: Path, unit: str, state: LayerState) -> None:
-    """Write a layer's state, whole or not at all."""
     moments = {f"{MOMENTS}{name} {kind}": value for name, own in state.moments.items() for kind, value in own.items()}
     keep_tensors(file_of(folder, unit), {**state.masters, **moments}, {"unit": unit})
 
@@ -262,8 +259,8 @@ def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = Tr
     return state
 
 
-class Engine(ABC):
-    """A model in training, in memory or layer by layer."""
+class _Engine:
+    """What both ways of training do with a layer that is loaded."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)
@@ -271,32 +268,10 @@ class Engine(ABC):
         self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
-    @abstractmethod
-    def step(self, objective: Objective, rate: float) -> None:
-        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
-
-    @abstractmethod
-    def evaluated(self, evaluator: Evaluator) -> Figures:
-        """Figures of the model as it would be stored now."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Keep the state of all layers in a new folder."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Go back to a state that was kept."""
-
-    @abstractmethod
-    def values(self, folder: Path, unit: str) -> Values:
-        """A layer's trained tensors in float32 in a kept state, by state-dict key."""
-
     def loaded(self, layer: TrainedLayer) -> dict[str, Tensor]:
-        """A loaded layer's tensors."""
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
     def gradients(self, layer: TrainedLayer, masters: Masters) -> dict[str, Tensor]:
-        """The masters' gradients of those of a loaded layer's tensors."""
         whole = self.model.partial.model
         return layer.gradients(masters, {key: whole.get_parameter(key).grad for key in layer.keys})
 
@@ -310,8 +285,8 @@ class Engine(ABC):
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
 
-class InMemory(Engine):
-    """The model whole, and the state of all its layers."""
+class InMemory(_Engine):
+    """A model in training, whole, with the state of all its layers."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         super().__init__(model, options, seed)
@@ -323,6 +298,7 @@ class InMemory(Engine):
         }
 
     def step(self, objective: Objective, rate: float) -> None:
+        """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
         for unit, layer in self.layers.items():
             self.put(layer, self.read, self.states[unit].masters, train=True)
         try:
@@ -360,6 +336,7 @@ class InMemory(Engine):
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
+        """Figures of the model as it would be stored now."""
         for unit, layer in self.layers.items():
             self.put(layer, self.read, self.states[unit].masters, train=False)
         return evaluator.measure_loaded(self.model.partial.model)
@@ -372,12 +349,13 @@ class InMemory(Engine):
         self.states = {unit: kept_state(folder, unit, self.model.partial.device) for unit in self.layers}
 
     def values(self, folder: Path, unit: str) -> Values:
+        """A layer's trained tensors in float32 in a kept state, by state-dict key."""
         masters = kept_state(folder, unit, self.model.partial.device, moments=False).masters
         return self.layers[unit].values(self.read, masters)
 
 
-class Streamed(Engine):
-    """The model as it is stored, and the present state of its layers in the folder `now`."""
+class Streamed(_Engine):
+    """The same with one layer loaded at a time; the present state of all layers is in the folder `now`."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int, now: Path) -> None:
         super().__init__(model, options, seed)
@@ -408,6 +386,9 @@ class Streamed(Engine):
         found = layer.values(self.loaded(layer), kept_state(folder, unit, partial.device, moments=False).masters)
         partial.release(unit)
         return found
+
+
+Engine = InMemory | Streamed
 
 
 class _Masters(Variants, ReverseVisitor):

@@ -66,7 +66,6 @@ class Distill(Step):
 
     @property
     def rate(self) -> float:
-        """The learning rate at its highest."""
         return self.learning_rate or RATES[self.train]
 
     @property
@@ -76,12 +75,10 @@ class Distill(Step):
 
     @property
     def sequences(self) -> int:
-        """Sequences of an optimizer step."""
         return self.tokens_per_step // self.sequence_length
 
     @property
     def every(self) -> int:
-        """Optimizer steps from one evaluation to the next."""
         return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
 
     def rate_at(self, step: int) -> float:

@@ -66,7 +66,6 @@ class State:
 
     @property
     def step(self) -> int:
-        """The step of the last evaluation."""
         return self.curve[-1].step
 
     def result(self) -> dict[str, Any]:
@@ -125,7 +124,6 @@ class Training:
         return state
 
     def folder(self, step: int) -> Path:
-        """Where the state after so many steps is kept."""
         return self.place / f"step-{step:07d}"
 
     def _kept(self) -> State | None:
