@@ -125,12 +125,10 @@ class Figure:
 
     @property
     def is_many(self) -> bool:
-        """Return True for several drawings, legends aside."""
         return sum(not drawing.is_legend for drawing in self.drawings) > 1
 
     @property
     def width(self) -> float:
-        """Inches of the widest drawing."""
         return max(drawing.size[0] for drawing in self.drawings)
 
 

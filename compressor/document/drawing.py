@@ -198,7 +198,6 @@ def draw_dots(
 
 
 def colour(number: int) -> str:
-    """Colour of the n-th thing."""
     return COLOURS[number % len(COLOURS)]
 
 

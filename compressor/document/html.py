@@ -59,7 +59,6 @@ def words_html(words: Words) -> Markup:
 
 @cache
 def stylesheet() -> str:
-    """The page's CSS."""
     return files("compressor.document").joinpath("page.css").read_text(encoding="utf-8")
 
 

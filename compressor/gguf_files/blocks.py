@@ -100,7 +100,6 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
 
 
 def cut(tensor: Tensor, blocks: Blocks, count: int) -> Tensor:
-    """A tensor when so many experts stay."""
     return tensor.with_experts(count) if tensor.name in blocks.homes else tensor
 
 

@@ -64,7 +64,6 @@ class Tensor:
 
     @property
     def parameters(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def with_experts(self, count: int) -> "Tensor":

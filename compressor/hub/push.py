@@ -53,7 +53,6 @@ class PushSummary:
 
     @property
     def changed(self) -> bool:
-        """Whether the Hub does not have it all."""
         return bool(self.uploaded or self.removed)
 
 

@@ -76,19 +76,16 @@ class Recording:
         self._inputs, self._outputs = _Rows(self.expected), _Rows(self.expected)
 
     def attach(self, model: Any) -> None:
-        """Start recording the layer of `model`."""
         block = model.get_submodule(self.layer.block)
         self._own = {id(value): name for name, value in (*block.named_parameters(), *block.named_buffers())}
         self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
-        """Stop recording."""
         if self._watch is not None:
             self._watch.detach()
         self._watch, self._call = None, None
 
     def enter(self, batch: int) -> None:
-        """Record the batch of this number next."""
         self._batch = batch
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -262,7 +259,6 @@ class CutLayer:
 
     @property
     def choices(self) -> int:
-        """How many experts and constants the router chooses from."""
         return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
 
     def slot_output(self, slot: int, x: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,6 @@ class _Block:
 
     @property
     def width(self) -> int:
-        """Number of columns D."""
         return int(self.columns(self.experts[-1]).stop)
 
     def features(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

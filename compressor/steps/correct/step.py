@@ -39,7 +39,6 @@ class Correct(Step):
 
     @property
     def wanted(self) -> bool:
-        """Return True if anything is refitted."""
         return self.method != NONE
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:

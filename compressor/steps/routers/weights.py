@@ -96,7 +96,6 @@ class _Routed(Variants, ReverseVisitor):
 
 
 def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]) -> list[Figures]:
-    """Figures of the model with each of several sets of router tensors, from one streamed pass."""
     return evaluator.measure(model, _Routed(model, trials), len(trials))
 
 
