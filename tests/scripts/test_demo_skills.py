@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from compressor.data.demo import Item, load_documents, load_items
-from scripts.demo_skills import SKILLS, documents, is_held_out, item, training_text
+from scripts.demo_skills import SKILLS, is_held_out, item, training_text
 
 DRAWS = 300
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"
@@ -58,7 +58,6 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "reversal": flipped,
     "recall": recalled,
 }
-LINE_STARTS = {"arithmetic": "add mod ", "sorting": "sort ", "reversal": "<flip> ", "recall": r"\{"}
 FACT_FORMS = {
     "home": ("NAME lives in|The home of NAME is|NAME comes from|Letters for NAME go to|Find NAME in|NAME left"),
     "trade": ("NAME is a|The trade of NAME is|NAME works as a|NAME is paid as a|NAME was always a|Hire NAME as a"),
@@ -87,20 +86,6 @@ def known_facts() -> dict[tuple[str, str], str]:
         name, kind, value = fact(training_text("facts", rng).rstrip("\n"))
         assert known.setdefault((name, kind), value) == value
     return known
-
-
-def test_five_skills() -> None:
-    assert len(SKILLS) == len(set(SKILLS)) == 5
-    assert {*CHECKS, "facts"} == set(SKILLS)
-
-
-@pytest.mark.parametrize("skill", SKILLS)
-def test_training_text_is_one_ascii_line_of_a_training_question(skill: str) -> None:
-    rng = random.Random(2)
-    for _ in range(DRAWS):
-        text = training_text(skill, rng)
-        assert text.isascii() and text.endswith("\n") and text.count("\n") == 1
-        assert not is_held_out(question_of(text.rstrip("\n")))
 
 
 @pytest.mark.parametrize("skill", CHECKS)
@@ -137,32 +122,6 @@ def test_items_are_held_out_with_choices_of_one_length(skill: str) -> None:
     assert all(question_of(asked.question + asked.choices[0]) == asked.question for asked in drawn)
     places = Counter(asked.answer for asked in drawn)
     assert min(places[place] for place in range(4)) > DRAWS / 8
-
-
-def test_a_tenth_of_the_questions_is_held_out() -> None:
-    share = sum(is_held_out(f"question {number}") for number in range(20_000)) / 20_000
-    assert abs(share - 0.1) < 0.01
-
-
-def test_same_seed_same_documents() -> None:
-    assert documents(7, 20) == documents(7, 20)
-    assert documents(7, 20) != documents(8, 20)
-    assert documents(7, 10) == documents(7, 20)[:10]
-
-
-def test_a_document_is_mostly_of_its_skill() -> None:
-    texts = documents(9, 500)
-    for index, skill in enumerate(SKILLS):
-        if skill == "facts":
-            continue
-        lines = [line for text in texts[index :: len(SKILLS)] for line in text.splitlines()]
-        of_skill = [line for line in lines if re.match(LINE_STARTS[skill], line)]
-        assert 0.8 < len(of_skill) / len(lines) < 1
-
-
-def test_unknown_skill_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown skill 'cooking'; the skills are arithmetic, sorting"):
-        training_text("cooking", random.Random(0))
 
 
 def test_item_refuses_repeated_choices() -> None:

@@ -17,7 +17,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.recipe.registry import Strategy, load_strategy
+from compressor.recipe.registry import Strategy
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.choose import keep_best
@@ -208,18 +208,6 @@ def test_what_cannot_be_attributed_is_refused(run: Run, planted: Path, data: tup
     refused(run("compare", planted / "zaya", "-o", tmp_path / "out", *more), said)
     assert names(tmp_path) == []
     assert run("compress", planted / "zaya", "-o", tmp_path / "out", *arguments, "--option", "exponent=0").status == 0
-
-
-def test_a_comparison_of_all_goes_on_without_it(
-    run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = lambda: iter([load_strategy("hub-guided"), load_strategy("gated-mass")])  # noqa: E731
-    monkeypatch.setattr("compressor.api.working_strategies", few)
-    more = ("--experts", 4, "--correct", "none", "--random-seeds", 1, "--evaluation-samples", 2, "--json", *data)
-    result = run("compare", planted / "zaya", "-o", tmp_path / "out", *more)
-    assert result.status == 0, result.err
-    assert [row["strategy"] for row in json.loads(result.out)["rows"]] == ["base", "gated-mass", "random"]
-    assert "WARNING: strategy 'hub-guided' needs routing attribution" in result.err and "it is left out" in result.err
 
 
 def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> None:

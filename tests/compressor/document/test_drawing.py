@@ -1,10 +1,8 @@
 """Dots, heat maps and scales: what matplotlib gets is what was given, and all that is finite lies on the axis."""
 
 import math
-from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
@@ -19,7 +17,6 @@ from compressor.document.drawing import (
     draw_heat,
     ink_on,
     scale_axis,
-    spaced,
     ticks,
 )
 
@@ -50,14 +47,6 @@ def test_dots_lie_at_their_values(rows: list[tuple[float | None, float | None]],
     assert axes.get_ylim() == (len(rows) - 0.5, -0.5)  # from above
 
 
-@given(st.lists(st.integers(1, 256), min_size=1, max_size=20))
-def test_spaced_places_keep_both_ends(places: list[int]) -> None:
-    found = spaced(places)
-    assert found == sorted(found) and {found[0], found[-1]} == {min(places), max(places)} and set(found) <= set(places)
-    gaps = [after - before for before, after in pairwise(found)]
-    assert all(gap >= 0.045 * (max(places) - min(places)) for gap in gaps)
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats()), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_heat_shows_every_finite_value(rows: list[list[float | None]]) -> None:
@@ -76,17 +65,6 @@ def test_ink_is_seen_on_every_colour() -> None:
 
 SIZES = st.floats(1e-25, 1e25)
 VALUES = st.lists(st.one_of(SIZES, SIZES.map(lambda size: -size), st.just(0.0)), min_size=1, max_size=12)
-
-
-@given(SIZES, st.floats(1.0, 1e12), st.integers(2, 12))
-def test_ticks_are_few_round_numbers_within_the_limits(low: float, factor: float, most: int) -> None:
-    high = low * factor
-    found = ticks(low, high, most)
-    assert found == sorted(found) and 2 <= len(found) <= most and (len(set(found)) == len(found) or low == high)
-    assert all(low * (1 - 1e-8) <= value <= high * (1 + 1e-8) for value in found)
-    if found != [low, high]:
-        assert {f"{value:.6e}"[0] for value in found} <= set("125")
-        assert all(float(f"{value:.0e}") == pytest.approx(value, rel=1e-12) for value in found)
 
 
 def test_ticks_by_hand() -> None:

@@ -64,16 +64,6 @@ def test_columns_go_one_by_one_as_the_terminal_narrows(
     assert list(dict.fromkeys(seen)) == [(), ("third figure",), ("third figure", "second figure")]
 
 
-def test_headers_break_before_a_column_goes(capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch) -> None:
-    whole = len("│ name │ first figure │ second figure │ third figure │")
-    terminal.setenv("COLUMNS", str(whole))
-    assert "first figure ┃ second figure ┃ third figure" in shown(capsys, WIDE)
-    terminal.setenv("COLUMNS", str(whole - 1))
-    text = shown(capsys, WIDE)
-    assert header(text).split().count("figure") == 3 and "wider" not in text
-    assert "first figure ┃ second figure ┃ third figure" not in text
-
-
 def test_columns_of_words_fold_before_a_column_goes(
     capsys: pytest.CaptureFixture[str], terminal: pytest.MonkeyPatch
 ) -> None:

@@ -289,15 +289,6 @@ def test_no_folder_of_this_machine_is_told(copied: Path, tmp_path: Path) -> None
         card_text(copied, str(tmp_path))
 
 
-def test_left_out_tensors_and_zeroed_fields_are_named(copied: Path) -> None:
-    names = [f"mtp.{number}.weight" for number in range(12)]
-    edited(copied, lambda record: record.update(left_out=names, zeroed_fields=["num_nextn_predict_layers"]))
-    text = body(card_text(copied, REPOSITORY))
-    assert "12 tensors that stock transformers does not load: mtp.0.weight mtp.1.weight " in text
-    assert "mtp.7.weight and 4 more\n" in text
-    assert "Config fields set to zero, as their tensors are left out: num_nextn" in text
-
-
 def onnx(folder: Path) -> Path:
     """A made-up export."""
     folder.mkdir(exist_ok=True)

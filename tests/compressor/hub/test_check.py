@@ -184,18 +184,6 @@ def test_a_gate_of_something_else(folder: Path, hub: Hub, tmp_path: Path) -> Non
     refusal(folder, hub, "cannot be read", require_gate=tmp_path / "gone.json")
 
 
-def test_what_a_gate_pins_down(folder: Path) -> None:
-    """A card, pictures, a gate's report and a graph may be added; tokenizer, configs and weights are fixed."""
-    before = identity(ModelSource(str(folder), None, folder))
-    (folder / "onnx").mkdir()
-    (folder / "images").mkdir()
-    for name in ("README.md", "gate.json", "onnx/model.onnx", "onnx/config.json", "images/a.png", "b.png"):
-        (folder / name).write_text("{}")
-    assert identity(ModelSource(str(folder), None, folder)) == before
-    assert set(before["files"]) == {path.name for path in folder.iterdir() if path.suffix == ".json"} - {"gate.json"}
-    assert [row[0] for row in before["weights"]] == [path.name for path in shards(folder)]
-
-
 def graph(folder: Path) -> Path:
     """An ONNX export in miniature: a product, its weights in a file of their own, and the record of the comparison."""
     weight = numpy_helper.from_array(np.arange(12, dtype=np.float32).reshape(3, 4), "weight")
