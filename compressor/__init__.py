@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         plan_per_source,
         reference,
     )
-    from compressor.comoe.tuning import evaluate_comoe, train_comoe
+    from compressor.comoe.evaluating import evaluate_comoe
+    from compressor.comoe.training import train_comoe
     from compressor.errors import CompressionError
     from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
     from compressor.gguf_files.writing import GgufSummary, apply_gguf, compress_gguf, plan_gguf
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
     "api": "ReferenceSummary apply attribute change compare compress gate plan plan_per_source reference",
-    "comoe.tuning": "evaluate_comoe train_comoe",
+    "comoe.evaluating": "evaluate_comoe",
+    "comoe.training": "train_comoe",
     "errors": "CompressionError",
     "gguf_files.blocks": "GgufInspection inspect_gguf",
     "gguf_files.writing": "GgufSummary apply_gguf compress_gguf plan_gguf",

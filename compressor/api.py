@@ -1,7 +1,7 @@
 """The public functions: plan, apply, compress, compare, attribute, gate and reference."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
+from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate import GateRequest, run_gate
@@ -56,13 +57,16 @@ from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
 
+# sources by name, or texts: a `datasets.Dataset`, or strings and dicts such as {"messages": [...]}
+Calibrating = str | Sequence[str] | Iterable[Any] | TextOptions | None
+
 
 def compress(
     model: str | Recipe,
     out: str | Path,
     steps: Sequence[Step] | None = None,
     *,
-    calibration: str | Sequence[str] | TextOptions | None = None,
+    calibration: Calibrating = None,
     samples: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
@@ -107,7 +111,7 @@ def compress(
 def make_recipe(
     model: str,
     steps: Sequence[Step],
-    calibration: str | Sequence[str] | TextOptions | None = None,
+    calibration: Calibrating = None,
     samples: int | None = None,
     sequence_length: int | None = None,
     **more: Any,
@@ -117,10 +121,10 @@ def make_recipe(
     return Recipe.of({"model": model, "steps": list(steps), "calibration": text, **more}, "compress")
 
 
-def _text_options(calibration: str | Sequence[str] | TextOptions | None, **sizes: int | None) -> TextOptions:
+def _text_options(calibration: Calibrating, **sizes: int | None) -> TextOptions:
     if isinstance(calibration, TextOptions):
         return calibration
-    named = {"data": calibration, **sizes}
+    named = {"data": sources_or_texts(calibration), **sizes}
     return TextOptions.model_validate({name: value for name, value in named.items() if value is not None})
 
 
@@ -213,7 +217,7 @@ def compare(
     per_source: bool = False,
     constants: bool = False,
     protect: Any = None,
-    calibration: str | Sequence[str] | TextOptions | None = None,
+    calibration: Calibrating = None,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
@@ -265,6 +269,7 @@ def compare(
                 seed=seed,
                 vocab=opened.vocabulary,
                 most=evaluation_samples,
+                strict=text.strict,
             )
         data = _read_calibration(opened, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
         if per_source:
@@ -287,7 +292,7 @@ def _read_calibration(
     model: OpenModel, text: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
 ) -> Calibration:
     """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
-    spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve)
+    spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve, strict=text.strict)
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     here().assert_same_on_all(data.identity["sha256"], "calibration text")
     return data
@@ -337,7 +342,7 @@ def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], p
 def attribute(
     model: str,
     *,
-    calibration: str | Sequence[str] | TextOptions | None = None,
+    calibration: Calibrating = None,
     keys: int = 0,
     top: int = 10,
     edges_kept: int = 0,
@@ -405,9 +410,10 @@ def reference(
     output: str | Path,
     *,
     tasks: Sequence[str] = (),
-    data: str | Path | None = None,
+    calibration: str | Path | None = None,
     limit: int | None = None,
     include_path: str | Path | None = None,
+    strict: bool = False,
     embedding: str = OWN,
     device: str = "auto",
     dtype: str = "auto",
@@ -418,14 +424,15 @@ def reference(
     """Write the items that a model answers right, with embeddings and pathways, into the folder `output`.
 
     Items are those of lm-eval `tasks` (multiple choice; the first `limit` of each), or the lines of the JSONL file
-    `data` with `prompt`, `answer` and, of multiple choice, `choices`. The whole model is read into memory. Raises
-    `CompressionError` where no item is answered right, or the model's late layers cannot be run by themselves.
+    `calibration` with `prompt`, `answer` and, of multiple choice, `choices`. Those that can't be asked are left out, or
+    refused if `strict`. The whole model is read into memory. Raises `CompressionError` where no item is answered right,
+    or the model's late layers cannot be run by themselves.
     """
     folder = Path(output)
     check_folder(folder, NAMES, overwrite)
     with alone(folder):
-        items = items_of(tasks, data, limit, include_path)
+        items = items_of(tasks, calibration, limit, include_path, strict)
         opened = open_model(locate(model, revision, progress), dtype, device)
-        reference_set, asked = build_reference(opened, items, embedding, progress or Silent())
+        reference_set, asked = build_reference(opened, items, embedding, progress or Silent(), strict=strict)
         files = write_reference(reference_set, folder, overwrite)
     return ReferenceSummary(reference_set.facts, len(reference_set.items), asked, tuple(files))

@@ -1,15 +1,21 @@
-"""The one exception meant for users, and what keeps secrets out of its text."""
+"""The one exception meant for users, what keeps secrets out of its text, and one bad item of many."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
 NO_MEMORY = ("out of memory", "cannot allocate memory")  # of a device, and of the system
+NAMED = 3  # faults of items that a warning quotes
+PATIENCE = 1_000  # items with a fault before the first one without
 MOST_LETTERS = 2_000  # of a sentence, whatever it quotes: a path may have 4,096, a name in a file 100 million
 
 
@@ -22,6 +28,46 @@ class CompressionError(Exception):
 
 class RejectedError(CompressionError):
     """An output that is whole but was not accepted, so that it is not put in place."""
+
+
+class ItemError(CompressionError):
+    """A fault of one row, document or item of many; the others can do without it."""
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Counts the items of a file or data set that have a fault; with `strict` the first one ends the run.
+
+    Where the first `PATIENCE` items all have one, the file or data set is at fault, and the first of them is raised.
+    """
+
+    what: str  # the items, in the plural
+    strict: bool = False
+    used: int = 0
+    faults: int = 0
+    first: list[ItemError] = field(default_factory=list)
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        """Use one item; an `ItemError` leaves it out."""
+        try:
+            yield
+            self.used += 1
+        except ItemError as error:
+            self.faults += 1
+            self.first += [error] if len(self.first) < NAMED else []
+            if self.strict or (not self.used and self.faults == PATIENCE):
+                raise self.first[0] from error
+
+    def report(self) -> None:
+        """Warn once of all that were left out; raises the first fault if nothing else was there."""
+        if self.first and not self.used:
+            raise self.first[0]
+        if self.first:
+            more = f", and {self.faults - len(self.first):,} more" if self.faults > len(self.first) else ""
+            named = "; ".join(str(error) for error in self.first)
+            total = self.used + self.faults
+            logger.warning("%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more)
 
 
 def plain(text: str, most: int = MOST_LETTERS) -> str:

@@ -71,24 +71,11 @@ def digest_of(folder: Path) -> str | None:
     return None
 
 
-def with_folders(calibration: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The identity of a calibration with absolute paths, so that its files are found from any working folder."""
-    if calibration is None:
-        return None
-    stored = calibration.get("sources")
-    if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
-        return dict(calibration)
-    sources = [str(entry.get("source")) for entry in stored]
-    places = [os.path.abspath(source) if os.path.isfile(source) else source for source in sources]
-    entries = [{**entry, "source": place} for entry, place in zip(stored, places, strict=True)]
-    return {**calibration, "source": " + ".join(places), "sources": entries}
-
-
 def record_run(folder: Path, record: RunRecord) -> None:
     """Keep what this run knew without access tokens; a read-only home is no error."""
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     if (key := digest_of(folder)) is not None:
-        kept = replace(record, calibration=with_folders(record.calibration), finished=finished)
+        kept = replace(record, finished=finished)
         write_cached(cache_folder("runs") / f"{key}.json", json.loads(without_tokens(json.dumps(asdict(kept)))))
 
 

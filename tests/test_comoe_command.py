@@ -28,18 +28,22 @@ def data(folder: Path) -> Path:
 
 def test_what_is_trained_can_be_asked(run: Run, tmp_path: Path, model: Path) -> None:
     items, out, report = data(tmp_path), tmp_path / "out", tmp_path / "report"
-    done = run("comoe", "train", model, "--data", items, "-o", out, *QUICK)
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"prompt": "no answer"}\n' + items.read_text())
+    done = run("comoe", "train", model, "--calibration", mixed, "-o", out, *QUICK)
     assert done.status == 0 and "12 items for 4 steps" in " ".join(done.out.split()), done
+    assert "1 of 13 items" in done.err and "mixed.jsonl, line 1: answer is missing" in done.err
+    refused(run("comoe", "train", model, "--calibration", mixed, "-o", tmp_path / "no", "--strict"), "line 1: answer")
     assert names(out) == ["adapters.safetensors", "comoe.json", "log.jsonl"]
     assert json.loads((out / "comoe.json").read_text())["config"]["rank"] == 4
-    done = run("comoe", "evaluate", model, "--adapters", out, "--data", items, "-o", report, "--base", "--json")
+    done = run("comoe", "evaluate", model, "--adapters", out, "--heldout", items, "-o", report, "--with-base", "--json")
     assert done.status == 0, done.err
     content = json.loads(done.out)
     assert [each["items"] for each in content["tasks"]] == [each["items"] for each in content["base"]] == [6, 6]
     assert content == json.loads((report / "evaluation.json").read_text()) and content["adapters"] == "out"
-    again = run("comoe", "train", model, "--data", items, "-o", tmp_path / "again", *QUICK)
+    again = run("comoe", "train", model, "--calibration", items, "-o", tmp_path / "again", *QUICK)
     assert again.status == 0 and small.tree(tmp_path / "again") == small.tree(out)
-    assert names(tmp_path) == ["again", "items.jsonl", "out", "report"]
+    assert names(tmp_path) == ["again", "items.jsonl", "mixed.jsonl", "out", "report"]
 
 
 def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, model: Path) -> None:
@@ -61,13 +65,13 @@ def test_tasks_are_trained_on_their_training_split(tmp_path: Path, run: Run, mod
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "either --tasks with lm-eval tasks, or --data"),
-        (("--data", "none.jsonl"), "cannot be read"),
-        (("--data", "items.jsonl", "--top-k", "5"), "top-k is 5 of 4 experts"),
-        (("--data", "items.jsonl", "--top-k", "1"), "no positives"),
-        (("--data", "items.jsonl", "--targets", "gate_up"), "ends with 'gate_up'"),
-        (("--data", "items.jsonl", "--steps", "0"), "steps is 0"),
-        (("--data", "items.jsonl", "--learning-rate", "nan"), "learning_rate is nan"),
+        ((), "either --tasks with lm-eval tasks, or --calibration"),
+        (("--calibration", "none.jsonl"), "cannot be read"),
+        (("--calibration", "items.jsonl", "--experts-per-token", "5"), "5 of 4 experts are to be activated"),
+        (("--calibration", "items.jsonl", "--experts-per-token", "1"), "no positives"),
+        (("--calibration", "items.jsonl", "--targets", "gate_up"), "ends with 'gate_up'"),
+        (("--calibration", "items.jsonl", "--steps", "0"), "steps is 0"),
+        (("--calibration", "items.jsonl", "--learning-rate", "nan"), "learning_rate is nan"),
     ],
 )
 def test_refusals(
@@ -80,6 +84,6 @@ def test_refusals(
 
 
 def test_adapters_that_are_none_are_refused(run: Run, tmp_path: Path, model: Path) -> None:
-    words = ("--data", data(tmp_path), "--adapters", tmp_path)
+    words = ("--heldout", data(tmp_path), "--adapters", tmp_path)
     refused(run("comoe", "evaluate", model, *words), r"holds no comoe\.json")
-    refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size is 0")
+    refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size.* 0 is not in the range")

@@ -110,14 +110,30 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     sizes = ("--samples", "4", "--sequence-length", "32")
     ask = ("compress", "../model", "--experts", "4", "--strategy", "count-guided", *sizes)
-    other = (*ask, "-o", "../other", "--calibration", "org/nothing")
+    (tmp_path / "chat").mkdir()
+    splits = [{"split": name, "path": f"{name}.jsonl"} for name in ("train_sft", "test_sft")]
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {json.dumps(splits)}\n---\n"
+    (tmp_path / "chat" / "README.md").write_text(card)
+    for split in ("train_sft", "test_sft"):
+        lines = [json.dumps({"prompt": f"{split} {number}", "id": number}) for number in range(200)]
+        (tmp_path / "chat" / f"{split}.jsonl").write_text("\n".join(lines))
+    others = [(*ask, "-o", "../other", "--calibration", name) for name in ("org/nothing", "org/chat", "org/chat:no")]
+    named = (*ask, "-o", "../named", "--calibration", "org/chat@test_sft#prompt", "--json")
     with serve() as hub:
         hub.serve("allenai/c4", data)
-        done, refused = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), other)
+        hub.serve("org/chat", tmp_path / "chat")
+        done, split, *refusals = run(hub, tmp_path / "home", (*ask, "-o", "../out", "--json"), named, *others)
         assert any("c4-train" in request.path for request in hub.requests)
     assert done.status == 0, done
     calibration = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["calibration"]
     assert calibration["tokens"] == 4 * 32
-    assert refused.status == 2
-    assert "'org/nothing' is no file, and cannot be read as a data set" in refused.err
+    assert split.status == 0, split
+    assert "- org/chat@test_sft#prompt" in (tmp_path / "named" / "recipe.yaml").read_text()
+    messages = (
+        "'org/nothing' is no file, and cannot be read as a data set",
+        "org/chat has no split 'train'; its splits are train_sft, test_sft; write org/chat@train_sft",
+        "org/chat has no configuration 'no'; its configurations are default; write org/chat:default",
+    )
+    for refusal, message in zip(refusals, messages, strict=True):
+        assert refusal.status == 2 and message in refusal.err, refusal
     assert not (tmp_path / "other").exists()

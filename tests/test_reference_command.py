@@ -21,6 +21,7 @@ LINES = (
     {**SUM, "answer": " 992"},  # wrong
     {"prompt": SUM["prompt"], "answer": " 994"},  # which the model writes
     {"prompt": SUM["prompt"], "answer": " 99"},  # which it does not stop at
+    {"prompt": "an answer that is missing"},
 )
 
 
@@ -33,9 +34,12 @@ def data(folder: Path, *lines: Any) -> Path:
 def test_items_of_a_file_that_are_answered_right_are_kept(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "reference"
     with demo_checkpoint() as model:
-        done = run("reference", model, "--data", data(tmp_path, *LINES), "-o", out, "--json")
-        assert done.status == 0, done.err
-        again = run("reference", model, "--data", out / "items.jsonl", "-o", tmp_path / "again", "--device", "cpu")
+        items = data(tmp_path, *LINES)
+        done = run("reference", model, "--calibration", items, "-o", out, "--json")
+        assert done.status == 0 and "1 of 5 items of" in done.err and "line 5: answer is missing" in done.err, done.err
+        again = run(
+            "reference", model, "--calibration", out / "items.jsonl", "-o", tmp_path / "again", "--device", "cpu"
+        )
     content, found = json.loads(done.out), read_reference(out)
     assert content["kept"] == len(found.items) == content["asked"][0]["right"] < 4
     assert SUM["answer"] in {item.answer for item in found.items} and " 992" not in {x.answer for x in found.items}
@@ -59,14 +63,18 @@ def test_items_of_tasks_are_right_where_lm_eval_says_so(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "either --tasks with lm-eval tasks, or --data"),
-        (("--tasks", "moe_demo_facts", "--data", "x.jsonl"), "either --tasks"),
+        ((), "either --tasks with lm-eval tasks, or --calibration"),
+        (("--tasks", "moe_demo_facts", "--calibration", "x.jsonl"), "either --tasks"),
         (("--tasks", "moe_demo_text"), "is not multiple choice"),
-        (("--data", "none.jsonl"), "none.jsonl cannot be read"),
+        (("--calibration", "none.jsonl"), "none.jsonl cannot be read"),
         (("--tasks", "moe_demo_facts", "--limit", "0"), "--limit 0 leaves no items"),
-        (("--data", "wrong.jsonl"), "answers none of 1 items right"),
-        (("--data", "right.jsonl", "--embedding", "all-MiniLM-L6-v2"), "cannot be loaded .* install sentence-tr"),
-        (("--data", "right.jsonl", "--device", "nowhere"), "device 'nowhere' cannot be used"),
+        (("--calibration", "wrong.jsonl"), "answers none of 1 items right"),
+        (
+            ("--calibration", "right.jsonl", "--embedding", "all-MiniLM-L6-v2"),
+            "cannot be loaded .* install sentence-tr",
+        ),
+        (("--calibration", "mixed.jsonl", "--strict"), "mixed.jsonl, line 2: answer is missing"),
+        (("--calibration", "right.jsonl", "--device", "nowhere"), "device 'nowhere' cannot be used"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
@@ -76,6 +84,7 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     Path("wrong.jsonl").write_text(json.dumps(LINES[1]))
     Path("right.jsonl").write_text(json.dumps(LINES[0]))
+    Path("mixed.jsonl").write_text("\n".join(json.dumps(line) for line in (LINES[0], {"prompt": "no answer"})))
     before = names(tmp_path)
     with demo_checkpoint() as model:
         refused(run("reference", model, *words, "-o", "out"), message)
@@ -85,7 +94,7 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
 def test_logits_that_are_not_finite_are_no_answers(run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model")
     small.edit_tensors(model, lambda tensors: tensors["lm_head.weight"].fill_(3e38))
-    words = ("--data", data(tmp_path, {"prompt": "a", "answer": "b"}), "-o", tmp_path / "out")
+    words = ("--calibration", data(tmp_path, {"prompt": "a", "answer": "b"}), "-o", tmp_path / "out")
     refused(run("reference", model, *words), "logits that are not finite")
 
 
@@ -99,7 +108,7 @@ def test_sentence_transformers_embed_prompts(run: Run, tmp_path: Path, monkeypat
 
     monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=Fake))
     with demo_checkpoint() as model:
-        words = ("--data", data(tmp_path, SUM), "--embedding", "some/model", "-o", tmp_path / "out")
+        words = ("--calibration", data(tmp_path, SUM), "--embedding", "some/model", "-o", tmp_path / "out")
         assert run("reference", model, *words).status == 0
     found = read_reference(tmp_path / "out")
     assert found.embeddings.tolist() == [[len(SUM["prompt"]), 1.0, 2.0]] and found.facts.embedding == "some/model"

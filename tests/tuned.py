@@ -11,7 +11,7 @@ from compressor.evaluation.items import Item
 from tests import small
 
 CONFIG = ComoeConfig(rank=4, experts=4)
-OPTIONS = TuningOptions(steps=6, batch_size=4, learning_rate=5e-3, log_every=2, save_every=2)
+OPTIONS = TuningOptions(CONFIG, steps=6, batch_size=4, learning_rate=5e-3, log_every=2, save_every=2)
 
 
 def dense(seed: int = 0) -> Any:

@@ -8,9 +8,23 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.options import EXPERTS, TRAINING, Model, Out, Running, field_options, flag, listed, spread
-from compressor.cli.terminal import alone, print_report, progress_bars
+from compressor.cli.options import (
+    EXPERTS,
+    TRAINING,
+    Model,
+    Out,
+    Running,
+    field_options,
+    flag,
+    listed,
+    spread,
+    without_none,
+)
+from compressor.cli.terminal import alone, print_report, progress_bars, reporting
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
+
+CONFIG = {"rank": "rank", "experts": "experts", "experts_per_token": "top_k", "alpha": "alpha", "dropout": "dropout"}
+ITEMS = "Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +35,19 @@ class ItemFlags:
         str | None,
         flag("lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."),
     ] = None
-    data: Annotated[
-        Path | None, flag("Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it.")
-    ] = None
+    calibration: Annotated[Path | None, flag(ITEMS)] = None
+    heldout: Annotated[Path | None, flag(ITEMS)] = None
     limit: Annotated[int | None, flag("Items of each task, the first ones (default: all).")] = None
     include_path: Annotated[Path | None, flag("A folder with lm-eval task files of your own.")] = None
+    strict: Annotated[bool, flag("End at an item that cannot be used, instead of leaving it out.")] = False
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a function that reads items."""
-        return {**asdict(self), "tasks": listed(self.tasks, "--tasks") or ()}
+        return without_none({**asdict(self), "tasks": listed(self.tasks, "--tasks")})
 
 
+Items = Annotated[ItemFlags, ("tasks", "calibration", "limit", "include_path", "strict")]
+HeldoutItems = Annotated[ItemFlags, ("tasks", "heldout", "limit", "include_path", "strict")]
 app = typer.Typer(
     help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
 )
@@ -41,7 +57,7 @@ def reference(
     model: Model,
     output: Out,
     running: Running,
-    items: ItemFlags,
+    items: Items,
     embedding: Annotated[
         str, flag("How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
     ] = "own",
@@ -71,9 +87,9 @@ def train(
     model: Model,
     output: Out,
     running: Running,
-    config: Annotated[dict[str, Any], field_options(ComoeConfig, EXPERTS)],
+    config: Annotated[dict[str, Any], field_options(ComoeConfig, EXPERTS, CONFIG)],
     options: Annotated[dict[str, Any], field_options(TuningOptions, TRAINING)],
-    items: ItemFlags,
+    items: Items,
     targets: Annotated[str, flag("How the names of the linear layers end.", EXPERTS)] = ",".join(TARGETS),
 ) -> None:
     """Train LoRA experts with a router beside a model's linear layers, on questions with answers.
@@ -84,15 +100,14 @@ def train(
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
-    names = tuple(listed(targets, "--targets") or ())
-    options["contrastive_tokens"] = options["contrastive_tokens"] or None
+    experts = {CONFIG[name]: value for name, value in config.items()}
+    experts |= {"targets": tuple(listed(targets, "--targets") or ()), "seed": options["seed"]}
     with progress_bars(running.as_json) as progress:
         trained = compressor.train_comoe(
             model,
             output,
             **items.arguments(),
-            config=ComoeConfig(**config, targets=names, seed=options["seed"]),
-            options=TuningOptions(**options),
+            options=TuningOptions(ComoeConfig(**experts), **options),
             overwrite=running.overwrite,
             **running.reading(progress),
         )
@@ -103,9 +118,9 @@ def evaluate(
     model: Model,
     adapters: Annotated[Path, flag("The folder that `comoe train` has written.")],
     running: Running,
-    items: ItemFlags,
-    base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
-    batch_size: Annotated[int, flag("Items of a batch.")] = 16,
+    items: HeldoutItems,
+    with_base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
+    batch_size: Annotated[int, flag("Items of a batch.", min=1)] = 16,
     output: Annotated[Path | None, flag("Write a report with pictures into this new folder.")] = None,
 ) -> None:
     """Ask a model with LoRA experts, and show which experts work on which task.
@@ -113,21 +128,19 @@ def evaluate(
     The most probable choice counts; without choices, what the model generates.
     """
     from compressor.cli.rendering import written_line
-    from compressor.comoe.report import NAMES, evaluation_blocks
+    from compressor.comoe.report import NAMES, evaluation_blocks, write_evaluation
     from compressor.records import plain_json
 
-    with progress_bars(running.as_json) as progress:
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         evaluation = compressor.evaluate_comoe(
             model,
             adapters,
             **items.arguments(),
-            base=base,
-            output=output,
+            with_base=with_base,
             batch_size=batch_size,
-            overwrite=running.overwrite,
             **running.reading(progress),
         )
-    files = [] if output is None else [output / name for name in NAMES]
+        files = [] if output is None else write_evaluation(evaluation, output, running.overwrite)
     print_report(running.as_json, plain_json(evaluation), (*evaluation_blocks(evaluation), *written_line(files)))
 
 

@@ -25,7 +25,7 @@ from compressor.evaluation.gate_verdict import GateResult, Verdict, gate_content
 from compressor.evaluation.tasks import resolve_tasks
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.task import content_of, find_model, of_stage
+from compressor.pipeline.task import content_of, find_model, of_stage, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan
@@ -158,7 +158,7 @@ def compress_gated(
             return Gated(outcomes.get(0), tuple(attempts))
         opened = open_model(source, recipe.dtype, device)
         plain = recipe.model_dump(mode="json", exclude={"steps", "model"})
-        texts = [content_of(entry) for entry in recipe.calibration.data or ()]
+        texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
         of_recipe = [plain, texts, [[step.name, step.to_dict()] for step in recipe.steps]]
         facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), of_recipe]
         counts = possible_counts(opened, recipe)

@@ -6,29 +6,52 @@ Letters: T tokens, E experts, K of them activated, L layers with experts.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.comoe.layer import comoe_layers, watching
-from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, rows_of
-from compressor.progress import Progress, Silent
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource, locate
+from compressor.comoe.layer import comoe_layers, load_adapters, read_facts, watching
+from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, tokenised
+from compressor.evaluation.tasks import items_of
+from compressor.formatting import label
+from compressor.model.architecture import load_config
+from compressor.model.opened import load_whole, pick_device, pick_dtype
+from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.steps.distill.contrastive import unit
 
 IGNORED = -100  # the label of tokens that have no loss
 Example = dict[str, list[int]]
 
 
-def examples(items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None) -> list[Example]:
+def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:
+    """The tokenizer of a model, and all of it in memory."""
+    tokenizer = load_tokenizer(source.folder)
+    computed = pick_dtype(dtype, load_config(source.folder), Checkpoint(source.folder))
+    with quiet_transformers():
+        return tokenizer, load_whole(source.folder, dtype=computed)
+
+
+def with_rows(
+    items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False
+) -> list[tuple[Item, tuple[Row, ...]]]:
+    """Items and their rows for a model of transformers; those without tokens are left out, or refused if `strict`."""
+    most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
+    # the last token of a row is an input, too, though no logits after it are needed
+    return tokenised(items, tokenizer, vocabulary, most and most - 1, strict)
+
+
+def examples(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False) -> list[Example]:
     """For each item its prompt with the right answer; only the answer's tokens have labels."""
-    rows = list[Example]()
-    for item in items:
-        (row,) = rows_of(Item(item.prompt, item.answer), tokenizer, vocabulary, most and most - 1)
-        labels = [IGNORED] * row.start + list(row.tokens[row.start :])
-        rows.append({"input_ids": list(row.tokens), "labels": labels})
-    return rows
+    rows = [rows[0] for _, rows in with_rows([item.alone for item in items], model, tokenizer, strict)]
+    return [
+        {"input_ids": list(row.tokens), "labels": [IGNORED] * row.start + list(row.tokens[row.start :])} for row in rows
+    ]
 
 
 def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
@@ -82,21 +105,25 @@ class TaskResult:
 
 
 def ask(
-    model: Any, tokenizer: Any, items: Sequence[Item], *, batch_size: int = 16, progress: Progress | None = None
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    *,
+    batch_size: int = 16,
+    strict: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[TaskResult, ...]:
-    """A result for each task, in the order of the items; raises `CompressionError` for an item that is too long.
+    """A result for each task, in the order of the items; those without tokens are left out, or refused if `strict`.
 
     The right choice must be the most likely one; without choices, greedy decoding must give the answer. A model
     without experts has no workload and no similarity.
     """
-    listener = progress or Silent()
-    most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
-    # the last token of a row is an input, too, though no logits after it are needed
+    listener, questions = progress or Silent(), with_rows(items, model, tokenizer, strict)
     by_task: dict[str, list[tuple[Item, tuple[Row, ...]]]] = {}
-    for item in items:
-        by_task.setdefault(item.task, []).append((item, rows_of(item, tokenizer, vocabulary, most and most - 1)))
+    for item, rows in questions:
+        by_task.setdefault(item.task, []).append((item, rows))
     was_training, pad = model.training, pad_token(tokenizer)
-    listener.start("Asking", len(items))
+    listener.start("Asking", len(questions))
     model.eval()
     try:
         with torch.no_grad():
@@ -149,3 +176,50 @@ def _task(
     similarity = cosines / torch.tensor(seen_tokens).clamp_min(1).reshape(-1, 1, 1)
     matrices = (tuple(map(tuple, each.tolist())) for each in (workload, similarity.mean(0)))
     return TaskResult(task, len(questions), right, nats / tokens, *matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class ComoeEvaluation:
+    """What a model with adapters answers, by task; `base` is the same of the model alone, if it was asked."""
+
+    model: str
+    adapters: str
+    experts: int
+    top_k: int
+    layers: tuple[str, ...]  # with experts beside them
+    tasks: tuple[TaskResult, ...]
+    base: tuple[TaskResult, ...] = ()
+    format: Literal["moe-compressor-comoe-evaluation/1"] = "moe-compressor-comoe-evaluation/1"
+
+
+def evaluate_comoe(
+    model: str,
+    adapters: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    heldout: str | Path | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    strict: bool = False,
+    with_base: bool = False,
+    batch_size: int = 16,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> ComoeEvaluation:
+    """Ask a model with adapters the items of lm-eval `tasks` or of the JSONL file `heldout`.
+
+    `with_base` asks the model without adapters, too. Raises `CompressionError` for adapters of another model.
+    """
+    facts = read_facts(Path(adapters))
+    items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
+    source, place = locate(model, revision, progress), pick_device(device)
+    tokenizer, loaded = load(source, dtype)
+    how: dict[str, Any] = {"batch_size": batch_size, "strict": strict, "progress": progress}
+    before = ask(loaded.to(place), tokenizer, items, **how) if with_base else ()
+    load_adapters(loaded, adapters).to(place)
+    after = ask(loaded, tokenizer, items, **how)
+    experts, layers = facts.config, tuple(facts.layers)
+    names = source.label, label(str(adapters))
+    return ComoeEvaluation(*names, experts.experts, experts.top_k, layers, after, before)

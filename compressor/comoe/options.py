@@ -24,7 +24,7 @@ class ComoeConfig:
     rank: PositiveInt = option(16, "Of each expert.")
     experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "Beside each layer.")
     top_k: PositiveInt = option(2, "Experts that a token activates.")
-    targets: Targets = TARGETS  # how the names of the linear layers end
+    targets: Targets = option(TARGETS, "How the names of the linear layers end.")
     alpha: Annotated[float, Field(ge=-1e6, le=1e6)] | None = option(
         None, "What experts add is multiplied by alpha / rank (default: twice the rank)."
     )
@@ -34,30 +34,24 @@ class ComoeConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.top_k > self.experts:
-            raise CompressionError(f"top-k is {self.top_k} of {self.experts} experts; activate no more than there are")
+            raise CompressionError(
+                f"{self.top_k} of {self.experts} experts are to be activated; activate no more than there are"
+            )
 
     @property
     def scaling(self) -> float:
         """What the experts' sum is multiplied by."""
         return 2.0 if self.alpha is None else self.alpha / self.rank
 
-    def check_contrast(self) -> None:
-        """Refuse a contrastive loss that would have no positives, or no negatives."""
-        if not 2 <= self.top_k < self.experts:
-            raise CompressionError(
-                f"with top-k {self.top_k} of {self.experts} experts the contrastive loss has "
-                f"{'no positives' if self.top_k < 2 else 'no negatives'}; activate at least 2 experts and leave at "
-                "least 1 inactive, or pass --contrastive 0"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """One training run; the paper's values by default, where it tells them."""
+    """One training run; the paper's values by default, where it has them."""
 
+    config: ComoeConfig = ComoeConfig()
     contrastive: NotNegative = option(0.01, "Weight of the contrastive loss; 0 leaves it out.")  # lambda of equation 13
     temperature: Positive = option(0.07, "Of the contrastive loss.")
-    contrastive_tokens: PositiveInt | None = option(
+    contrastive_tokens: Annotated[int, Field(ge=0)] = option(
         512, "Tokens of a batch that it is computed on in each layer; 0: all."
     )
     steps: PositiveInt | None = option(None, "Instead of epochs.")
@@ -72,6 +66,13 @@ class TuningOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        top_k, experts = self.config.top_k, self.config.experts
+        if self.contrastive > 0 and not 2 <= top_k < experts:
+            raise CompressionError(
+                f"with {top_k} of {experts} experts activated the contrastive loss has no "
+                f"{'positives' if top_k < 2 else 'negatives'}; activate at least 2 and leave at least 1 inactive, or "
+                "pass --contrastive 0"
+            )
         if self.save_every % self.log_every:
             raise CompressionError(
                 f"--save-every {self.save_every} is no multiple of --log-every {self.log_every}; make it one, so that "

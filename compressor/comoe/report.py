@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from compressor.comoe.evaluating import TaskResult
+from compressor.comoe.evaluating import ComoeEvaluation, TaskResult
 from compressor.comoe.training import Trained
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Strong, Table, Text, Words
@@ -25,20 +24,6 @@ NAMES = ("evaluation.json", "evaluation.md", "evaluation.html", "workload.png", 
 BAR, CELL = 0.3, 0.42  # inches
 MOST_NUMBERED = 12  # experts whose cosines are written into their cells
 DIVERGING = "RdBu_r"  # white at 0
-
-
-@dataclass(frozen=True, slots=True)
-class ComoeEvaluation:
-    """What a model with adapters answers, by task; `base` is the same of the model alone, if it was asked."""
-
-    model: str
-    adapters: str
-    experts: int
-    top_k: int
-    layers: tuple[str, ...]  # with experts beside them
-    tasks: tuple[TaskResult, ...]
-    base: tuple[TaskResult, ...] = ()
-    format: Literal["moe-compressor-comoe-evaluation/1"] = "moe-compressor-comoe-evaluation/1"
 
 
 def training_blocks(made: Trained) -> tuple[Block, ...]:

@@ -1,4 +1,4 @@
-"""Training CoMoE adapters from items by transformers' Trainer, resumable, into a folder that appears complete."""
+"""Training CoMoE adapters on items by transformers' Trainer, resumable, into a folder that appears complete."""
 
 import hashlib
 import json
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from compressor.comoe.evaluating import Example, collate, examples, pad_token
+from compressor.checkpoint.source import locate
+from compressor.comoe.evaluating import Example, collate, examples, load, pad_token
 from compressor.comoe.layer import (
     FACTS,
     TENSORS,
@@ -29,8 +30,11 @@ from compressor.comoe.layer import (
 )
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.items import Item, item_lines, positions
+from compressor.evaluation.evaluate import identity as identity_of
+from compressor.evaluation.items import Item, item_lines
+from compressor.evaluation.tasks import items_of
 from compressor.files import alone, check_folder, clear, json_object, whole_folder
+from compressor.model.opened import pick_device
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 from compressor.steps.distill.contrastive import information_gap
@@ -114,7 +118,7 @@ class ComoeTrainer(Trainer):
                 seed = (self.args.seed * PRIME + self.state.global_step) * PRIME + self._batch
                 generator = torch.Generator().manual_seed(seed % 2**63)
                 layers, mask = self.experts_beside.values(), inputs.get("attention_mask")
-                temperature, tokens = self.options.temperature, self.options.contrastive_tokens
+                temperature, tokens = self.options.temperature, self.options.contrastive_tokens or None
                 with torch.set_grad_enabled(self.weight > 0 and torch.is_grad_enabled()):
                     term = model_contrast(layers, mask, temperature, tokens, generator)
         # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
@@ -183,34 +187,71 @@ class Trained:
     files: tuple[Path, ...]
 
 
+def train_comoe(
+    model: str,
+    output: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    calibration: str | Path | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    strict: bool = False,
+    options: TuningOptions | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train LoRA experts beside a model's layers on items, and write them into the folder `output`.
+
+    Items are those of the training splits of lm-eval `tasks` (multiple choice; the first `limit` of each), or the
+    lines of the JSONL file `calibration`; those that cannot be trained on are left out, or refused if `strict`. The
+    whole model is read into memory. A run that was killed goes on when it is started again.
+    """
+    check_folder(Path(output), NAMES, overwrite)
+    items = items_of(tasks, calibration, limit, include_path, strict, training=True)
+    source = locate(model, revision, progress)
+    tokenizer, loaded = load(source, dtype)
+    return train(
+        loaded,
+        tokenizer,
+        items,
+        options or TuningOptions(),
+        Path(output),
+        label=source.label,
+        identity={**identity_of(source), "dtype": str(loaded.dtype)},
+        overwrite=overwrite,
+        strict=strict,
+        use_cpu=pick_device(device).type == "cpu",
+        progress=progress,
+    )
+
+
 def train(
     model: Any,
     tokenizer: Any,
     items: Sequence[Item],
-    config: ComoeConfig,
     options: TuningOptions,
     output: Path,
     *,
     label: str = "",
     identity: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    strict: bool = False,
     use_cpu: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
     """Put experts into a model, train them on the items' answers, and write the adapters and the log to `output`.
 
     A killed run goes on from its last checkpoint, and ends with the same bytes, where everything that decides them is
-    the same: `identity` says what tells the model apart from others. Raises `CompressionError` for a contrastive loss
-    without positives or negatives, for an item that is too long, and for a loss that is no number.
+    the same: `identity` says what tells the model apart from others. Raises `CompressionError` for a loss that is no
+    number.
     """
-    if options.contrastive > 0:
-        config.check_contrast()
-    check_folder(output, NAMES, overwrite)
-    most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
-    dataset = examples(items, tokenizer, vocabulary, most)
+    dataset = examples(items, model, tokenizer, strict)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
-    inject_config(model, config)
-    settings = {"config": config, "options": options, "data": digest, "model": dict(identity or {"name": label})}
+    inject_config(model, options.config)
+    settings = {"options": options, "data": digest, "model": dict(identity or {"name": label})}
     with alone(output) as work:
         run = work / "training"
         last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
@@ -230,11 +271,11 @@ def train(
             if "loss" in line
         )
         training = {
-            "items": len(items),
+            "items": len(dataset),
             "tasks": Counter(item.task for item in items),
             "data": digest,
             "steps": trainer.state.global_step,
-            "options": options,
+            "options": {name: value for name, value in plain_json(options).items() if name != "config"},
         }
         with whole_folder(output, NAMES, overwrite) as folder:
             write_adapters(model, folder, label, training)
@@ -242,7 +283,9 @@ def train(
             (folder / LOG).write_text("".join(lines), encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    return Trained(config, len(items), trainer.state.global_step, trained, log, tuple(output / name for name in NAMES))
+    return Trained(
+        options.config, len(dataset), trainer.state.global_step, trained, log, tuple(output / name for name in NAMES)
+    )
 
 
 def _last_checkpoint(run: Path, settings: str) -> Path | None:

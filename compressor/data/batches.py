@@ -123,6 +123,7 @@ class TextSpec:
     reserve: int = 0
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
     batch_size: int = BATCH_SIZE
+    strict: bool = False  # whether a row that cannot be read ends the run
 
     def __post_init__(self) -> None:
         samples, length, sources, reserve = self.samples, self.sequence_length, len(self.sources), self.reserve
@@ -287,7 +288,7 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
         wanted = tuple((counts[number], tokens) for counts, tokens in zip(sequences, lengths, strict=True))
         cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit)
         behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
-        ids = read_tokens(entry.source, tokenizer, calibrating + behind, spec.seed, vocabulary)
+        ids = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
         if calibrating:
             rows = as_rows(ids[:calibrating], length)
             cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
@@ -425,10 +426,11 @@ def calibrate(
     batch_size: int = BATCH_SIZE,
     heldout: float = 0.0,
     reserve: int = 0,
+    strict: bool = False,
 ) -> Calibration:
     """Read calibration text without parts; see `read_text`."""
     entries = (WeightedSource(sources, 1.0),) if isinstance(sources, str) else tuple(sources)
-    spec = TextSpec(entries, samples, length, seed, heldout, reserve, batch_size=batch_size)
+    spec = TextSpec(entries, samples, length, seed, heldout, reserve, batch_size=batch_size, strict=strict)
     return read_text(spec, tokenizer, vocab).fit
 
 
@@ -442,12 +444,13 @@ def _evaluation_sets(
 
 
 def evaluation_sets(
-    sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int
+    sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
 ) -> tuple[EvaluationSet, ...]:
     """At most `most` sequences of each file or data set, packed like calibration."""
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
-    ids = (read_tokens(source, tokenizer, most * length, seed, vocab, "evaluation") for source in sources)
+    entries = (WeightedSource(source, 1.0) for source in sources)
+    ids = (read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict) for entry in entries)
     return _evaluation_sets(sources, [[as_rows(own, length)] for own in ids], BATCH_SIZE)
 
 

@@ -1,56 +1,104 @@
 """From a source to documents, and from documents to rows of tokens: no more is tokenised than is asked for."""
 
 import json
-import os
 import random
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from io import TextIOWrapper
 from itertools import groupby
 from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compressor.data.demo import load_documents
-from compressor.data.sources import DEFAULT_SOURCE, DEMO_SOURCE
-from compressor.errors import CompressionError, first_line, reason_of, wrap_faults
+from compressor.data.sources import (
+    DEFAULT_SOURCE,
+    DEMO_SOURCE,
+    GIVEN,
+    JSON_SUFFIXES,
+    TABLE_SUFFIX,
+    TEXT_SUFFIXES,
+    Address,
+    WeightedSource,
+)
+from compressor.errors import CompressionError, ItemError, LeftOut, first_line, reason_of, wrap_faults
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
 
-OPTIONS = {"calibration": "--calibration", "evaluation": "--evaluate"}  # by what a source is for
+Purpose = Literal["calibration", "heldout"]  # which options are called, too
+COLUMNS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "response"))
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
 MOST_LETTERS = 2**27  # of a document, or of the line that holds one
+MOST_NAMES = 20  # of splits or configurations in an error
 REMEDIES = ("split it up", "restore the tokenizer from its source or mend the text")
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
-def _document(entry: Any, tokenizer: Any, where: str) -> str:
-    """The text of an entry, refused if it holds half of a character, which JSON can write and no tokenizer takes."""
-    if not isinstance(entry, dict):
-        raise CompressionError(f"{where}: each line should be a JSON object with 'text' or 'messages'")
-    if isinstance(entry.get("text"), str):
-        text: str = entry["text"]
-    elif not isinstance(entry.get("messages"), list):
-        raise CompressionError(f"{where} has neither 'text' nor 'messages'; rename the field that holds the text")
-    elif not has_chat_template(tokenizer):
-        raise CompressionError(
-            f"{where} has 'messages', but the tokenizer has no chat template; give it lines with 'text'"
-        )
-    else:
-        try:
-            text = render_chat(tokenizer, entry["messages"])
-        except Exception as error:  # a template raises what it likes
-            raise CompressionError(
-                f"{where}: the chat template cannot take these messages ({reason_of(error)}); mend or remove them, or "
-                "give lines with 'text'"
-            ) from error
+def _document(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
+    """The text of a row: a string, or a mapping with a column of text, or with a chat, which the template renders.
+
+    Raises `ItemError` for a row without text, or with half a character, which JSON can write and no tokenizer takes.
+    """
+    if isinstance(row, ItemError):
+        raise row
+    text = row if isinstance(row, str) else _column(row, column, tokenizer, where)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise CompressionError(f"{where} has {text[error.start]!r}, half a character; mend or remove it") from error
+        raise ItemError(f"{where} has {text[error.start]!r}, half a character; mend or remove it") from error
     return text
+
+
+def _column(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
+    choices = COLUMNS if column is None else ((column,),)
+    names = next((names for names in choices if all(row.get(name) is not None for name in names)), None)
+    if names is None:
+        sought = "text, messages, conversations or prompt with completion" if column is None else repr(column)
+        present = ", ".join(str(name) for name, value in row.items() if value is not None)
+        raise ItemError(f"{where} has no {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
+    if len(names) == 1 and isinstance(row[names[0]], str):
+        return str(row[names[0]])
+    if not has_chat_template(tokenizer):
+        raise CompressionError(
+            f"{where} has a chat in {' and '.join(names)}, but the model's tokenizer has no chat template; name a "
+            "column of text, or put the template of the instruct version beside the tokenizer"
+        )
+    messages = list[dict[str, Any]]()
+    for name, role in zip(names, ("user", "assistant"), strict=False):
+        turns = row[name]
+        if isinstance(turns, str) and turns.strip():
+            turns = [{"role": role, "content": turns}]
+        if not turns or not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise ItemError(f"{where}: {name} is {reprlib.repr(turns)}, it should hold messages with role and content")
+        messages += [_message(turn) for turn in turns]
+    try:
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        return render_chat(tokenizer, messages, tools=_without_none(tools) or None)
+    except Exception as error:  # a template raises what it likes
+        raise ItemError(f"{where}: the chat template cannot take its messages ({reason_of(error)})") from error
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with role and content, as ShareGPT's from and value are called, too."""
+    if "from" in turn and "role" not in turn:
+        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    return {"content": None, **_without_none(turn)}
+
+
+def _without_none(value: Any) -> Any:
+    """The value without the None that a table has where other rows have a field."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _bounded(text: str, where: str) -> str:
@@ -75,67 +123,104 @@ def _lines(path: Path, purpose: str) -> Iterator[tuple[int, str]]:
         raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
 
 
-def _file_documents(path: Path, tokenizer: Any, purpose: str) -> Iterator[str]:
-    """Documents of a JSONL file, or of a text file whose documents are separated by blank lines."""
+def _file_rows(path: Path, purpose: str) -> Iterator[tuple[str, Any]]:
+    """Each row of a parquet or JSONL file, or document of a text file, after its place; blank lines separate those."""
+    if path.suffix == TABLE_SUFFIX:
+        from pyarrow.parquet import ParquetFile
+
+        with wrap_faults(f"{purpose} file {path} cannot be read", *REMEDIES), ParquetFile(path) as table:
+            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+        return
     lines = _lines(path, purpose)
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix not in JSON_SUFFIXES:
         for blank, paragraph in groupby(lines, lambda numbered: numbered[1] == "\n"):
             if not blank:
                 (number, first), *more = paragraph
-                text = "".join([first, *(line for _, line in more)])
-                yield _bounded(text, f"{path}: the document at line {number}").removesuffix("\n") + "\n"
+                where, text = f"{path}: the document at line {number}", "".join([first, *(line for _, line in more)])
+                yield where, _bounded(text, where).removesuffix("\n") + "\n"
         return
     for number, line in lines:
+        where = f"{path}, line {number}"
         if line.strip():
-            where = f"{path}, line {number}"
             try:
-                entry = json.loads(line)
+                row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
-            yield _document(entry, tokenizer, where)
+                row = ItemError(f"{where} is not valid JSON ({error}); mend or remove it")
+            yield where, row
 
 
-def _dataset_documents(source: str, seed: int, tokenizer: Any, purpose: str) -> Iterator[str]:
-    """Documents of a `datasets` id, streamed; `id:config` names a configuration."""
+def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a data set, streamed in the order of the seed.
+
+    Raises `CompressionError` for a configuration or split that it does not have, naming those that there are.
+    """
     import datasets
 
-    name, _, config = source.partition(":")
-    if source == DEFAULT_SOURCE:
-        config = "en"
+    name, split = address.name, address.split or "train"
+    config = address.config or ("en" if name == DEFAULT_SOURCE else None)
     try:
-        stream = datasets.load_dataset(name, config or None, split="train", streaming=True)
-        for entry in stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-            yield _document(entry, tokenizer, f"data set {source}")
-    except CompressionError:
-        raise
+        stream = datasets.load_dataset(name, config, split=split, streaming=True)
+        for number, row in enumerate(stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), 1):
+            yield f"data set {address}, row {number} as shuffled", row
     except Exception as error:
-        raise CompressionError(
-            f"{purpose} data {source!r} is no file, and cannot be read as a data set ({first_line(error)}); "
-            f"pass {OPTIONS[purpose]} with a text or JSONL file, a data set id, or 'demo'"
-        ) from error
+        fault = f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({first_line(error)})"
+        remedy = f"pass --{purpose} with a text or JSONL file, a data set id, or 'demo'"
+        with suppress(Exception):  # what keeps the data set from being read may keep these from being listed
+            configs = datasets.get_dataset_config_names(name)
+            chosen = config or datasets.get_dataset_default_config_name(name)
+            if chosen not in configs:
+                fault = f"data set {name} has no {f'configuration {config!r}' if config else 'default configuration'}"
+                remedy = f"its configurations are {_shown(configs)}; write {replace(address, config=configs[0])}"
+            elif split not in (splits := datasets.get_dataset_split_names(name, chosen)):
+                fault = f"data set {name} has no split {split!r}"
+                remedy = f"its splits are {_shown(splits)}; write {replace(address, split=splits[0])}"
+        raise CompressionError(f"{fault}; {remedy}") from error
 
 
-def documents(source: str, seed: int, tokenizer: Any, purpose: str = "calibration") -> Iterable[str]:
-    """Documents of a file, a data set or the demo in the order of the seed; a data set is read as they are taken."""
-    path = Path(source)
-    if source == DEMO_SOURCE and not os.path.exists(source):
-        texts = [text for text, _ in load_documents("heldout" if purpose == "evaluation" else "calibration")]
-    elif isfile(source):
-        texts = [text for text in _file_documents(path, tokenizer, purpose) if text.strip()]
-    elif os.path.isdir(path):
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def documents(
+    source: WeightedSource, seed: int, tokenizer: Any, purpose: Purpose = "calibration", left_out: LeftOut | None = None
+) -> Iterable[str]:
+    """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
+    left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
+    address = Address.parse(source.source)
+    path, rows = Path(address.name), None
+
+    def texts(rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
+        for where, row in rows:
+            text = ""
+            with left_out.each():
+                text = _document(row, address.column, tokenizer, where)
+            if text.strip():
+                yield text
+
+    if source.rows is not None:
+        rows = ((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1))
+    elif address.name == GIVEN:
+        raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
+    elif address.name == DEMO_SOURCE and not path.exists():
+        rows = ((DEMO_SOURCE, text) for text, _ in load_documents(purpose))
+    elif isfile(path):
+        if address.config or address.split:
+            plain = replace(address, config=None, split=None)
+            raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
+        rows = _file_rows(path, purpose)
+    elif path.suffix in TEXT_SUFFIXES and not path.exists():
         raise CompressionError(
-            f"{purpose} {source or '.'} is a folder; name a text or JSONL file in it, or a data set id"
+            f"{purpose} file {path} does not exist; name a text or JSONL file, a data set id, or 'demo'"
         )
-    elif path.suffix in (".txt", ".jsonl", ".json"):
-        raise CompressionError(
-            f"{purpose} file {source} does not exist; name a text or JSONL file, a data set id, or 'demo'"
-        )
-    else:
-        return _dataset_documents(source, seed, tokenizer, purpose)
-    if not texts:
-        raise CompressionError(f"{purpose} file {source} is empty; give it some text")
-    random.Random(seed).shuffle(texts)
-    return texts
+    if rows is None:
+        return texts(_data_set_rows(address, seed, purpose))
+    ordered = list(texts(rows))
+    if not ordered:
+        left_out.report()
+        raise CompressionError(f"{purpose} file {address} is empty; give it some text")
+    random.Random(seed).shuffle(ordered)
+    return ordered
 
 
 def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
@@ -160,13 +245,25 @@ def as_rows(ids: Tensor, length: int) -> Tensor:
 
 
 def read_tokens(
-    source: str, tokenizer: Any, wanted: int, seed: int, vocab: int, purpose: str = "calibration"
+    source: WeightedSource,
+    tokenizer: Any,
+    wanted: int,
+    seed: int,
+    vocab: int,
+    purpose: Purpose = "calibration",
+    strict: bool = False,
 ) -> Tensor:
-    """Token ids [T] of a source: as many as are wanted, or as there are."""
-    with quiet_transformers(), wrap_faults(f"the tokenizer cannot take {purpose} data {source}", *REMEDIES):
-        ids = pack(documents(source, seed, tokenizer, purpose), tokenizer, wanted)
+    """Token ids [T] of a source: as many as are wanted, or as there are.
+
+    Rows that cannot be read are left out with one warning, or refused if `strict`.
+    """
+    name = source.source
+    left_out = LeftOut(f"rows of {purpose} data {name}", strict)
+    with quiet_transformers(), wrap_faults(f"the tokenizer cannot take {purpose} data {name}", *REMEDIES):
+        ids = pack(documents(source, seed, tokenizer, purpose, left_out), tokenizer, wanted)
+    left_out.report()
     if ids.numel() < 2:
-        raise CompressionError(f"{purpose} data {source} gives {ids.numel()} tokens; give it more text")
+        raise CompressionError(f"{purpose} data {name} gives {ids.numel()} tokens; give it more text")
     if int(ids.max()) >= vocab:
         raise CompressionError(
             f"the tokenizer makes token {int(ids.max())}, the model knows {vocab}; they do not belong together"

@@ -1,11 +1,13 @@
-"""Weights and names of calibration text's sources: text or JSONL files, streamed `datasets` ids, or the demo."""
+"""Names and weights of calibration text's sources: files, streamed data sets, the demo, or texts given in Python."""
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from os.path import isfile
+from os.path import abspath, exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,66 @@ from compressor.formatting import distinct
 
 DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
-DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
 MOST_TOKENS = 10**9  # of calibration text
-TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".text", ".md")
+JSON_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".json"), ".parquet"
+TEXT_SUFFIXES = (*JSON_SUFFIXES, TABLE_SUFFIX, ".txt", ".text", ".md")
+GIVEN = "memory"  # such texts are named `memory:` and their digest
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A source by its parts, as in `ID:config@split#column`; the name is an id, a path of a file or folder, or demo."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """The parts of a source; one that names a file or folder as it stands has no others."""
+        match = None if exists(text) else ADDRESS.fullmatch(text)
+        return cls(text) if match is None else cls(**match.groupdict())
+
+    def __str__(self) -> str:
+        parts = zip(":@#", (self.config, self.split, self.column), strict=True)
+        return self.name + "".join(f"{sign}{part}" for sign, part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTexts:
+    """Texts or rows given in Python; the name holds a digest of their content."""
+
+    name: str
+    rows: Sequence[Any] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, texts: Iterable[Any]) -> "GivenTexts":
+        """Take a `datasets.Dataset`, or an iterable of strings and dicts, which is read to its end."""
+        if isinstance(texts, Mapping):
+            raise CompressionError(
+                f"calibration is a {type(texts).__name__} with {', '.join(map(str, texts)) or 'nothing'}; pass one of "
+                "its splits, or a list of texts"
+            )
+        rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        return cls(f"{GIVEN}:{digest.hexdigest()[:16]}", rows)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource:
-    """A text or JSONL file, a data set id or the demo, and its share of the sequences (relative to the others')."""
+    """A file, a data set or the demo, or the rows given in Python, and its share of the sequences."""
 
     source: str
-    weight: float
+    weight: float  # relative to the others'
+    rows: Sequence[Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -33,22 +84,38 @@ class WeightedSource:
             )
 
 
-def parse_sources(arguments: Sequence[str]) -> tuple[WeightedSource, ...]:
+def sources_or_texts(given: Any) -> Any:
+    """What Python gave as calibration: names of sources as they are, and a list of texts as `GivenTexts`.
+
+    A list of strings counts as texts unless each is a file, ends like one, or has no white space.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, str) for each in given):
+        named = (isfile(each) or Path(each).suffix in TEXT_SUFFIXES or len(each.split()) == 1 for each in given)
+        return given if all(named) else GivenTexts.of(given)
+    return given
+
+
+def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    pairs = [_split_weight(argument) for argument in arguments]
+    pairs = [_split_weight(str(argument)) for argument in arguments]
+    rows = [argument.rows if isinstance(argument, GivenTexts) else None for argument in arguments]
     bare = [source for source, weight in pairs if weight is None]
     if bare and len(bare) < len(pairs):
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    places = [Path(source).resolve() if isfile(source) else source for source, _ in pairs]
+    parsed = [Address.parse(source) for source, _ in pairs]
+    places = [replace(each, name=str(Path(each.name).resolve())) if exists(each.name) else each for each in parsed]
     for number, (source, _) in enumerate(pairs):
         if places[number] in places[:number]:
             raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
-    weighted = [WeightedSource(source, 1.0 if weight is None else weight) for source, weight in pairs]
-    return tuple(WeightedSource(entry.source, share) for entry, share in zip(weighted, shares(weighted), strict=True))
+    weighted = [
+        WeightedSource(source, 1.0 if weight is None else weight, own)
+        for (source, weight), own in zip(pairs, rows, strict=True)
+    ]
+    return tuple(replace(entry, weight=share) for entry, share in zip(weighted, shares(weighted), strict=True))
 
 
 def _split_weight(argument: str) -> tuple[str, float | None]:
@@ -92,9 +159,30 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def local_name(source: str) -> str:
+    """The source without the folders of its file or local data set; the id of a data set has none."""
+    address = Address.parse(source)
+    is_id = DATA_SET_ID.fullmatch(address.name) and Path(address.name).suffix not in TEXT_SUFFIXES
+    return str(address if is_id and not exists(address.name) else replace(address, name=Path(address.name).name))
+
+
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
-    return tuple(distinct(Path(source).stem if isfile(source) else source for source in sources))
+    names = ((Address.parse(source).name, local_name(source)) for source in sources)
+    return tuple(distinct(Path(name).stem if isfile(name) else shown for name, shown in names))
+
+
+def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The identity with absolute paths, so that its files are found from any working folder."""
+    if identity is None:
+        return None
+    stored = identity.get("sources")
+    if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
+        return dict(identity)
+    parsed = [Address.parse(str(entry.get("source"))) for entry in stored]
+    places = [str(replace(each, name=abspath(each.name)) if exists(each.name) else each) for each in parsed]
+    entries = [{**entry, "source": place} for entry, place in zip(stored, places, strict=True)]
+    return {**identity, "source": " + ".join(places), "sources": entries}
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +190,6 @@ def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
     stored = identity.get("sources")
     entries = [dict(entry) for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
     for entry in entries:
-        source = str(entry.get("source"))
-        # the id of a data set has no folders; a file that is gone is known by its suffix
-        is_id = DATA_SET_ID.fullmatch(source) and not isfile(source) and Path(source).suffix not in TEXT_SUFFIXES
-        entry["source"] = without_tokens(source if is_id else Path(source).name)
+        entry["source"] = without_tokens(local_name(str(entry.get("source"))))
     joined = " + ".join(entry["source"] for entry in entries) or without_tokens(Path(identity["source"]).name)
     return {**identity, "source": joined, **({"sources": entries} if "sources" in identity else {})}

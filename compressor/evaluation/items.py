@@ -5,14 +5,14 @@ An answer is what is written after the prompt. B rows, S tokens, V words of the 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError, wrap_faults
+from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
 from compressor.records import MOST_BYTES_OF_PARTS, bounded, plain_json, read_as
 
 REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend the text")
@@ -26,17 +26,18 @@ class Item:
     answer: str
     choices: tuple[str, ...] = ()
     task: str = ""  # that the item is of
+    where: str = field(default="", compare=False)  # it was read: file and line, or task and number
 
     def __post_init__(self) -> None:
         for text in (self.prompt, self.answer, *self.choices, self.task):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise CompressionError(f"{text[error.start]!r} is half a character; mend or remove it") from error
+                raise ItemError(f"{text[error.start]!r} is half a character; mend or remove it") from error
         if not all(self.continuations):
-            raise CompressionError("an answer is empty; give every answer some text")
+            raise ItemError("an answer is empty; give every answer some text")
         if self.choices and self.answer not in self.choices:
-            raise CompressionError("the answer is none of the choices; write it as its choice is written")
+            raise ItemError("the answer is none of the choices; write it as its choice is written")
 
     @property
     def continuations(self) -> tuple[str, ...]:
@@ -49,13 +50,13 @@ class Item:
 
     @property
     def alone(self) -> "Item":
-        return Item(self.prompt, self.answer)
+        return Item(self.prompt, self.answer, where=self.where)
 
 
-def read_items(path: Path) -> list[Item]:
+def read_items(path: Path, strict: bool = False) -> list[Item]:
     """The items of a JSONL file: objects with `prompt`, `answer` and, of multiple choice, `choices`.
 
-    Raises `CompressionError` naming the line that is none.
+    Lines that are none are left out with one warning, or refused if `strict`.
     """
     try:
         if (size := path.stat().st_size) > MOST_BYTES_OF_PARTS:
@@ -65,21 +66,24 @@ def read_items(path: Path) -> list[Item]:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
     except UnicodeDecodeError as error:
         raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
-    items = []
+    items, left_out = list[Item](), LeftOut(f"items of {path}", strict)
     for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
-        try:
-            items.append(read_as(Item, bounded(json.loads(line))))
-        except CompressionError as error:
-            raise CompressionError(f"{where}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise CompressionError(f"{where} is not valid JSON ({error}); mend or remove it") from error
+        with left_out.each():
+            try:
+                items.append(replace(read_as(Item, bounded(json.loads(line))), where=where))
+            except CompressionError as error:
+                raise ItemError(f"{where}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise ItemError(f"{where} is not valid JSON ({error}); mend or remove it") from error
+    left_out.report()
     if not items:
         raise CompressionError(f"{path} has no items; give it lines with 'prompt' and 'answer'")
     return items
 
 
 def item_lines(items: Sequence[Item]) -> str:
-    return "".join(json.dumps(plain_json(item), ensure_ascii=False) + "\n" for item in items)
+    lines = ({name: value for name, value in plain_json(item).items() if name != "where"} for item in items)
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
     A model that takes `most` tokens is given that many, and the one after them is the last that it can be asked for.
     Rows are cut one by one, so where one is and answers differ in length, they differ in `start`.
 
-    Raises `CompressionError` where prompt or answer have no token, or one that the model does not know.
+    Raises `ItemError` where prompt or answer have no token, and `CompressionError` for one that the model doesn't know.
     """
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         rows = tuple(_row(item.prompt, continuation, tokenizer, most) for continuation in item.continuations)
@@ -105,6 +109,21 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
             f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
         )
     return rows
+
+
+def tokenised(
+    items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
+) -> list[tuple[Item, tuple[Row, ...]]]:
+    """Each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
+    found, left_out = list[tuple[Item, tuple[Row, ...]]](), LeftOut("items", strict)
+    for item in items:
+        with left_out.each():
+            try:
+                found.append((item, rows_of(item, tokenizer, vocabulary, most)))
+            except ItemError as error:
+                raise ItemError(f"{item.where or 'an item'}: {error}") from error
+    left_out.report()
+    return found
 
 
 def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
@@ -123,9 +142,8 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
         start, whole = start - (len(whole) - most - 1), whole[-most - 1 :]
     if not 0 < start < len(whole):
         shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
-        raise CompressionError(
-            f"prompt or answer of an item have no token of their own (answer {shown!r}), or are longer than the model "
-            "takes; leave the item out"
+        raise ItemError(
+            f"prompt or answer have no token of their own (answer {shown!r}), or are longer than the model takes"
         )
     return Row(tuple(map(int, whole)), start)
 

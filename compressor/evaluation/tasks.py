@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compressor.distributed import unseen_launcher
-from compressor.errors import CompressionError, reason_of, wrap_faults
+from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
 from compressor.model.opened import DTYPES, pick_device
 from compressor.progress import quiet_transformers
@@ -269,32 +269,35 @@ def _plain(value: Any) -> Any:
 
 def items_of(
     tasks: Sequence[str],
-    data: str | Path | None,
+    file: str | Path | None,
     limit: int | None,
     include_path: str | Path | None,
+    strict: bool,
+    option: str = "--calibration",
     training: bool = False,
 ) -> list[Item]:
-    """The items of lm-eval `tasks`, or the first ones of the JSONL file `data`; one of the two has to be given."""
-    if bool(tasks) == (data is not None):
-        raise CompressionError("say what to ask: either --tasks with lm-eval tasks, or --data with a JSONL file")
-    options = EvaluationOptions(tuple(tasks) or ("data",), limit, None if include_path is None else Path(include_path))
-    return task_items(options, training) if data is None else read_items(Path(data))[:limit]
+    """The items of lm-eval `tasks`, or the first ones of the JSONL `file` that `option` names; one has to be given."""
+    if bool(tasks) == (file is not None):
+        raise CompressionError(f"say what to ask: either --tasks with lm-eval tasks, or {option} with a JSONL file")
+    options = EvaluationOptions(tuple(tasks) or ("file",), limit, None if include_path is None else Path(include_path))
+    return task_items(options, training, strict) if file is None else read_items(Path(file), strict)[:limit]
 
 
-def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]:
+def task_items(options: EvaluationOptions, training: bool = False, strict: bool = False) -> list[Item]:
     """The items of all tasks, in their order; of their `training` splits without few-shot examples.
 
-    Raises `CompressionError` for a task that is not multiple choice, asks each choice with a context of its own, or
-    has no training split where that is wanted.
+    Items without one right choice are left out with one warning, or refused if `strict`. Raises `CompressionError` for
+    a task that is not multiple choice, asks each choice with a context of its own, or has no training split where that
+    is wanted.
     """
-    items = list[Item]()
+    items, left_out = list[Item](), LeftOut("items of tasks", strict)
     for name, task in (part for each in resolve_tasks(options) for part in each.parts.items()):
         if getattr(task, "OUTPUT_TYPE", None) != CHOICE:
             raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
         if training:
             if not task.has_training_docs() or not hasattr(task.config, "training_split"):
                 raise CompressionError(
-                    f"task {name!r} has no training split; name another, or give its items as --data"
+                    f"task {name!r} has no training split; name another, or give its items as --calibration"
                 )
             task.config.test_split = task.config.training_split
         if training or task.get_config("num_fewshot") is None:
@@ -305,11 +308,14 @@ def task_items(options: EvaluationOptions, training: bool = False) -> list[Item]
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
-                items.append(_item(name, task, docs[number], list(requests)))
+                with left_out.each():
+                    items.append(_item(name, task, number, docs[number], list(requests)))
+    left_out.report()
     return items
 
 
-def _item(name: str, task: Any, doc: Any, requests: list[Any]) -> Item:
+def _item(name: str, task: Any, number: int, doc: Any, requests: list[Any]) -> Item:
+    where = f"task {name}, item {number}"
     choices = task.doc_to_choice(doc)
     gold = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
     if isinstance(gold, str) and gold in choices:
@@ -320,5 +326,8 @@ def _item(name: str, task: Any, doc: Any, requests: list[Any]) -> Item:
             f"task {name!r} asks each choice with a context of its own, so its items have no prompt; name another task"
         )
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(continuations):
-        raise CompressionError(f"task {name!r} has an item without one right choice; name another task")
-    return Item(contexts[0], continuations[gold], continuations, name)
+        raise ItemError(f"{where} has not one right choice")
+    try:
+        return Item(contexts[0], continuations[gold], continuations, name, where)
+    except ItemError as error:
+        raise ItemError(f"{where}: {error}") from error

@@ -74,6 +74,6 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Any], add_generation_prompt: bool = False) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """Return the text of a conversation; a template is a program, so that any exception may come."""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from compressor.checkpoint.reader import read_header
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, rows_of
+from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, tokenised
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, share
 from compressor.model.opened import OpenModel
@@ -122,7 +122,7 @@ def read_reference(folder: Path) -> ReferenceSet:
     facts = read_as(ReferenceFacts, read_json(folder / NAMES[0], RESTORE, RESTORE), where)
     if facts.experts < 1 or not facts.layers or len(facts.scores) != len(facts.layers):
         raise CompressionError(f"{where} names no layers with experts and scores; {RESTORE}")
-    items = tuple(read_items(folder / NAMES[2]))
+    items = tuple(read_items(folder / NAMES[2], strict=True))
     path, layers = folder / NAMES[1], len(facts.layers)
     header = read_header(path)
     shapes = {name: info.shape for name, info in header.items() if info.dtype == "F32"}
@@ -203,22 +203,23 @@ def build_reference(
     embedding: str,
     progress: Progress,
     keep: Callable[[Item, Plain], bool] = answers_right,
+    strict: bool = False,
 ) -> tuple[ReferenceSet, tuple[Asked, ...]]:
     """The items that the model answers right, or those to `keep`, and a count for each task.
 
-    Raises `CompressionError` where no item is kept.
+    Items without tokens are left out, or refused if `strict`. Raises `CompressionError` where no item is kept.
     """
     tokenizer = load_tokenizer(opened.source.folder)
-    rows = [rows_of(item, tokenizer, opened.vocabulary, positions(opened.config)) for item in items]
+    questions = tokenised(items, tokenizer, opened.vocabulary, positions(opened.config), strict)
     model = PathwayModel(opened, late=1)
     progress.start(f"Loading {opened.source.label}", 1)
     model.load()
     embed = embedder(embedding, model)
     progress.advance("")
-    progress.start("Asking", len(items))
+    progress.start("Asking", len(questions))
     kept = list[tuple[Item, Tensor, Tensor]]()
     marks: dict[str, list[bool]] = {}  # by task
-    for item, own in zip(items, rows, strict=True):
+    for item, own in questions:
         plain = model.run(own)
         right = keep(item, plain)
         marks.setdefault(item.task, []).append(right)
@@ -227,8 +228,8 @@ def build_reference(
         progress.advance(item.task)
     if not kept:
         raise CompressionError(
-            f"{opened.source.label} answers none of {len(items)} items right, so there is nothing to learn from; give "
-            "it easier items, or more of them"
+            f"{opened.source.label} answers none of {len(questions)} items right, so there is nothing to learn from; "
+            "give it easier items, or more of them"
         )
     learnt, embeddings, pathways = zip(*kept, strict=True)
     facts = ReferenceFacts(
@@ -239,7 +240,7 @@ def build_reference(
         tuple(layer.name for layer in opened.architecture.layers),
         model.scores,
         embedding,
-        len(items),
+        len(questions),
     )
     reference = ReferenceSet(facts, learnt, torch.stack(embeddings), torch.stack(pathways))
     return reference, tuple(Asked(task, len(each), sum(each)) for task, each in marks.items())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
+from compressor.data.sources import with_folders
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.files import alone, clear, work_folder
@@ -225,7 +226,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         run_record = RunRecord(
             model.source.name,
             model.source.revision,
-            state.plan.calibration if identity is None else identity,
+            with_folders(state.plan.calibration if identity is None else identity),
             outcome.seconds,
             outcome.peak_memory,
             None if terms.command is None else tuple(terms.command),

@@ -14,7 +14,7 @@ import torch
 
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
-from compressor.data.sources import DEFAULT_SOURCE, WeightedSource, parse_sources
+from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
 from compressor.distributed import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
@@ -117,9 +117,11 @@ def sources_of(options: TextOptions) -> tuple[WeightedSource, ...]:
     return parse_sources(options.data or (DEFAULT_SOURCE,))
 
 
-def content_of(name: str) -> str:
-    """The SHA-256 of a file; what names none stands for itself."""
-    return file_digest(Path(name)) if os.path.isfile(name) else name
+def content_of(source: str) -> list[str]:
+    """A source with the SHA-256 of its file, or of each file of its folder; what names neither stands for itself."""
+    name = Address.parse(source).name
+    files = sorted(Path(name).rglob("*")) if os.path.isdir(name) else [Path(name)]
+    return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 
 
 def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
@@ -240,6 +242,7 @@ def read_texts(task: Task) -> Texts:
                     for name, need in needs.items()
                     if (part := need.part) is not None
                 },
+                strict=options.strict,
             )
             text = read_text(spec, tokenizer(), task.model.vocabulary)
         here().assert_same_on_all(text.identity["sha256"], "calibration text")
@@ -269,7 +272,7 @@ def first_plan(task: Task, text: Text | None) -> Plan:
         for step, stage in zip(task.steps, stages, strict=True):
             options = step.to_dict()
             if step.calibration is not None and step.calibration.data is not None:  # files without their folders
-                names = [Path(name).name if os.path.isfile(name) else name for name in step.calibration.data]
+                names = [local_name(str(source)) for source in step.calibration.data]
                 options["calibration"] = {**options["calibration"], "data": names}
             planned.append(PlannedStep(step.name, options, stage=stage))
     source = Source.of(model) if before is None else before.source

@@ -4,17 +4,17 @@ A recipe is made from the plan alone, so that `compress`, and `plan` with `apply
 compression.json it names no folder; on the machine that made the output, the record of the run knows them.
 """
 
+import json
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from os.path import isfile
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from compressor.data.sources import TEXT_SUFFIXES, without_folders
+from compressor.data.sources import GIVEN, TEXT_SUFFIXES, Address, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
@@ -184,6 +184,8 @@ def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
     content["gate"] = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
     stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
+        heading += "# Calibration text given in Python is named by a digest alone, so this file cannot repeat it.\n"
     text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     return (heading + text).encode(errors="backslashreplace")
 
@@ -230,7 +232,7 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         return content
     known = (record.calibration or {}).get("sources")
     texts = [str(entry["source"]) for entry in known or () if isinstance(entry, dict) and "source" in entry]
-    places = {Path(text).name: text for text in texts if isfile(text)}
+    places = {local_name(text): text for text in texts if os.path.exists(Address.parse(text).name)}
 
     def in_place(source: str) -> str:
         name, sign, weight = source.rpartition("=")
@@ -254,10 +256,10 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         if name is not None and revision is None and "/" not in name and not os.path.exists(name):
             remedy = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
-    for source in recipe.calibration.data or ():
-        name = source.rpartition("=")[0] or source
-        if not any(map(isfile, (source, name))) and Path(name).suffix in TEXT_SUFFIXES and not Path(name).is_dir():
-            raise CompressionError(f"{path} names the text {name}, which is not here; name it with --calibration")
+    for source in map(str, recipe.calibration.data or ()):
+        names = {Address.parse(text).name for text in (source, source.rpartition("=")[0])}
+        if not any(map(os.path.exists, names)) and any(Path(name).suffix in TEXT_SUFFIXES for name in names):
+            raise CompressionError(f"{path} names the text {source}, which is not here; name it with --calibration")
 
 
 def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:

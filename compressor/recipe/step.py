@@ -4,11 +4,22 @@ A step is a pydantic model. Its fields are declared once; command line, YAML, pl
 reference page are made of them. Third parties announce theirs through the entry point `moe_compressor.steps`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+from compressor.data.sources import GivenTexts
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
@@ -20,6 +31,7 @@ if TYPE_CHECKING:  # a step's options are read without torch
     from compressor.steps.tensors import OutputJob
 
 Tensors = Mapping[str, "Tensor"]
+Source = str | SkipJsonSchema[Annotated[InstanceOf[GivenTexts], PlainSerializer(str, return_type=str)]]
 DEFAULT_LENGTH = 512
 MOST_SOURCES = 100  # as many as a plan may have
 
@@ -42,19 +54,26 @@ class Options(BaseModel):
 class TextOptions(Options):
     """Which text is read, and how much of it."""
 
-    data: tuple[str, ...] | None = Field(
+    data: tuple[Source, ...] | None = Field(
         None,
         max_length=MOST_SOURCES,
-        description="A text or JSONL file, a data set id (default: C4), or 'demo'; repeat it for several sources, each "
-        "with =WEIGHT if they should not count alike.",
+        description="A text, JSONL or parquet file, a data set as ID[:config][@split][#column] (default: C4), or "
+        "'demo'; repeat it for several sources, each with =WEIGHT if they should not count alike.",
     )
     samples: int = Field(128, ge=1, description="Calibration sequences.")
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each of them.")
+    strict: bool = Field(  # which changes no output, so that no record holds it
+        False, exclude=True, description="End at a row of text that cannot be read, instead of leaving it out."
+    )
 
     @field_validator("data", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else value
+        if isinstance(value, str | GivenTexts):
+            return (value,)
+        if isinstance(value, list | tuple) and not any(isinstance(each, Mapping) for each in value):
+            return tuple(value)
+        return (GivenTexts.of(value),) if isinstance(value, Iterable) else value
 
 
 @dataclass(frozen=True, slots=True)

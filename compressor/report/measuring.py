@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from os.path import isfile
+from os.path import exists
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
-from compressor.data.sources import DEMO_SOURCE, divide, parse_sources, without_folders
+from compressor.data.sources import DEMO_SOURCE, Address, divide, parse_sources, without_folders
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
@@ -205,7 +205,7 @@ def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, sampl
         identity = recorded
     else:
         names = [entry.get("source") for entry in entries(identity.get("sources"))]
-        if not names or not all(name == DEMO_SOURCE or isfile(str(name)) for name in names):
+        if not names or not all(name == DEMO_SOURCE or exists(Address.parse(str(name)).name) for name in names):
             return None
     try:
         text = repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit

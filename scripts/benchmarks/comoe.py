@@ -23,10 +23,10 @@ import torch
 from scipy.stats import t
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressor.comoe.evaluating import TaskResult, ask
+from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
 from compressor.comoe.layer import comoe_layers
 from compressor.comoe.options import ComoeConfig, TuningOptions
-from compressor.comoe.report import ComoeEvaluation, write_evaluation
+from compressor.comoe.report import write_evaluation
 from compressor.comoe.training import train
 from compressor.data.demo import load_items
 from compressor.evaluation.items import Item
@@ -105,12 +105,12 @@ def tune(base: Any, tokenizer: Any, arm: str, skills: Sequence[str], asked: Sequ
     weight *= arguments.contrastive
     items = [item for skill in skills for item in training_items(skill, arguments.items, seed)]
     tuning = TuningOptions(
-        contrastive=weight, epochs=1, batch_size=16, learning_rate=arguments.learning_rate, seed=seed, log_every=20,
-        contrastive_tokens=None, save_every=1_000_000,
+        replace(config, seed=seed), contrastive=weight, epochs=1, batch_size=16, seed=seed, log_every=20,
+        learning_rate=arguments.learning_rate, contrastive_tokens=0, save_every=1_000_000,
     )  # fmt: skip
     model = copy.deepcopy(base)
     with tempfile.TemporaryDirectory() as folder:
-        made = train(model, tokenizer, items, replace(config, seed=seed), tuning, Path(folder) / "out")
+        made = train(model, tokenizer, items, tuning, Path(folder) / "out")
     results = ask(model, tokenizer, [item for item in asked if item.task in skills], batch_size=50)
     last = made.log[-1]
     name = skills[0] if len(skills) == 1 else "all"

@@ -1,6 +1,5 @@
 """The record of a run: kept privately in the cache, found again by its output, and never in the run's way."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from compressor.run_record import (
     cache_folder,
     read_record,
     record_run,
-    with_folders,
 )
 from tests import small
 from tests.plans import plan_of
@@ -146,6 +144,20 @@ def test_a_record_is_private_and_gone_with_its_file_or_output(tmp_path: Path, ca
     assert read_record(folder) is None
 
 
+def test_text_given_in_python_is_named_by_a_digest_and_read_like_a_file(tmp_path: Path) -> None:
+    model, texts = str(small.save(tmp_path / "model")), [text + "\n" for text in small.TEXT.split("\n\n")]
+    how = {"experts": 4, "strategy": "count-guided", "correct": "none", "samples": 4, "sequence_length": 32}
+    compressor.compress(model, tmp_path / "file", calibration=str(small.text_file(tmp_path)), **how)
+    compressor.compress(model, tmp_path / "given", calibration=texts, **how)
+    named = tmp_path / "given" / "recipe.yaml"
+    first, *rest = named.read_text().splitlines()
+    assert first.startswith("# Calibration text given in Python") and any("- memory:" in line for line in rest)
+    files = tree(tmp_path / "file"), tree(tmp_path / "given")
+    assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
+    with pytest.raises(CompressionError, match="was given in Python and is in no file; name one with --calibration"):
+        compressor.compress(str(named), tmp_path / "again")
+
+
 RECORDS = st.builds(
     RunRecord,
     source=TEXTS,
@@ -163,17 +175,4 @@ def test_a_record_comes_back(tmp_path_factory: pytest.TempPathFactory, record: R
     record_run(folder, record)
     found = read_record(folder)
     assert found is not None
-    assert replace(found, finished="") == replace(record, calibration=with_folders(record.calibration))
-
-
-def test_relative_files_are_recorded_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    entries = [{"source": name, "weight": 0.5} for name in ("a.txt", "allenai/c4")]
-    found = with_folders({"source": "a.txt + allenai/c4", "sources": entries, "seed": 3})
-    assert found == {
-        "source": f"{tmp_path}/a.txt + allenai/c4",
-        "sources": [{"source": f"{tmp_path}/a.txt", "weight": 0.5}, {"source": "allenai/c4", "weight": 0.5}],
-        "seed": 3,
-    }
-    assert json.loads(json.dumps(found)) == found
+    assert replace(found, finished="") == record

@@ -9,11 +9,10 @@ import torch
 from torch.nn import functional
 
 from compressor.comoe import comoe_layers
-from compressor.comoe.evaluating import TaskResult, ask
+from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, ask
 from compressor.comoe.layer import inject_config
 from compressor.comoe.report import (
     NAMES,
-    ComoeEvaluation,
     similarity_figure,
     workload_figure,
     write_evaluation,

@@ -138,7 +138,7 @@ def test_sampled_tokens_hang_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": 5}, "top-k is 5 of 4 experts"),
+        ({"top_k": 5}, "5 of 4 experts are to be activated"),
         ({"targets": ("q_proj", "qkv_proj")}, "ends with 'qkv_proj'; they end with .*q_proj"),
         ({"targets": ()}, "targets is .* at least 1 item"),
     ],
@@ -215,7 +215,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             load_adapters(model, folder)
         assert not comoe_layers(model)
     edit_json(folder / "comoe.json", lambda content: content["config"].update(top_k=9))
-    with pytest.raises(CompressionError, match="top-k is 9 of 3"):
+    with pytest.raises(CompressionError, match="9 of 3 experts are to be activated"):
         load_adapters(zoo.build("mixtral"), folder)
     with pytest.raises(CompressionError, match="holds no comoe"):
         load_adapters(zoo.build("mixtral"), tmp_path)

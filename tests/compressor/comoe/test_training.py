@@ -26,7 +26,7 @@ from tests.tuned import CONFIG, OPTIONS, dense, questions
 
 def tune(out: Path, options: TuningOptions = OPTIONS, config: ComoeConfig = CONFIG, **more: Any) -> tuple[Any, Trained]:
     model = dense()
-    return model, train(model, small.tokenizer(), questions(), config, options, out, **more)
+    return model, train(model, small.tokenizer(), questions(), replace(options, config=config), out, **more)
 
 
 def lines(out: Path) -> list[dict[str, float]]:
@@ -39,7 +39,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_only_the_tokens_of_the_answer_have_a_loss() -> None:
     item = questions()[0]
-    (made,) = examples([item], small.tokenizer(), small.VOCABULARY, 128)
+    (made,) = examples([item], dense(), small.tokenizer())
     labelled = [token for token, label in zip(made["input_ids"], made["labels"], strict=True) if label != IGNORED]
     assert small.tokenizer().decode(labelled) == item.answer
     assert small.tokenizer().decode(made["input_ids"]).endswith(item.prompt + item.answer)
@@ -59,7 +59,7 @@ def test_without_weight_it_is_plain_tuning_bit_for_bit(tmp_path: Path, accumulat
         gradient_accumulation_steps=accumulation, learning_rate=OPTIONS.learning_rate, seed=OPTIONS.seed,
         data_seed=OPTIONS.seed, report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
     )  # fmt: skip
-    data: Any = examples(questions(), small.tokenizer(), small.VOCABULARY, 128)
+    data: Any = examples(questions(), plain, small.tokenizer())
     Trainer(plain, arguments, train_dataset=data, data_collator=partial(collate, pad=0)).train()
     assert same(adapter_tensors(model), adapter_tensors(plain))
     assert any(layer.up.any() for layer in comoe_layers(model).values())
@@ -86,7 +86,7 @@ def test_accumulated_batches_have_the_loss_of_one(tmp_path: Path) -> None:
 
 
 def test_the_contrastive_loss_falls_where_it_counts(tmp_path: Path) -> None:
-    options = replace(OPTIONS, steps=20, contrastive_tokens=None)
+    options = replace(OPTIONS, steps=20, contrastive_tokens=0)
     _, without = tune(tmp_path / "without", replace(options, contrastive=0.0))
     _, with_it = tune(tmp_path / "with", replace(options, contrastive=0.5))
     assert with_it.log[-1]["contrastive"] < 0.8 * without.log[-1]["contrastive"]

@@ -1,16 +1,21 @@
 """Documents of calibration text: file formats, packing, floods, and refusals."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.data.documents import as_rows, documents, pack
+from compressor.data.sources import GivenTexts, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from tests import small
-from tests.texts import END, Words, decode, run, write
+from tests.texts import END, TOKENIZER, Words, decode, run, write
 
 
 def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -> None:
@@ -23,6 +28,93 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "plain"}), "", json.dumps({"messages": talk})]
     found = decode(run(write(tmp_path, "\n".join(lines), "data.jsonl"), samples=1, length=100))
     assert sorted(found.split("</s>")) == ["", "<user>hi\n<assistant>yo\n", "plain"]
+
+
+def texts_of(source: str) -> list[str]:
+    return list(documents(WeightedSource(source, 1.0), 0, TOKENIZER))
+
+
+def data_set(folder: Path) -> Path:
+    """A data set with two configurations and other splits than train, as the Hub has them."""
+    path = folder / "set"
+    path.mkdir()
+    files = {"plain": {"train": "a.jsonl"}, "chat": {"train_sft": "b.jsonl", "test_sft": "c.jsonl"}}
+    configs = [
+        {"config_name": name, "data_files": [{"split": split, "path": file} for split, file in splits.items()]}
+        for name, splits in files.items()
+    ]
+    (path / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    write(path, "".join(json.dumps({"body": f"text {n}", "number": n}) + "\n" for n in range(3)), "a.jsonl")
+    for file in ("b.jsonl", "c.jsonl"):
+        asked = [{"role": "user", "content": file}, {"role": "assistant", "content": "yes"}]
+        write(path, json.dumps({"prompt": "not this", "messages": asked}), file)
+    return path
+
+
+def test_a_data_set_is_read_by_configuration_split_and_column(tmp_path: Path, offline: None) -> None:
+    path = data_set(tmp_path)
+    assert sorted(texts_of(f"{path}:plain#body")) == ["text 0", "text 1", "text 2"]
+    assert texts_of(f"{path}:chat@test_sft") == ["<user>c.jsonl\n<assistant>yes\n"]
+    assert texts_of(f"{path}:chat@train_sft#prompt") == ["not this"]
+
+
+HI, YO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+RENDERED = "<user>hi\n<assistant>yo\n"
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [HI, {**YO, "name": None}]}, RENDERED),
+    ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, RENDERED),
+    ({"conversations": [HI, YO], "messages": None}, RENDERED),
+    ({"conversations": [{"from": "system", "value": "be"}]}, "<system>be\n"),
+    ({"conversations": [{"from": "observation", "value": "3"}]}, "<tool>3\n"),
+    ({"prompt": "hi", "completion": "yo"}, RENDERED),
+    ({"prompt": "hi", "response": "yo", "id": 7}, RENDERED),
+    ({"prompt": [HI], "completion": [YO]}, RENDERED),
+    ({"messages": [HI], "tools": [{"name": "f", "unused": None}]}, "[f]<user>hi\n"),
+    ({"messages": [HI], "tools": '[{"name": "f"}]'}, "[f]<user>hi\n"),
+    ({"messages": [HI], "tools": []}, "<user>hi\n"),
+    ({"text": "plain", "messages": [HI]}, "plain"),
+]
+
+
+@pytest.mark.parametrize(("row", "text"), CHATS)
+def test_chats_are_rendered_by_the_models_template(row: dict[str, Any], text: str, tmp_path: Path) -> None:
+    tokenizer = small.tokenizer(
+        "{% for tool in tools or [] %}[{{ tool.name }}{{ tool.unused }}]{% endfor %}" + small.CHAT
+    )
+    path = write(tmp_path, json.dumps(row), "a.jsonl")
+    assert list(documents(WeightedSource(str(path), 1.0), 0, tokenizer)) == [text]
+
+
+def test_the_same_rows_are_the_same_text_from_every_kind_of_source(tmp_path: Path, offline: None) -> None:
+    """A JSONL and a parquet file, a `datasets.Dataset` and a generator; the same rows given in Python have one name."""
+    rows = [{"messages": [{"role": "user", "content": f"number {n}"}], "tools": None} for n in range(9)]
+    path, data = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "a.jsonl"), Dataset.from_list(rows)
+    data.to_parquet(tmp_path / "a.parquet")
+    given = [GivenTexts.of(data), GivenTexts.of(row for row in rows)]
+    plain = GivenTexts.of(f"<user>number {n}\n" for n in range(9))
+    sources = [str(path), f"{tmp_path}/a.parquet", *given, plain]
+    found = [run(list(parse_sources([source])), samples=2, length=32) for source in sources]
+    assert len({calibration.identity["sha256"] for calibration in found}) == 1
+    names = [calibration.identity["source"] for calibration in found[2:]]
+    assert names[0] == names[1] != names[2] and all(re.fullmatch("memory:[0-9a-f]{16}", name) for name in names)
+
+
+def test_bad_rows_are_left_out_with_one_warning_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = ['{"text": "one"}', "{", '{"prompt": "no answer"}', '{"messages": [{"role": 3}, 4]}', "7", '{"text": "two"}']
+    path = write(tmp_path, "\n".join(rows), "a.jsonl")
+    assert sorted(decode(run(path, samples=1, length=8)).split("</s>")) == ["", "one", "two"]
+    (record,) = caplog.records
+    assert re.search("4 of 6 rows of .*a.jsonl are left out: .*line 2 .*line 3 .*line 4.*, and 1 more", record.message)
+    with pytest.raises(CompressionError, match="line 2 is not valid JSON"):
+        run(path, strict=True)
+
+
+def test_a_template_that_refuses_a_chat_leaves_it_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = "{% if messages[0].role != 'user' %}{{ raise_exception('odd') }}{% endif %}"
+    tokenizer = small.tokenizer(small.CHAT + odd)
+    path = write(tmp_path, "\n".join(json.dumps({"messages": [turn]}) for turn in (YO, HI)), "a.jsonl")
+    assert decode(run(path, tokenizer, samples=1, length=10)) == "<user>hi\n</s>"
+    assert "line 1: the chat template cannot take its messages (odd)" in caplog.text
 
 
 def test_line_separators_inside_json_text_are_text(tmp_path: Path) -> None:
@@ -43,13 +135,21 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text .* at byte 0"),
     ("a.txt", b"two\r\n" * 9_999 + b"\xff", "a.txt is not UTF-8 text .* at byte 49995"),
     ("a.jsonl", "\ufeff".encode() + b"\n" * 9_999 + b"\xc3", "a.jsonl is not UTF-8 text .* at byte 10002"),
-    ("a.jsonl", '{"text": "a"}\n{', "a.jsonl, line 2 is not valid JSON"),
     ("a.jsonl", "[" * 99_999, "a.jsonl, line 1 is not valid JSON"),
-    ("a.jsonl", "\n5\n", "a.jsonl, line 2: each line should be a JSON object with 'text' or 'messages'"),
-    ("a.jsonl", '[{"text": "a"}]', "each line should be a JSON object"),
-    ("a.jsonl", '{"body": "a"}', "line 1 has neither 'text' nor 'messages'"),
-    ("a.jsonl", '{"text": 5}', "line 1 has neither 'text' nor 'messages'"),
-    ("a.jsonl", '{"messages": [5]}', "line 1.*messages"),
+    ("a.jsonl", "\n5\n", "a.jsonl, line 2: a row should be an object"),
+    ("a.jsonl", '[{"text": "a"}]', "a row should be an object"),
+    (
+        "a.jsonl",
+        '{"body": "a", "id": 1, "text": null}',
+        r"has no text, messages, .*; it has body, id \(SOURCE#",
+    ),
+    ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should hold messages"),
+    ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
+    ("a.jsonl", '{"messages": []}', "line 1: messages is"),
+    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, messages, conversations or prompt with completion"),
+    ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1: completion is ' ', it should hold"),
+    ("a.jsonl", '{"text": "\\ud800"}', "half a character"),
+    ("a.parquet", "no table", "file .*a.parquet cannot be read"),
 ]
 
 
@@ -86,10 +186,10 @@ def test_a_text_file_is_split_as_a_whole_text_is(tmp_path: Path, content: str) -
     whole = path.read_text(encoding="utf-8-sig")
     expected = [part.strip("\n") + "\n" for part in whole.split("\n\n") if part.strip()]
     if expected:
-        assert sorted(documents(str(path), 0, None)) == sorted(expected)
+        assert sorted(texts_of(str(path))) == sorted(expected)
     else:
         with pytest.raises(CompressionError, match="is empty"):
-            documents(str(path), 0, None)
+            texts_of(str(path))
 
 
 def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,15 +201,35 @@ def test_the_tokenizer_does_not_warn_of_long_text(tmp_path: Path, capfd: pytest.
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     path = write(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}', "a.jsonl")
-    with pytest.raises(CompressionError, match="the tokenizer has no chat template"):
+    with pytest.raises(CompressionError, match="messages, but the model's tokenizer has no chat template"):
         run(path, small.tokenizer())
 
 
-def test_sources_that_are_no_file(tmp_path: Path) -> None:
-    with pytest.raises(CompressionError, match=r"gone.txt does not exist; name a text or JSONL file"):
-        run(tmp_path / "gone.txt")
-    with pytest.raises(CompressionError, match="is a folder"):
-        run(tmp_path)
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gone.txt", "gone.txt does not exist; name a text or JSONL file"),
+        ("a.jsonl@train", r"has no configurations and splits; write .*a\.jsonl$"),
+        ("a.jsonl#body", "line 1 has no 'body'; it has text"),
+        ("empty", "cannot be read as a data set"),
+        ("set", "has no default configuration; its configurations are plain, chat; write .*set:plain$"),
+        ("set:no", "has no configuration 'no'; its configurations are plain, chat; write .*set:plain$"),
+        ("set:chat", "has no split 'train'; its splits are train_sft, test_sft; write .*set:chat@train_sft$"),
+        ("set:plain@no#body", "has no split 'no'; its splits are train; write .*set:plain@train#body$"),
+        ("set:plain#no", "row 1 as shuffled has no 'no'; it has body, number"),
+        ("set:plain", r"row 1 as shuffled has no text, messages.*; it has body, number"),
+        ("memory:0123456789abcdef", "was given in Python and is in no file; name one with --calibration"),
+    ],
+)
+def test_what_a_source_lacks_is_told_with_what_it_has(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None
+) -> None:
+    data_set(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path, '{"text": "a"}', "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompressionError, match=message):
+        run(source)
 
 
 @given(
@@ -134,4 +254,4 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
 
 
 def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
-    assert not set(documents("demo", 0, None)) & set(documents("demo", 0, None, "evaluation"))
+    assert not set(texts_of("demo")) & set(documents(WeightedSource("demo", 1.0), 0, None, "heldout"))

@@ -7,11 +7,23 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.data.sources import WeightedSource, divide, parse_sources, short_names, without_folders
+from compressor.data.sources import (
+    Address,
+    GivenTexts,
+    WeightedSource,
+    divide,
+    parse_sources,
+    short_names,
+    sources_or_texts,
+    with_folders,
+    without_folders,
+)
 from compressor.errors import CompressionError
+from compressor.recipe.step import TextOptions
 from tests.texts import VOCAB, Numbers, count_up, run, write
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
@@ -105,6 +117,43 @@ def test_short_names_are_unique(tmp_path: Path) -> None:
     assert short_names([*files, "a-2", "org/a", "org/a", "org/a"]) == (
         "a", "a-2", "a-2-2", "org/a", "org/a-2", "org/a-3",
     )  # fmt: skip
+
+
+def test_relative_files_are_recorded_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "set").mkdir()
+    names = ("a.txt", "allenai/c4", "a.txt#body", "set:plain@test")
+    found = with_folders({"source": "?", "sources": [{"source": name} for name in names], "seed": 3})
+    places = [f"{tmp_path}/a.txt", "allenai/c4", f"{tmp_path}/a.txt#body", f"{tmp_path}/set:plain@test"]
+    assert found == {"source": " + ".join(places), "sources": [{"source": place} for place in places], "seed": 3}
+    assert [entry["source"] for entry in without_folders(found)["sources"]] == list(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("allenai/c4:en", ("allenai/c4", "en", None, None)),
+        ("HuggingFaceH4/ultrachat_200k@train_sft", ("HuggingFaceH4/ultrachat_200k", None, "train_sft", None)),
+        ("org/data:a.b@train[:9%]#my column", ("org/data", "a.b", "train[:9%]", "my column")),
+        ("folder/a.jsonl#body", ("folder/a.jsonl", None, None, "body")),
+        ("../x:3/a.txt", ("../x:3/a.txt", None, None, None)),
+        ("demo", ("demo", None, None, None)),
+    ],
+)
+def test_addresses_are_taken_apart(text: str, parts: tuple[str | None, ...]) -> None:
+    address = Address.parse(text)
+    assert (address.name, address.config, address.split, address.column) == parts and str(address) == text
+
+
+def test_python_names_sources_or_gives_texts(tmp_path: Path) -> None:
+    path = str(write(tmp_path, "text", "my file"))
+    for sources in (["a.txt", "my corpus.jsonl", path, "org/data@test"], "a b", None, ["org/a=0.5", "demo=1"]):
+        assert sources_or_texts(sources) is sources
+    for texts in (["one text", "demo"], ("A text.", path)):
+        assert sources_or_texts(texts) == GivenTexts.of(texts)
+    with pytest.raises(CompressionError, match="calibration is a DatasetDict with train, test; pass one of its splits"):
+        TextOptions(data=DatasetDict(dict.fromkeys(("train", "test"), Dataset.from_list([{"text": "a"}]))))
 
 
 def test_a_record_names_no_folders(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Items of files and of lm-eval's tasks, and the tokens that are made of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, item_lines, read_items, rows_of
+from compressor.errors import CompressionError, ItemError
+from compressor.evaluation.items import Item, item_lines, read_items, rows_of, tokenised
 from compressor.evaluation.tasks import EvaluationOptions, task_items
 from tests import small
 from tests.evaluations import own_tasks
@@ -44,8 +45,23 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_item_is_told(line: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match=message) as error:
-        read_items(written(tmp_path, {"prompt": "a", "answer": "b"}, line))
+        read_items(written(tmp_path, {"prompt": "a", "answer": "b"}, line), strict=True)
     assert "\n" not in str(error.value)
+
+
+def test_bad_items_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(
+        tmp_path, {"prompt": "a", "answer": "b"}, {"prompt": "no answer"}, b"{", {"prompt": "a", "answer": "ccc"}
+    )
+    items = read_items(path)
+    assert [item.answer for item in items] == ["b", "ccc"]
+    found = tokenised(items, small.tokenizer(), small.VOCABULARY, 2)
+    assert [item.answer for item, _ in found] == ["b"] and "where" not in item_lines(items)
+    lines, tokens = (record.message for record in caplog.records)
+    assert re.search("2 of 4 items of .*: .*line 2: answer is missing; .*line 3 is not valid JSON", lines)
+    assert re.search("1 of 2 items are left out: .*items.jsonl, line 4: prompt or answer have no token", tokens)
+    with pytest.raises(CompressionError, match="line 4: prompt or answer"):
+        tokenised(items, small.tokenizer(), small.VOCABULARY, 2, strict=True)
 
 
 def test_a_file_without_items_or_no_file_is_told(tmp_path: Path) -> None:
@@ -71,7 +87,7 @@ def test_tokens_are_those_of_lm_eval() -> None:
 
 def test_what_cannot_be_tokens_is_told() -> None:
     tokenizer = small.tokenizer()
-    with pytest.raises(CompressionError, match="longer than the model takes"):
+    with pytest.raises(ItemError, match="longer than the model takes"):
         rows_of(Item("ab", "cdefgh"), tokenizer, small.VOCABULARY, most=4)
     with pytest.raises(CompressionError, match="they do not belong together"):
         rows_of(Item("ab", "cd"), tokenizer, 20)
