@@ -22,7 +22,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from compressor.data.demo import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.cli.demonstration import score
+from compressor.data.demo import Item, load_documents, load_items
 from scripts.demo_skills import SKILLS, document, item, problems
 
 END = "<|end|>"
@@ -142,7 +143,7 @@ def train(output: Path, steps: int, minutes: float, seed: int) -> None:
         optimizer.step()
         step += 1
         if step % PROBE_STEPS == 0:
-            accuracy = skill_accuracy(model, tokenizer, probe)
+            accuracy, _ = score(model, tokenizer, probe, ())
             shown = " ".join(f"{skill} {share:.2f}" for skill, share in accuracy.items())
             seconds = time.monotonic() - begun
             print(f"{step} {seconds:.0f}s loss {loss:.3f} balance {balance:.3f} {shown}", flush=True)
@@ -231,9 +232,8 @@ def report(checkpoint: Path, drop: int, drop_seeds: int) -> None:
     print("| model | " + " | ".join(SKILLS) + " | mean | held-out nats/token |")
     print("|---" * (len(SKILLS) + 3) + "|")
     for name, scored in models:
-        accuracy = skill_accuracy(scored, tokenizer, items)
+        accuracy, loss = score(scored, tokenizer, items, [text for text, _ in held_out])
         shown = [accuracy[skill] for skill in SKILLS] + [sum(accuracy.values()) / len(accuracy)]
-        loss = heldout_loss(scored, tokenizer, [text for text, _ in held_out])
         print(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shown) + f" | {loss:.3f} |")
     shares = expert_shares(model, tokenizer, items)
     print("\nShare of routed tokens per expert, in per cent\n\n```")

@@ -1,6 +1,7 @@
 """The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 
 from compressor.api import compress
 from compressor.checkpoint.reader import Checkpoint, Size
-from compressor.data.demo import demo_checkpoint, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.comoe.evaluating import ask
+from compressor.data.demo import Item as Question
+from compressor.data.demo import demo_checkpoint, load_documents, load_items
 from compressor.errors import CompressionError
+from compressor.evaluation.items import Item
 from compressor.model.inspection import inspect
 from compressor.progress import Progress, quiet_transformers
 
@@ -25,6 +29,19 @@ TEXT: dict[str, Any] = {
     "calibration": "demo",
     "sequence_length": 128,
 }  # the demo model was trained on windows of 128 bytes
+
+
+def score(
+    model: Any, tokenizer: Any, questions: Sequence[Question], texts: Sequence[str]
+) -> tuple[dict[str, float], float]:
+    """Share of right answers for each skill, and loss in nats per token of the texts (0 without any)."""
+    items = [
+        Item(f"{tokenizer.bos_token}{each.question}", each.choices[each.answer], each.choices, each.skill)
+        for each in questions
+    ]
+    found = {each.task: each for each in ask(model, tokenizer, [*items, *(Item("", text) for text in texts)])}
+    loss = found.pop("").loss if texts else 0.0
+    return {skill: each.accuracy for skill, each in found.items()}, loss
 
 
 def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[dict[str, Any]]:
@@ -43,8 +60,8 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool 
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        loss = heldout_loss(model, tokenizer, [text for text, _ in load_documents("heldout")[::every]])
-        accuracy = skill_accuracy(model, tokenizer, load_items()[::every])
+        texts = [text for text, _ in load_documents("heldout")[::every]]
+        accuracy, loss = score(model, tokenizer, load_items()[::every], texts)
         return {"name": name, "experts": count, **asdict(size), "loss": loss, "accuracy": accuracy}
 
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:

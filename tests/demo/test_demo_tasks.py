@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.data.demo import load_documents, load_items, skill_accuracy
+from compressor.cli.demonstration import score
+from compressor.data.demo import load_documents, load_items
 from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Silent
@@ -60,7 +61,7 @@ def test_every_item_is_right_or_wrong_as_the_demo_finds(worse: Path, worse_score
     items = load_items()
     for skill in SKILLS:
         asked = [item for item in items if item.skill == skill][:PER_SKILL]
-        expected = [skill_accuracy(model, tokenizer, [item])[skill] for item in asked]
+        expected = [score(model, tokenizer, [item], ())[0][skill] for item in asked]
         assert [found[f"moe_demo_{skill}/{number}"] for number in range(PER_SKILL)] == expected
     assert 0.2 < sum(worse_scores.values) / len(worse_scores.values) < 0.95  # both answers occur
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from compressor.data.demo import Item, heldout_loss, load_documents, load_items, skill_accuracy
+from compressor.cli.demonstration import score
+from compressor.data.demo import load_documents, load_items
 from scripts.demo_skills import SKILLS
 
 CHECKPOINT = Path(str(resources.files("compressor").joinpath("demo", "checkpoint")))
@@ -44,7 +45,7 @@ def test_tokenizer_has_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) ->
 
 
 def test_shipped_checkpoint_knows_every_skill(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    accuracy = skill_accuracy(model, tokenizer, load_items()[::5])
+    accuracy, _ = score(model, tokenizer, load_items()[::5], ())
     assert set(accuracy) == set(SKILLS)
     assert min(accuracy.values()) >= 0.95, accuracy
 
@@ -57,7 +58,7 @@ def test_choices_give_nothing_away_without_their_question(
     exchanged = [
         replace(item, question=same[index - 37].question) for same in by_skill for index, item in enumerate(same)
     ]
-    accuracy = skill_accuracy(model, tokenizer, exchanged)
+    accuracy, _ = score(model, tokenizer, exchanged, ())
     assert all(0.15 < share < 0.4 for share in accuracy.values()), accuracy
 
 
@@ -77,15 +78,7 @@ def test_accuracy_agrees_with_one_choice_at_a_time(model: PreTrainedModel, token
         right[item.skill] += scores.index(max(scores)) == item.answer
     counts = {skill: sum(item.skill == skill for item in items) for skill in SKILLS}
     expected = {skill: right[skill] / counts[skill] for skill in SKILLS}
-    assert skill_accuracy(model, tokenizer, items) == expected
-
-
-def test_accuracy_follows_the_marked_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    question, choices = "sort 7391 ->", (" 1397", " 1379", " 1739", " 9731")
-    marks = [
-        skill_accuracy(model, tokenizer, [Item("sorting", question, choices, answer)])["sorting"] for answer in range(4)
-    ]
-    assert marks == [0.0, 1.0, 0.0, 0.0]
+    assert score(model, tokenizer, items, ()) == (expected, 0)
 
 
 def test_loss_agrees_with_a_loop_over_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -99,18 +92,7 @@ def test_loss_agrees_with_a_loop_over_documents(model: PreTrainedModel, tokenize
         total += functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum").item()
         count += tokens.shape[1] - 1
     assert count == sum(len(text) for text in texts)
-    assert heldout_loss(model, tokenizer, texts) == pytest.approx(total / count, rel=1e-5)
-
-
-def test_loss_ignores_the_order_of_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [text for text, _ in load_documents("heldout")[:20]]
-    forwards = heldout_loss(model, tokenizer, texts)
-    assert heldout_loss(model, tokenizer, texts[::-1]) == pytest.approx(forwards, rel=1e-5)
-
-
-def test_loss_refuses_nothing_to_score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ValueError, match="no tokens to score in 0 documents"):
-        heldout_loss(model, tokenizer, [])
+    assert score(model, tokenizer, (), texts) == ({}, pytest.approx(total / count, rel=1e-5))
 
 
 def log_likelihood(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, choice: str) -> float:

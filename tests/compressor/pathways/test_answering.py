@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Item(f"{text} {n}", answer, (" a", " b")) for n, text in enumerate(["one", "to"]) for answer in (" a", " b")
     ]
     (folder / "asked.jsonl").write_text(item_lines([*items, *(Item(f"{PROMPT}", x, CHOICES) for x in CHOICES)]))
-    compressor.reference(str(folder / "model"), folder / "reference", data=folder / "asked.jsonl", device="cpu")
+    compressor.reference(str(folder / "model"), folder / "reference", calibration=folder / "asked.jsonl", device="cpu")
     return folder
 
 

@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small.save(folder / "model", max_position_embeddings=MOST)
     items = [Item(f"{n} or {n}", answer, (" a", " b")) for n in range(3) for answer in (" a", " b")]
     (folder / "asked.jsonl").write_text(item_lines(items))
-    compressor.reference(str(folder / "model"), folder / "reference", data=folder / "asked.jsonl", device="cpu")
+    compressor.reference(str(folder / "model"), folder / "reference", calibration=folder / "asked.jsonl", device="cpu")
     return folder
 
 
