@@ -10,12 +10,12 @@ from compressor.errors import without_tokens
 
 MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
-FILE = re.compile(r"[^/\\]+\.(txt|jsonl?)")  # how the path of a text file ends
+FILE = re.compile(r"[^/\\]+\.(txt|jsonl?|parquet)(#.*)?")  # how the path of a text file ends
 NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
 STEP = r"[^=,:/\\]*[/\\]"  # a folder within a path
 PATH = re.compile(  # of an argument, up to the last name: a path from somewhere, or one that ends like a text file
     rf"(?<![^=,:])(?:(?:~[^=,:/\\]*|\.{{1,2}}|[A-Za-z]:|file:)?[/\\](?:{STEP})*"
-    rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?)\b))"
+    rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?|parquet)\b))"
 )
 
 

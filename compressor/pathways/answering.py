@@ -6,7 +6,7 @@ checkpoint. L late MoE layers, E experts (and any rows beyond them).
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -247,11 +247,9 @@ def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]
         answer = whole[len(prompt) :]
         if not prompt.strip() or not answer.strip() or not whole.startswith(prompt):
             continue
-        items.append(Item(prompt, answer))
-        try:  # prompt and answer must still have tokens of their own when they are read as text
-            rows_of(items[-1], tokenizer, model.vocabulary, positions(model.config))
-        except CompressionError:
-            items.pop()
+        with suppress(CompressionError):  # prompt and answer must have tokens of their own when they are read as text
+            rows_of(item := Item(prompt, answer), tokenizer, model.vocabulary, positions(model.config))
+            items.append(item)
     if not items:
         raise CompressionError("nothing that the base expects can be written as text; give --reference items")
     return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]

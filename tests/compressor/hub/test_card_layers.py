@@ -126,17 +126,18 @@ def test_names_lose_their_folders_and_nothing_else() -> None:
     for name, expected in {
         "org/model": "org/model", "allenai/c4:en": "allenai/c4:en", "demo": "demo", "model": "model",
         "/home/me/models/mine": "mine", "/home/me/models/mine/": "mine", "~/texts": "texts", "../up/mine": "mine",
-        "data/private/texts.jsonl": "texts.jsonl", "C:\\Users\\me\\texts.txt": "texts.txt", "file:///home/me/a": "a",
+        "data/texts.jsonl#body": "texts.jsonl#body", "C:\\Users\\me\\texts.txt": "texts.txt", "file:///home/me/a": "a",
     }.items():  # fmt: skip
         assert label(name) == expected
     command = (
         "moe-compress compress /home/me/big -o ~/out/small --calibration data/private/a.txt=0.5 \\\n"
-        "--calibration=/srv/b.jsonl=0.5 --calibration allenai/c4 --protect '/home/my name/h.json' org/model\n"
+        "--calibration=/srv/b.jsonl=0.5 --calibration allenai/c4 --calibration d/c.parquet "
+        "--protect '/home/my name/h.json' org/model\n"
         "moe-compress apply ../plan.json"
     )
     assert without_paths(command) == (
         "moe-compress compress big -o small --calibration a.txt=0.5 --calibration=b.jsonl=0.5 --calibration allenai/c4 "
-        "--protect h.json org/model\nmoe-compress apply plan.json"
+        "--calibration c.parquet --protect h.json org/model\nmoe-compress apply plan.json"
     )
     assert "home" not in without_paths("moe-compress inspect /home/me/it 'without an end")
 

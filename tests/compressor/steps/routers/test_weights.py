@@ -175,7 +175,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"{n} is", "answer": answer, "choices": [" a", " b"]} for n in "12345" for answer in (" a", " b")
     ]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    compressor.reference(str(folder / "smaller"), folder / "reference", calibration=folder / "items.jsonl", device="cpu")
+    compressor.reference(
+        str(folder / "smaller"), folder / "reference", calibration=folder / "items.jsonl", device="cpu"
+    )
     return folder
 
 
