@@ -114,7 +114,7 @@ def field_options(
         annotation, default, text = described[field]
         kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
         kind: Any = kinds[0] if kinds in ([bool], [int], [float]) else str  # what else it is, the field itself checks
-        kind = list[str] if kinds == [tuple[str, ...]] else kind
+        kind = list[str] if get_origin(kinds[0]) is tuple else kind
         if mention and default is not None:
             text = f"{str(text).rstrip('.')} (default: {default})."
         default = None if bare else default

@@ -188,7 +188,7 @@ def documents(
     """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = Address.parse(source.source)
-    path, rows = Path(address.name), None
+    path = Path(address.name)
 
     def texts(rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
         for where, row in rows:
@@ -198,6 +198,7 @@ def documents(
             if text.strip():
                 yield text
 
+    rows: Iterator[tuple[str, Any]] | None = None
     if source.rows is not None:
         rows = ((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1))
     elif address.name == GIVEN:

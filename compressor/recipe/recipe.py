@@ -257,9 +257,10 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
             remedy = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in map(str, recipe.calibration.data or ()):
-        names = {Address.parse(text).name for text in (source, source.rpartition("=")[0])}
-        if not any(map(os.path.exists, names)) and any(Path(name).suffix in TEXT_SUFFIXES for name in names):
-            raise CompressionError(f"{path} names the text {source}, which is not here; name it with --calibration")
+        names = [Address.parse(text).name for text in (source, source.rpartition("=")[0])]
+        texts = [name for name in names if Path(name).suffix in TEXT_SUFFIXES]
+        if texts and not any(map(os.path.exists, names)):
+            raise CompressionError(f"{path} names the text {texts[0]}, which is not here; name it with --calibration")
 
 
 def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:

@@ -280,7 +280,7 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
     return [decisions(replace(plan, mtp=said_of_heads(model, spec.heads))) for plan in plans]
 
 
-def refuse_per_source(steps: Sequence[Step], sources: Sequence[str]) -> None:
+def refuse_per_source(steps: Sequence[Step], sources: Sequence[Any]) -> None:
     """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
     prune: Any = next((step for step in steps if step.name == "prune"), None)
     if prune is None or prune.sequential:
