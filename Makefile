@@ -1,21 +1,23 @@
 # Two commands set everything up: `make demo` compresses the embedded model, `make test` passes the tests.
 PYTHON ?= python3
 VENV ?= .venv
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test lint docs
+.PHONY: demo test test-all lint docs
 demo: $(VENV)/installed
 	$(VENV)/bin/moe-compress demo
+
+# The same every time: no random seed, and hypothesis derandomised (the profile `fast` of tests/conftest.py).
+test: lint docs
+	PYTHONHASHSEED=0 $(PYTEST) -m "not full"
 
 # What computes plans is tested once more as a processor without vector instructions would; reading them differs nowhere.
 DECIDING = tests/strategies tests/compressor/test_tolerance.py tests/compressor/steps/prune
 
-test: $(VENV)/installed
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell \
-		$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(DECIDING)
+# What `make test` leaves out, and properties once more with random seeds and more examples.
+test-all: $(VENV)/installed
+	$(PYTEST) -m "full or hypothesis" --hypothesis-profile full
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell $(PYTEST) $(DECIDING)
 	scripts/check_wheel.sh $(VENV)/bin/python
 
 lint: $(VENV)/installed

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import random
 import shutil
 import tempfile
 
@@ -14,22 +15,28 @@ if "MOE_COMPRESSOR_CACHE" not in os.environ:  # records of runs and results go i
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
 from tests.command_line import Run, runner
 
 torch.set_num_threads(1)
-settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
-settings.load_profile("untimed")
+lenient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+settings.register_profile("fast", lenient, derandomize=True, database=None, max_examples=20)
+settings.register_profile("full", lenient, derandomize=False, print_blob=True, max_examples=100)
+settings.load_profile("fast")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is about a CUDA device where there is none."""
+    """Draw the same numbers in a test whatever ran before it; skip what is about a CUDA device where there is none."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device here")
 

@@ -36,9 +36,12 @@ def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 def save(folder: Path, name: str = "mixtral", shard: str = "5GB", **overrides: Any) -> Path:
     """Write a tiny model with its tokenizer; returns the folder."""
-    model = zoo.build(name, vocab_size=VOCABULARY, **overrides)
-    model.save_pretrained(folder, max_shard_size=shard)
-    tokenizer().save_pretrained(folder)
+
+    def write(first: Path) -> None:
+        zoo.build(name, vocab_size=VOCABULARY, **overrides).save_pretrained(first, max_shard_size=shard)
+        tokenizer().save_pretrained(first)
+
+    zoo.save_once(folder, (name, shard, overrides), write)
     return folder
 
 

@@ -29,7 +29,6 @@ from tests import zoo
 from tests.plans import by_hand, make_plan, plan_of, pruned
 from tests.reference import cut, forced_logits, realign, stored_bytes
 
-NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
 # one of every layout, and of every way to route; that each family learns is seen in tests/compressor/steps/prune
 LAYOUTS = ["mixtral", "mixtral-16experts", "qwen3_moe-collide", "gpt_oss", "deepseek_v3-n_group4", "zaya", "gemma4",
@@ -57,7 +56,7 @@ class Case:
         return zoo.family(self.name).count_field
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=zoo.sweep())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, folder = str(request.param), tmp_path_factory.mktemp("source")
     model = zoo.build(name, **WIDER.get(name, {}))
@@ -175,7 +174,7 @@ def test_dropping_experts_equals_the_reference(case: Case, tmp_path: Path) -> No
     torch.testing.assert_close(zoo.logits(found, case.ids), forced, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, indirect=True)
+@pytest.mark.parametrize("case", zoo.sweep(LAYOUTS), indirect=True)
 def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (True, 6)  # enough to leave the uniform merge behind
     monkeypatch.setattr(choose.learn_coefficients, "__defaults__", steps)

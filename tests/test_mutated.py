@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -196,8 +196,6 @@ def gate() -> dict[str, Any]:
     return found
 
 
-FAST = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
 
 def shown(blocks: Any) -> None:
     """In every medium that takes blocks."""
@@ -208,7 +206,6 @@ def shown(blocks: Any) -> None:
         text.encode()
 
 
-@FAST
 @given(mutated(config))
 @example(json.dumps({"model_type": "mixtral", "architectures": [1]}).encode())
 @example(json.dumps({"model_type": "mixtral", "architectures": 1}).encode())
@@ -229,7 +226,6 @@ def test_config(raw: bytes) -> None:
             PartialModel(checkpoint, loaded, torch.float32, torch.device("cpu"))
 
 
-@FAST
 @given(mutated(header))
 @example(json.dumps({"a": {"dtype": "F32", "shape": [10**4290], "data_offsets": [0, 16]}}).encode())
 @example(json.dumps({"a": {"dtype": "F32", "shape": [10**3000] * 2, "data_offsets": [0, 22]}}).encode())
@@ -243,7 +239,6 @@ def test_header(raw: bytes) -> None:
         assert sum(info.nbytes for info in tensors.values()) == 22
 
 
-@FAST
 @given(mutated(index))
 @example(json.dumps({"weight_map": {"a.weight": "x" * 300 + ".safetensors"}}).encode())
 @example(json.dumps({"weight_map": {"a.weight": "\ud800\x00"}}).encode())
@@ -260,7 +255,6 @@ def pruned_otherwise(**changes: Any) -> dict[str, Any]:
     return content
 
 
-@FAST
 @given(mutated(plan))
 @example(json.dumps({**plan(), "dtype": []}).encode())
 @example(json.dumps(pruned_otherwise(layers=[{**pruned(plan())["layers"][0], "experts": 10**12}])).encode())
@@ -275,7 +269,6 @@ def test_plan(raw: bytes) -> None:
         recipe_yaml(recipe_of_plan(made))
 
 
-@FAST
 @given(mutated(lambda: HUBS))
 def test_hubs(raw: bytes) -> None:
     record = json.dumps(compression())
@@ -289,7 +282,6 @@ def test_hubs(raw: bytes) -> None:
             json.loads(data.to_json())
 
 
-@FAST
 @given(mutated(gate))
 @example(json.dumps({**gate(), "confidence": 0}).encode())
 @example(json.dumps({**gate(), "confidence": 1}).encode())
@@ -304,7 +296,6 @@ def test_gate(raw: bytes) -> None:
         differing(folder, result.compressed_identity)
 
 
-@FAST
 @given(mutated(compression))
 def test_compression(raw: bytes) -> None:
     with folder_with(compression__json=raw) as folder, only_sentences():
@@ -323,7 +314,6 @@ def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:
     write_reference(found, folder / "again", False)
 
 
-@FAST
 @example(json.dumps({**reference()[0], "layers": ["layers.0", "\ud800"]}).encode())
 @given(mutated(lambda: reference()[0]))
 def test_reference(raw: bytes) -> None:
@@ -332,7 +322,6 @@ def test_reference(raw: bytes) -> None:
         whole_reference(folder, raw, items)
 
 
-@FAST
 @given(mutated(lambda: reference()[1]))
 def test_item(raw: bytes) -> None:
     facts, *items = (json.dumps(part).encode() for part in reference())
@@ -353,7 +342,6 @@ def adapters() -> tuple[dict[str, Any], bytes]:
         return json.loads((Path(place) / "made" / FACTS).read_text()), (Path(place) / "made" / TENSORS).read_bytes()
 
 
-@FAST
 @given(mutated(lambda: adapters()[0]))
 def test_adapters(raw: bytes) -> None:
     with folder_with(comoe__json=raw, adapters__safetensors=adapters()[1]) as folder, only_sentences():

@@ -56,7 +56,7 @@ EXACT = [
 ROUNDING = 2e-6  # of the largest logit
 
 
-@pytest.mark.parametrize("name", [*zoo.FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("name", zoo.sweep([*zoo.FAMILIES, *VARIANTS]))
 def test_a_split_model_computes_the_same_or_is_refused(name: str, tmp_path: Path) -> None:
     model, out = zoo.save(name, tmp_path / "model"), tmp_path / "out"
     if name in REFUSED:
@@ -218,7 +218,7 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
 # --- on the way of `compress` -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name in zoo.FAMILIES or "-" in name])
+@pytest.mark.parametrize("name", zoo.sweep(name for name in EXACT if name in zoo.FAMILIES or "-" in name))
 def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_path: Path) -> None:
     zoo.save(name, tmp_path / "model")
     made = compressor.compress(str(tmp_path / "model"), tmp_path / "split", [make_step("split", {"parts": 2})])

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tests import zoo
 
-NAMES = [*zoo.FAMILIES, *zoo.VARIANTS]
-EVERY = pytest.mark.parametrize("name", NAMES)
+EVERY = pytest.mark.parametrize("name", zoo.sweep())
 
 
 def record_calls(model: nn.Module) -> dict[str, Tensor]:

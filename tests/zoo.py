@@ -3,9 +3,17 @@
 Test support: no download, no disk, float32 on the CPU; see `zoo_configs.py` for the configurations.
 """
 
+import atexit
+import copy
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -21,12 +29,28 @@ EMBEDDING_STD = 0.5  # above the biases, so that the residual stream stays the t
 ROUTER_STD = 0.5  # router logits spread by about 2.8, so that tokens choose differently
 NOISE = 0.1  # added to vectors (norms, biases, scales), so that swapping two entries shows in the logits
 ROUTERS = (".gate.", ".router.")
+REPRESENTATIVE = (  # one of every layout
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "nemotron_h",
+    "zaya",
+    "deepseek_v4",
+    "ernie4_5_vl_moe",
+)
 KEPT = (
     "bias",
     "scale",
     "norm",
     "A_log",
 )  # parameters, also of 2 dimensions, that stay near what the model's code chose
+
+
+def sweep(names: Iterable[str] = (*FAMILIES, *VARIANTS), but: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test of many families: `make test` runs it on the representative ones among them."""
+    found = [name for name in names if name not in but]
+    return [pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.full) for name in found]
 
 
 def family(name: str) -> Family:
@@ -72,11 +96,17 @@ def skeleton(name: str) -> PreTrainedModel:
 
 def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A float32 model in eval mode whose routing differs between tokens and whose biases are not zero."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _instantiate(family(name), configure(name, **overrides))
-    randomise(model, torch.Generator().manual_seed(seed))
-    return model
+    key = repr((name, seed, overrides))
+    if key not in _BUILT:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _instantiate(family(name), configure(name, **overrides))
+        randomise(model, torch.Generator().manual_seed(seed))
+        _BUILT[key] = model
+    return copy.deepcopy(_BUILT[key])
+
+
+_BUILT: dict[str, PreTrainedModel] = {}  # once a process; tests get copies
 
 
 @torch.no_grad()
@@ -109,8 +139,23 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
 def save(name: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Build and write with `save_pretrained`; returns the model."""
     model = build(name, seed)
-    model.save_pretrained(folder)
+    save_once(folder, (name, seed), model.save_pretrained)
     return model
+
+
+def save_once(folder: Path, key: object, write: Callable[[Path], Any]) -> None:
+    """Fill a folder with what `write` writes: the first time in this process; later it is copied."""
+    first = _models() / hashlib.sha256(repr(key).encode()).hexdigest()
+    if not first.exists():
+        write(first)
+    shutil.copytree(first, folder, dirs_exist_ok=True)
+
+
+@cache
+def _models() -> Path:
+    folder = tempfile.mkdtemp(prefix="moe-compressor-models-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def reload(name: str, folder: Path) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ def noisy(value: Tensor, seed: int, size: float = 1e-7) -> Tensor:
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     values=st.lists(NUMBERS, min_size=1, max_size=12, unique=True), copies=st.integers(2, 6), seed=st.integers(0, 99)
 )
@@ -52,7 +51,6 @@ def test_what_noise_alone_parts_is_equal_and_what_differs_is_not(values: list[fl
     torch.testing.assert_close(found[:, 0], ordered, rtol=2 * ROUNDING, atol=0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(values=st.lists(st.floats(allow_subnormal=False), max_size=40), seed=st.integers(0, 99))
 def test_order_places_and_what_is_no_number_stay(values: list[float], seed: int) -> None:
     given_values = torch.tensor(values, dtype=torch.float64)
@@ -111,7 +109,6 @@ def test_the_least_is_the_first_of_equal_ones() -> None:
     assert stable_argmin([float("inf"), float("-inf")]) == 1 and stable_argmin([1e-12, 0.0], 1e-11) == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 99), count=st.integers(1, 7), blocks=st.sampled_from([None, [[0, 1, 2, 3], [4, 5, 6, 7]]]))
 def test_groups_of_tied_experts_do_not_hang_on_noise(seed: int, count: int, blocks: Any) -> None:
     """Eight experts at the corners of a cube: three distances, each many times."""

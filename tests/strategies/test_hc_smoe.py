@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
@@ -76,7 +76,6 @@ def test_a_whole_model_against_scipy(name: str, tmp_path: Path) -> None:
             assert group.coefficients == group.router_coefficients == pytest.approx(shares)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_clusters_equal_scipys(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 24))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -123,7 +123,6 @@ def test_a_whole_model_against_loops(name: str, size: int, tmp_path: Path) -> No
         assert planned.decided_by == "REAP's saliency, gated outputs and router logits"
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     experts, tokens = data.draw(st.integers(3, 9)), data.draw(st.integers(1, 5))

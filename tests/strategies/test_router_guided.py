@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,7 +62,6 @@ def naive(counts: list[int], logits: list[list[float]], keep: int, protected: se
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_groups_equal_plain_loops(data: st.DataObject) -> None:
     blocks = data.draw(st.sampled_from([1, 2]))
     counts = data.draw(st.lists(st.integers(0, 5), min_size=8, max_size=8))

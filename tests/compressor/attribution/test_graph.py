@@ -89,7 +89,7 @@ def test_score_edges_change_no_centrality() -> None:
 # --- measures ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 999))
 def test_measures_are_those_of_brute_force(seed: int) -> None:
     graph = routing_graph(random_attribution(seed))
@@ -209,7 +209,7 @@ def test_communities_are_the_experts_that_go_together() -> None:
     assert [row[:3] for row in rows] == [("0", "12", "3"), ("1", "9", "3")]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 999), st.integers(1, 3))
 def test_pairs_beyond_chance_are_those_of_a_plain_count(seed: int, parts: int) -> None:
     random, tokens, routers, experts = torch.Generator().manual_seed(seed), 90, 3, 6

@@ -71,7 +71,7 @@ def same(first: Attribution, second: Attribution, rel: float = 1e-4, ranks: floa
         assert mine.max_entry == pytest.approx(theirs.max_entry, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in REFUSED])
+@pytest.mark.parametrize("name", zoo.sweep(but=REFUSED))
 def test_sub_scores_add_to_the_logits_of_every_family(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     found = run(model, batches(stock))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.data.batches import (
@@ -107,7 +107,6 @@ def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> Non
     ]
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(16, 150), min_size=1, max_size=3),
     weights=st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=3, max_size=3),

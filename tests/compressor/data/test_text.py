@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,6 @@ def reserved_batches(text: Text) -> list[Tensor]:
 sources_of = st.lists(st.sampled_from([0.2, 1.0, 4.0]), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(
     weights=sources_of, samples=st.integers(3, 20), share=st.sampled_from([0.0, 0.25, 0.9]),
     reserve=st.sampled_from([0, 3, 7]), first=st.integers(1, 40), second=st.integers(1, 40), more=st.integers(0, 70),
@@ -80,7 +79,6 @@ def test_parts_follow_each_other_where_the_text_suffices(
         assert all(batch.shape[1] == length and 1 <= len(batch) <= rows for batch in made.part(name))
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(20, 900), min_size=1, max_size=3), share=st.sampled_from([0.0, 0.25]),
     samples=st.sampled_from([0, 3, 12]), order=st.permutations(list(PARTS)),

@@ -57,7 +57,7 @@ BLOCKS: dict[str, tuple[Callable[[str], Block], str]] = {  # how a text gets in,
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(text=TEXTS)
 def test_any_text_comes_out_as_the_same_text(kind: str, text: str) -> None:
     build, element = BLOCKS[kind]

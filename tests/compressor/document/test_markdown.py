@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -69,7 +69,6 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-@settings(max_examples=300)
 @given(LINE)
 def test_foreign_text_means_nothing_in_any_block(text: str) -> None:
     said = _line(text)
@@ -85,7 +84,6 @@ def test_foreign_text_means_nothing_in_any_block(text: str) -> None:
     assert _texts(_read(Text((Link(text, "https://example.org/x"),))))[1] == ("a", said)
 
 
-@settings(max_examples=200)
 @given(LINE)
 def test_code_is_shown_as_it_is(text: str) -> None:
     texts = _texts(_read(Text((Code(text),))))
@@ -96,7 +94,6 @@ def test_code_is_shown_as_it_is(text: str) -> None:
     assert listing.rstrip("\n").replace("\r", "\n") == text.strip("\n").rstrip("\n").replace("\r", "\n")
 
 
-@settings(max_examples=100)
 @given(LINE)
 def test_a_picture_has_its_words(text: str) -> None:
     figure = Figure("x", "t", "c", (Drawing("t", text, (1, 1), lambda canvas: None),))

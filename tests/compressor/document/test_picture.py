@@ -84,7 +84,7 @@ def test_margins_place_the_axes() -> None:
     assert (rows.min(), rows.max()) == pytest.approx((0.34 + 0.25, 0.34 + 1.5), abs=0.03)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_words_are_shown_as_they_are(title: str, alt: str) -> None:
     (text,) = inline_svgs("one", [Drawing(title, alt, (1.0, 0.5), lambda canvas: None)])

@@ -5,7 +5,7 @@ import io
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -90,7 +90,6 @@ def test_nothing_is_taken_for_markup(
     assert shown(capsys, *blocks).count(HOSTILE) == 1 + 4 + 1 + 1 + 4 + 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=30))
 def test_any_word_is_shown_as_it_is(word: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:

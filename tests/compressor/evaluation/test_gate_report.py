@@ -66,7 +66,6 @@ def page(result: GateResult) -> str:
 # JSON
 
 
-@settings(max_examples=80, deadline=None)
 @given(gates())
 def test_any_result_is_read_back_from_strict_json(result: GateResult) -> None:
     assert gate_from_content(strict(gate_json(result))) == result
@@ -281,7 +280,6 @@ def test_a_routed_model_is_told_of_with_the_verdict() -> None:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(gates())
 @example(gate(task(metric="\r")))
 @example(gate(task(metric="\x1f")))
@@ -298,7 +296,6 @@ def test_figures_without_a_number_are_signs() -> None:
     assert [change(x, "likelihood") for x in (0.0123, -0.5, math.inf)] == ["+1.23%", "-50.00%", "+∞"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.floats(-0.05, 0.05), st.floats(0.02, 0.2), st.floats(0.8, 0.99), st.integers(1, 9), st.booleans())
 def test_the_items_needed_decide_with_probability_four_fifths(
     drop: float, error: float, confidence: float, count: int, likelihoods: bool
@@ -372,7 +369,6 @@ def test_junit_says_how_the_command_ends(verdict: str) -> None:
     assert ["status 3" in message for message in skipped] == ([True] if verdict == "inconclusive" else [])
 
 
-@settings(max_examples=60, deadline=None)
 @given(gates())
 def test_any_result_is_xml_to_two_parsers(result: GateResult) -> None:
     made = junit(result)
@@ -440,7 +436,7 @@ def test_no_figure_without_tasks_or_with_too_many_and_what_is_no_number_stands_a
     assert dots(axes)[0][0] == 10 and axes.get_xlim()[0] < -10
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(gates())
 def test_any_result_can_be_drawn(result: GateResult) -> None:
     if (made := gate_figure(result)) is None:

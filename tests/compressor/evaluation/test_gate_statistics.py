@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
@@ -195,7 +195,6 @@ def test_clusters_never_narrow_and_one_is_none() -> None:
 
 
 @given(kinds, st.integers(0, 500), st.sampled_from([0.0, 0.02, 0.1, 0.3]), st.sampled_from([0.8, 0.95]))
-@settings(deadline=None)
 def test_verdict_and_bounds_agree(kind: str, seed: int, max_drop: float, confidence: float) -> None:
     found = gate(*sample(kind, seed), max_drop, confidence)
     assert found.lower <= found.drop <= found.upper and found.p_pass + found.p_fail >= 1 - 1e-9
@@ -205,7 +204,6 @@ def test_verdict_and_bounds_agree(kind: str, seed: int, max_drop: float, confide
 
 
 @given(kinds, st.integers(0, 500))
-@settings(deadline=None, max_examples=50)
 def test_swapped_models_mirror_the_bounds(kind: str, seed: int) -> None:
     base, after = sample(kind, seed)
     found, swapped = gate(base, after), gate(after, base)
@@ -218,7 +216,6 @@ def test_swapped_models_mirror_the_bounds(kind: str, seed: int) -> None:
 
 
 @given(kinds, st.integers(0, 500), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
 def test_the_order_of_the_items_does_not_matter(kind: str, seed: int, random: Any) -> None:
     def shuffled(given: ItemScores) -> ItemScores:
         order = random.sample(range(40), 40)
@@ -231,7 +228,6 @@ def test_the_order_of_the_items_does_not_matter(kind: str, seed: int, random: An
 
 
 @given(st.sampled_from(["right or wrong", "few differ"]), st.integers(0, 500))
-@settings(deadline=None, max_examples=50)
 def test_more_items_that_agree_narrow(kind: str, seed: int) -> None:
     base, after = sample(kind, seed)
     before = gate(base, after)
@@ -321,7 +317,6 @@ def test_the_simulation_judges_as_the_gate_does() -> None:
 
 
 @given(st.integers(0, 60), st.integers(0, 60))
-@settings(deadline=None)
 def test_mcnemar_counts_coin_tosses_as_uneven(lost: int, gained: int) -> None:
     tosses = lost + gained
     uneven = sum(math.comb(tosses, k) for k in range(tosses + 1) if abs(2 * k - tosses) >= abs(lost - gained))
@@ -470,7 +465,6 @@ def test_holm_rejects_what_the_stepwise_procedure_rejects(p_values: list[float],
 
 
 @given(chances, st.data())
-@settings(deadline=None)
 def test_holm_is_monotone_and_never_lowers(p_values: list[float], data: st.DataObject) -> None:
     before = holm(np.array(p_values))
     assert np.all(before >= p_values) and np.all(before <= 1)
@@ -490,7 +484,6 @@ tables = st.integers(1, 300).flatmap(
 
 
 @given(tables, st.floats(-0.95, 0.95))
-@settings(deadline=None)
 def test_the_constrained_gain_is_the_likeliest_one(table: tuple[int, int, int], drop: float) -> None:
     lost, gained, items = table
     low, high = max(0.0, -drop), (1 - drop) / 2
@@ -534,14 +527,12 @@ def test_ends_of_the_scale() -> None:
 
 
 @given(tables, st.floats(-0.9, 0.9), st.floats(1e-3, 0.1))
-@settings(deadline=None)
 def test_p_falls_as_the_drop_rises(table: tuple[int, int, int], drop: float, step: float) -> None:
     assert at_most(*table, drop + step) <= at_most(*table, drop) + 1e-9
     assert at_most(*table, drop) + at_least(*table, drop) >= 1 - 1e-9
 
 
 @given(tables, st.sampled_from([0.01, 0.05, 0.2]))
-@settings(deadline=None, max_examples=50)
 def test_bounds_are_where_p_is_alpha_and_mirror(table: tuple[int, int, int], alpha: float) -> None:
     lost, gained, items = table
     assume(max(lost, gained) < items)

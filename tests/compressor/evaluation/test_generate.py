@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -145,7 +145,6 @@ def test_sampling_by_hand() -> None:
     assert probabilities(torch.zeros(4), 1.0, 1, None).tolist() == [1, 0, 0, 0]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.floats(0.2, 3),
@@ -222,7 +221,6 @@ def streamed(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) 
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     kind=st.sampled_from(sorted(TOKENIZERS)),
     text=st.text(st.sampled_from(["a", "b", "c", " ", "\n", "é", "你", "🙂", "ﷺ", "́"]), min_size=1, max_size=12),
@@ -240,7 +238,6 @@ def test_pieces_join_to_the_whole_and_hold_no_half_character(kind: str, text: st
     assert prompt + "".join(streamed(tokenizer, tokens[cut:], tokens[:cut])) == whole
 
 
-@settings(deadline=None, max_examples=80)
 @given(data=st.lists(st.sampled_from([0x61, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF]), max_size=14))
 def test_bytes_that_are_no_text_show_as_the_decoder_shows_them(data: list[int]) -> None:
     tokenizer, tokens = TOKENIZERS["bytes"], [byte_token(byte) for byte in data]

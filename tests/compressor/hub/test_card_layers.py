@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.document.markdown import markdown
@@ -59,7 +59,6 @@ def read_ranges(text: str) -> list[int]:
 
 
 @given(plans())
-@settings(max_examples=80, deadline=None)
 def test_the_table_parses_back_to_the_plan(plan: CompressionPlan) -> None:
     table = experts_table(plan)
     assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")

@@ -10,7 +10,7 @@ from compressor.model.experts import apply_expert, expert_parameters, observed_f
 from tests import zoo
 from tests.opened import one_expert
 
-EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+EVERY = pytest.mark.parametrize("name", zoo.sweep())
 NO_PRODUCT = {"gpt_oss", "openai_privacy_filter", "minimax_m3_vl"}  # (up + 1) * glu(gate)
 
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -89,7 +89,6 @@ TEXTS = st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 12)), min_siz
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.sampled_from(KINDS), TEXTS, st.integers(1, 60))
 @example("byte-level BPE", "a" * 3000, 10)
 @example("byte-level BPE of today", " " * 3000 + "the", 10)

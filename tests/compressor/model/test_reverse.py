@@ -22,7 +22,7 @@ REFUSED = {  # more than one hidden state goes from layer to layer, or to the he
     "inkling2": "its output hangs on more than the last layer's hidden states",
     "diffusion_gemma": r"model\.encoder\.language_model\.layers\.0\.\S+ shares its weights with another layer",
 }
-EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+EVERY = pytest.mark.parametrize("name", zoo.sweep())
 
 
 def loss(batch: int, output: Any) -> Tensor:

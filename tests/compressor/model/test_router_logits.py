@@ -22,7 +22,7 @@ from compressor.model.router_logits import (
 from tests import zoo
 from tests.opened import batches
 
-EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+EVERY = pytest.mark.parametrize("name", zoo.sweep())
 PLAIN = {
     "softmax": lambda logits: torch.softmax(logits, -1),
     "sigmoid": torch.sigmoid,

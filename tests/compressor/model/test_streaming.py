@@ -17,7 +17,7 @@ from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spil
 from tests import zoo
 from tests.opened import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
 
-EVERY = pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+EVERY = pytest.mark.parametrize("name", zoo.sweep())
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
 
 

@@ -48,7 +48,7 @@ def shift(model: PathwayModel, plain: Plain, size: float) -> Tensor:
     return size * torch.randn(len(plain.own), plain.own[0].shape[-1], generator=generator)
 
 
-@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in REFUSED])
+@pytest.mark.parametrize("name", zoo.sweep(but=REFUSED))
 def test_late_layers_give_the_stock_logits_bit_for_bit(name: str) -> None:
     model = engine(name)
     plain = model.run(rows(model))

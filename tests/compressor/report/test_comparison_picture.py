@@ -96,7 +96,7 @@ def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
     assert corners == {(16, 0), (12, 1.75), (12, 2.25), (8, 3.5), (8, 4.5)}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(comparisons())
 def test_any_rows_give_their_lines(made: Comparison) -> None:
     assert_lines(comparison_figure(made), made)

@@ -134,7 +134,7 @@ def test_samples_are_the_same_rows_of_a_whole_models_tensors(name: str, tmp_path
             close(stats.mixed_outputs[expert], one_expert(experts, expert, mixed))
 
 
-@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+@pytest.mark.parametrize("name", zoo.sweep())
 def test_the_stock_router_repeats_its_choices_from_the_sampled_arguments(name: str, tmp_path: Path) -> None:
     if name == "diffusion_gemma":
         pytest.skip("runs its experts on a canvas, not on the calibration tokens")
@@ -181,7 +181,7 @@ def _once(model: OpenModel, parts: Sequence[Tensor]) -> dict[str, LayerStatistic
     return statistics(model, DATA, parts, seed=SEED)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.sets(st.integers(1, 5)))
 def test_statistics_do_not_depend_on_how_batches_are_cut(whole: tuple[OpenModel, Tensor], cuts: set[int]) -> None:
     model, tokens = whole

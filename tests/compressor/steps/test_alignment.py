@@ -91,7 +91,7 @@ def test_an_expert_with_permuted_neurons_computes_the_same(name: str) -> None:
     original = {key: value.clone() for key, value in expert_parameters(experts, 1).items()}
 
     @given(st.permutations(range(width_of(experts))))
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     def check(order: list[int]) -> None:
         moved = permuted(experts, original, torch.tensor(order))
         assert list(moved) == list(original)

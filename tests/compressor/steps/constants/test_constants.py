@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
@@ -69,7 +69,6 @@ def test_the_experts_that_miss_least_go_first_and_ties_keep_the_lower_number() -
 COSTS = st.lists(st.floats(0, 10, width=32), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(COSTS, min_size=1, max_size=4), st.data())
 def test_the_cheapest_division_is_that_of_trying_all(steps: list[list[float]], data: st.DataObject) -> None:
     curves = [np.concatenate([[0.0], np.cumsum(own)]) for own in steps]

@@ -45,7 +45,7 @@ from tests.ordered import (
 from tests.plans import by_hand
 from tests.reference import cut, realign
 
-EVERY = pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name not in SHARED])
+EVERY = pytest.mark.parametrize("name", zoo.sweep(but=SHARED))
 LOGITS = 1e-5
 TUNE = Correct("tune", steps=3, tokens=20)
 

@@ -41,7 +41,7 @@ def algorithm_1(query: list[float], positives: list[list[float]], negatives: lis
 
 
 @given(some.integers(0, 10_000), some.integers(1, 4), some.integers(1, 5), some.floats(0.05, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_equals_algorithm_1_averaged_over_tokens(seed: int, positives: int, negatives: int, tau: float) -> None:
     anchor, near, far = example(4, positives, negatives, seed)
     losses = [algorithm_1(*(part[token].tolist() for part in (anchor, near, far)), tau) for token in range(4)]

@@ -303,7 +303,7 @@ def test_a_weight_begins_as_it_is(shape: tuple[int, ...]) -> None:
     assert first.abs().max() <= shape[-1] ** -0.5 and first.std() > 0.4 * shape[-1] ** -0.5
 
 
-@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+@pytest.mark.parametrize("name", zoo.sweep())
 def test_tensors_that_were_not_changed_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     _, model = opened(name, tmp_path)
     if name == "diffusion_gemma":

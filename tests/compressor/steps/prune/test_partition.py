@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -79,7 +79,6 @@ def test_by_hand() -> None:
     assert found == Grouping(((0, 2), (1, 3), (4,)), 2.0, True)
 
 
-@settings(max_examples=150, deadline=None)
 @given(matrices(largest=7))
 def test_exact_matches_brute_force(case: tuple[Tensor, int]) -> None:
     distances, count = case
@@ -91,7 +90,6 @@ def test_exact_matches_brute_force(case: tuple[Tensor, int]) -> None:
     assert best * (1 - 1e-12) - 1e-300 <= found.objective <= best * (1 + 4 * ROUNDING)  # subnormal halves are 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(matrices(largest=6))
 def test_printed_equation_has_the_same_minimisers(case: tuple[Tensor, int]) -> None:
     distances, count = case

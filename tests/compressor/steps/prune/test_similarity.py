@@ -59,7 +59,6 @@ def test_linear_cka_by_hand() -> None:
     close(linear_cka(outputs), torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 1]], dtype=torch.float64))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(3, 12), st.integers(1, 9), st.integers(0, 10**6))
 def test_cka_matches_its_definition(experts: int, tokens: int, width: int, seed: int) -> None:
     outputs = normal(experts, tokens, width, seed=seed) + 3
@@ -77,7 +76,7 @@ def test_linear_cka_in_either_space_and_in_tiles(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("cka", CKAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6))
 def test_cka_ignores_rotation_scale_and_offset(cka: Callable[[Tensor], Tensor], seed: int, scale: float) -> None:
     outputs = normal(3, 15, 4, seed=seed)
@@ -89,7 +88,7 @@ def test_cka_ignores_rotation_scale_and_offset(cka: Callable[[Tensor], Tensor], 
 
 
 @pytest.mark.parametrize("cka", CKAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 10))
 def test_cka_is_symmetric_bounded_and_one_on_the_diagonal(
     cka: Callable[[Tensor], Tensor], seed: int, tokens: int
@@ -142,7 +141,6 @@ def test_cka_refusals() -> None:
         rbf_cka(normal(2, 4, 2), sigma=0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 10**6), st.floats(0, 1e5))
 def test_distances_match_differences(experts: int, width: int, seed: int, offset: float) -> None:
     features = normal(experts, width, seed=seed) + offset

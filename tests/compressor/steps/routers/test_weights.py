@@ -32,7 +32,7 @@ from tests.opened import batches, opened
 from tests.small import tree
 
 
-@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.VARIANTS])
+@pytest.mark.parametrize("name", zoo.sweep())
 def test_inputs_times_gradients_are_the_gradient_of_the_weight(name: str, tmp_path: Path) -> None:
     if name in REFUSED:
         pytest.skip("no gradients go through it layer by layer")

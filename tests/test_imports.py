@@ -1,4 +1,4 @@
-"""The house: arrows between packages point down only, and what is light stays light."""
+"""Packages import earlier ones only, files import each other in no circle, and light imports stay light."""
 
 import ast
 import subprocess
@@ -92,7 +92,7 @@ def test_public_names_are_those_of_the_package(tmp_path: Path) -> None:
         compressor.nothing  # noqa: B018
 
 
-def test_rooms_are_no_halls() -> None:
+def test_files_are_short() -> None:
     long = {str(path.relative_to(ROOT)): count for path in sources() if (count := _lines(path)) > 800}
     assert not long
 
