@@ -523,6 +523,7 @@ MOMENTS = [
 HALFWAY = ("compressor.steps.workdir", "_write_tensor", 40)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("module", "function", "nth"), MOMENTS)
 def test_killed_and_run_again(
     module: str, function: str, nth: int, run: Run, command: list[str], whole: dict[str, str], tmp_path: Path
@@ -534,6 +535,7 @@ def test_killed_and_run_again(
     assert tree(out) == whole and names(tmp_path) == ["out"]
 
 
+@pytest.mark.full
 def test_what_was_planned_is_not_planned_again(
     run: Run, command: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,6 +548,7 @@ def test_what_was_planned_is_not_planned_again(
     assert tree(out) == whole and names(tmp_path) == ["out"]
 
 
+@pytest.mark.full
 def test_another_request_does_not_take_over_the_plan(
     run: Run, command: list[str], tmp_path: Path, originals: Path
 ) -> None:

@@ -11,7 +11,7 @@ from tests import small
 from tests.command_line import Run, captured, names, run_killed
 from tests.small import tree
 
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 
 
 @pytest.fixture(scope="module", params=["correct", "in order"])

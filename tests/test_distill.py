@@ -136,6 +136,7 @@ MOMENTS = [  # of a run of 8 evaluations
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("module", "function", "nth", "more"), MOMENTS)
 def test_a_killed_run_goes_on_to_the_same_bytes(
     module: str, function: str, nth: int, more: tuple[str, ...], run: Run, originals: Path,
@@ -158,6 +159,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert len(steps) < 8
 
 
+@pytest.mark.full
 def test_a_state_that_a_power_loss_has_cut_short_counts_as_none(
     run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
@@ -274,18 +276,8 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
         monkeypatch.setattr(training, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
         more: tuple[Any, ...] = ("--set", "distill.stream=true")
     else:
-        more = (
-            *[
-                "--correct",
-                "ridge",
-                "--routers",
-                "router",
-                "--set",
-                "routers.rounds=2",
-                "--set",
-                "routers.sequences=40",
-            ],
-        )
+        more = ("--correct", "ridge", "--routers", "router")
+        more = (*more, "--set", "routers.rounds=2", "--set", "routers.sequences=40")
         words = "- routers:\n    rounds: 2\n    sequences: 40\n- distill:\n    steps: 2"
     made = run("compress", *ask, *wish, *more, "-o", tmp_path / "one")
     assert made.status == 0

@@ -95,6 +95,7 @@ KILLED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("format", "module", "function", "nth"), KILLED)
 def test_killed_with_an_export_and_run_again(
     format: str, module: str, function: str, nth: int, run: Run, checkpoint: Path, retraced: None, tmp_path: Path

@@ -22,6 +22,8 @@ from tests.command_line import CHILDREN, Result, Run, ended, names, refused, wor
 from tests.evaluations import own_tasks
 from tests.plans import pruned
 
+pytestmark = pytest.mark.full
+
 
 def free_port() -> int:
     with socket.socket() as probe:

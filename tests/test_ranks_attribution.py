@@ -24,6 +24,8 @@ from tests.command_line import Run
 from tests.plans import pruned
 from tests.test_ranks import fine, launched
 
+pytestmark = pytest.mark.full
+
 RARE = "#"  # a character of one document alone
 ODD = "batch {} is odd"
 

@@ -22,7 +22,7 @@ from compressor.report.page import page
 from tests.reported import bare, hostile, report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")]
 HEIGHT = 12000
 SHOWN = ("done", "sizes", "experts", "similarity", "visits", "errors", "hubs", "gate", "cost")
 FRAME = """<!DOCTYPE html>

@@ -29,22 +29,10 @@ EMBEDDING_STD = 0.5  # above the biases, so that the residual stream stays the t
 ROUTER_STD = 0.5  # router logits spread by about 2.8, so that tokens choose differently
 NOISE = 0.1  # added to vectors (norms, biases, scales), so that swapping two entries shows in the logits
 ROUTERS = (".gate.", ".router.")
-REPRESENTATIVE = (  # one of every layout
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "nemotron_h",
-    "zaya",
-    "deepseek_v4",
-    "ernie4_5_vl_moe",
-)
-KEPT = (
-    "bias",
-    "scale",
-    "norm",
-    "A_log",
-)  # parameters, also of 2 dimensions, that stay near what the model's code chose
+REPRESENTATIVE = {  # one of every layout
+    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "zaya", "deepseek_v4", "ernie4_5_vl_moe",
+}
+KEPT = ("bias", "scale", "norm", "A_log")  # parameters, of 2 dimensions too, that stay near what the code chose
 
 
 def sweep(names: Iterable[str] = (*FAMILIES, *VARIANTS), but: Collection[str] = ()) -> list[Any]:
@@ -128,9 +116,7 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
             buffer.copy_(draws.argsort(dim=-1)[:, : buffer.shape[1]])
         elif "bias" in name:
             buffer.copy_(NOISE * torch.randn(buffer.shape, generator=generator))
-            if name.endswith(
-                "balancing_biases"
-            ):  # zaya: from_pretrained resets the last entry to -1, so all start there
+            if name.endswith("balancing_biases"):  # zaya: from_pretrained resets the last entry to -1
                 buffer.sub_(1)[-1] = -1
         elif name.endswith("layer_scalar"):
             buffer.add_(NOISE * torch.randn(buffer.shape, generator=generator))

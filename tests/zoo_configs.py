@@ -30,36 +30,16 @@ class Family:
 FAMILIES: dict[str, Family] = {}
 VARIANTS: dict[str, Family] = {}
 
+# fmt: off
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 16,
-}
-BASE: dict[str, Any] = {
-    **SPECIAL,
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "original_max_position_embeddings": 16}
+BASE: dict[str, Any] = {**SPECIAL, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 HEAD_DIM: dict[str, Any] = {**BASE, "head_dim": 16}
-LATENT: dict[str, Any] = {  # multi-head latent attention
-    **BASE,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 16,
-}
+LATENT: dict[str, Any] = {**BASE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 16}  # multi-head latent attention
 INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -67,61 +47,26 @@ LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
 SHARED: dict[str, Any] = {"n_shared_experts": 1}
 DENSE_FIRST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-SLIDING: dict[str, Any] = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-GRANITE: dict[str, Any] = {
-    **BASE,
-    **LOCAL,
-    "intermediate_size": 24,
-    "embedding_multiplier": 2.0,
-    "logits_scaling": 0.5,
-    "residual_multiplier": 0.8,
-    "attention_multiplier": 0.25,
-}
-LINEAR: dict[str, Any] = {  # gated delta net
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+SLIDING: dict[str, Any] = {"sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GRANITE: dict[str, Any] = {**BASE, **LOCAL, "intermediate_size": 24, "embedding_multiplier": 2.0,
+    "logits_scaling": 0.5, "residual_multiplier": 0.8, "attention_multiplier": 0.25}
+LINEAR: dict[str, Any] = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # gated delta net
 MROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}
 IMAGE_IDS: dict[str, Any] = {"image_token_id": 3, "video_token_id": 4}
 VISION_IDS: dict[str, Any] = {**IMAGE_IDS, "vision_start_token_id": 5, "vision_end_token_id": 6}
 PATCHES: dict[str, Any] = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-VISION: dict[str, Any] = {
-    **PATCHES,
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-}
+VISION: dict[str, Any] = {**PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+    "out_hidden_size": 32}
 QWEN_VISION: dict[str, Any] = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-GEMMA_VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "patch_size": 4,
-    "position_embedding_size": 16,
-}
-SAM: dict[str, Any] = {
-    "hidden_size": 16,
-    "output_channels": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 64,
-    "patch_size": 16,
-    "window_size": 2,
-    "global_attn_indexes": [0],
-    "mlp_dim": 16,
-    "downsample_channels": [16, 16],
-}
+GEMMA_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4,
+    "position_embedding_size": 16}
+SAM: dict[str, Any] = {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [0],
+    "mlp_dim": 16, "downsample_channels": [16, 16]}
+# fmt: on
 
 
 def _family(name: str, stem: str, count: str, base: dict[str, Any], /, **config: Any) -> None:

@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None, hasty
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", RUNNING, ids=name_of)
 def test_what_is_marked_runs(page: Path, folder: Path, run: Run) -> None:
     for block in blocks(page):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file
 
+import compressor
 import compressor.plugins
 from compressor.plugins import check_strategy
 from compressor.progress import Silent
@@ -20,6 +23,7 @@ from tests import small
 from tests.command_line import Run
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "compressor" / "demo" / "checkpoint"
 TEXT = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
@@ -96,8 +100,41 @@ def test_the_template_exporter_writes_every_tensor(package: Path, tmp_path: Path
         assert all(np.array_equal(found[name], value.float().numpy()) for name, value in tensors.items())
 
 
+@pytest.mark.full
 def test_the_templates_own_tests_pass(package: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package), "tests"]
     path = {"PYTHONPATH": f"{package}:{ROOT}", "PATH": "", "HOME": str(package)}
     done = subprocess.run(command, cwd=package, env=path, capture_output=True, text=True)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("package")
+def test_the_template_scales_the_experts_of_the_demo_model(tmp_path: Path, run: Run) -> None:
+    steps = [{"prune": {"strategy": "model-centric", "experts": 12}}, {"scale": {"factor": 0.5}}]
+    for name, chosen in (("pruned", steps[:1]), ("scaled", steps)):
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(yaml.safe_dump({"model": str(DEMO), "steps": chosen}))
+        made = run("compress", recipe, "-o", tmp_path / name)
+        assert made.status == 0, made.err
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("pruned", "scaled"))
+    assert set(before) == set(after)
+    experts = {name for name in before if "experts" in name and "down_proj" in name}
+    assert experts
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor * 0.5 if name in experts else tensor), name
+    repeated = run("compress", tmp_path / "scaled" / "recipe.yaml", "-o", tmp_path / "again")
+    assert repeated.status == 0, repeated.err
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "scaled" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.usefixtures("package")
+def test_the_template_is_listed_and_its_options_are_checked(tmp_path: Path, run: Run) -> None:
+    listed = run("steps").out
+    assert "scale" in listed and "Multiply each expert's down projection" in " ".join(listed.split())
+    for option, message in (("fator=0.5", r"has no option 'fator'; did you mean 'factor'\?"), ("factor=0", "factor")):
+        refused = run("compress", DEMO, "-o", tmp_path / "out", "--experts", 12, "--set", f"scale.{option}")
+        assert refused.status == 2 and re.search(message, refused.err), refused.err
+    with pytest.raises(compressor.CompressionError, match=r"no step 'scall' at steps\[0\]; did you mean 'scale'"):
+        compressor.Recipe.of({"model": str(DEMO), "steps": ["scall"]})

@@ -11,6 +11,8 @@ import pytest
 
 from tests.pages import DOCS, ROOT
 
+pytestmark = pytest.mark.full
+
 LOADING = {  # attributes whose address a browser loads by itself
     "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "link": "href",
 }  # fmt: skip

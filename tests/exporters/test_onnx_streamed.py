@@ -33,6 +33,8 @@ from exporters.onnx.verify import EXACT, MAPPED, WHOLE, Graph, compare
 from tests import quantized, small
 from tests.exporters import answers
 
+pytestmark = pytest.mark.full
+
 SIZES = {"hidden_size": 96, "head_dim": 32}  # matrices with more than the optimiser after the trace computes with
 STREAMED = ExportOptions(external_bytes=0, tokens=8, quantize="int4")
 ROUNDED = FORMATS[STREAMED.quantize]

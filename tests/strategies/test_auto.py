@@ -18,7 +18,6 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import auto
 from strategies.auto import Options
-from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import make_plan
 from tests.stock import Small
@@ -136,13 +135,6 @@ def test_a_layer_that_no_token_reached_is_planned_by_the_first(tmp_path: Path) -
     for one, two in unreached:
         assert one.groups == two.groups and one.figures["won"] == auto.CANDIDATES.split(",")[0]
         assert set(one.figures["heldout_errors"].values()) == {0}
-
-
-def test_without_heldout_tokens_it_is_refused(tmp_path: Path) -> None:
-    stock = zoo.save("mixtral", tmp_path / "model")
-    _, model = opened("mixtral", tmp_path / "other")
-    with pytest.raises(CompressionError, match="needs held-out calibration tokens, and none were held out"):
-        planned(model, "auto", 4, calibration(batches(stock, SIZES)))
 
 
 def test_options_and_needs() -> None:

@@ -210,14 +210,6 @@ def test_nothing_but_aligned_experts_differs_from_what_is_written_without_a_head
     assert zoo.logits(zoo.reload(name, tmp_path / "aligned").float(), zoo.tokens(zoo.build(name))).isfinite().all()
 
 
-def test_a_head_means_nothing_where_one_member_counts(tmp_path: Path) -> None:
-    zoo.save("gpt_oss", tmp_path / "in")
-    for folder, head in (("with", 1), ("without", None)):
-        groups = [Group((0, 1), (1.0, 0.0), (0.5, 0.5), head=head), Group.single(2), Group.single(3)]
-        compressor.apply(planned(tmp_path / "in", groups), tmp_path / folder)
-    assert (tmp_path / "with/model.safetensors").read_bytes() == (tmp_path / "without/model.safetensors").read_bytes()
-
-
 def test_a_layer_is_named_in_a_refusal() -> None:
     layer = MoeLayer("m.experts", "m", "m.gate", "m", 0, 8, 1)
     with pytest.raises(compressor.CompressionError, match=r"group \[0, 1\] has head 2, which is none of its members"):

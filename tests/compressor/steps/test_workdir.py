@@ -464,28 +464,6 @@ def test_a_parent_that_is_none_or_cannot_be_written_to(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_relative_outputs_and_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    for out in (Path("out"), Path("ausgabe żółć 模型"), Path("./a/../b")):
-        (tmp_path / "a").mkdir(exist_ok=True)
-        write(a_job(), out)
-        assert tree(out) == whole
-    assert work_folder(Path(".")) == tmp_path.parent / f".{tmp_path.name}.moe-compressor"
-    with pytest.raises(CompressionError, match="exists already"):
-        write(a_job(), Path("."))
-
-
-def test_the_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, whole: dict[str, str]) -> None:
-    out = tmp_path / "out"
-    write(a_job(files={"config.json": b'{"old": 1}'}), out, key="old")
-    old = tree(out)
-    for at in (UNITS[0], UNITS[3]):
-        run_killed(lambda at=at: write(a_job(lambda u, n: die() if u == at else None), out, True))
-        assert tree(out) == old
-    write(a_job(), out, overwrite=True)
-    assert tree(out) == whole and [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_killed_between_the_renames_where_folders_cannot_change_places(
     after: int, tmp_path: Path, whole: dict[str, str]
@@ -544,25 +522,3 @@ def test_what_a_killed_run_added_is_not_taken_over(tmp_path: Path, whole: dict[s
     run_killed(lambda: write(a_job(verify=add), out))
     write(a_job(), out)
     assert tree(out) == whole
-
-
-def test_one_run_at_a_time(tmp_path: Path, whole: dict[str, str]) -> None:
-    out, started, go_on = tmp_path / "out", FORK.Event(), FORK.Event()
-
-    def wait(unit: str, number: int) -> None:
-        if unit == UNITS[1]:
-            started.set()
-            go_on.wait(30)
-
-    process = FORK.Process(target=lambda: write(a_job(wait), out))
-    process.start()
-    try:
-        assert started.wait(30)
-        held = work_folder(out)
-        with pytest.raises(CompressionError, match=r"another run is writing .*out; wait for it"):
-            write(a_job(), out)
-        assert (held / workdir.JOURNAL).exists()
-    finally:
-        go_on.set()
-        process.join(30)
-    assert process.exitcode == 0 and tree(out) == whole
