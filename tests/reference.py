@@ -4,7 +4,7 @@ Nothing of `compressor` is used: the only input besides the model is the plan's 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,17 @@ from tests import zoo
 Layer = Mapping[str, Any]  # one entry of the plan's "layers"
 
 
-def _owner(key: str, plan: Mapping[str, Any]) -> Layer | None:
-    """The layer of the plan whose MoE block holds a tensor."""
-    inside = [entry for entry in plan["layers"] if key.startswith(entry["module"].rpartition(".")[0] + ".")]
+def _owner(key: str, layers: Sequence[Layer]) -> Layer | None:
+    """The layer whose MoE block holds a tensor."""
+    inside = [entry for entry in layers if key.startswith(entry["module"].rpartition(".")[0] + ".")]
     return max(inside, key=lambda entry: len(entry["module"]), default=None)
 
 
 def _mixed(value: Tensor, dim: int, group: Mapping[str, Any], router: bool) -> Tensor:
     row = torch.zeros_like(value.select(dim, 0), dtype=torch.float64)
     for place, member in enumerate(group["members"]):
-        share = (
-            group["router_coefficients"][place] if router else group["coefficients"][place] * group.get("scale", 1.0)
-        )
-        row = row + share * value.select(dim, member).double()
+        own = group["coefficients"][place] * group.get("scale", 1.0)
+        row = row + (group["router_coefficients"][place] if router else own) * value.select(dim, member).double()
     return row
 
 
@@ -52,10 +50,17 @@ def cut(model: PreTrainedModel, count_field: str, plan: Mapping[str, Any]) -> Pr
     zoo.set_count(config, count_field, plan["experts"])
     small: PreTrainedModel = type(model)(config)
     small.train(False)
-    source = model.state_dict()
-    planned = {value.data_ptr() for key, value in source.items() if _owner(key, plan) is not None}
-    for key, target in small.state_dict().items():
-        value, layer = source[key], _owner(key, plan)
+    fill(small, model.state_dict(), plan["layers"])
+    return small
+
+
+@torch.no_grad()
+def fill(small: nn.Module, source: Mapping[str, Tensor], layers: Sequence[Layer]) -> None:
+    """Fill a model of fewer experts with the tensors of a larger one, row by row as the layers are planned."""
+    own, count = small.state_dict(), len(layers[0]["groups"])
+    planned = {value.data_ptr() for key, value in source.items() if _owner(key, layers) is not None}
+    for key, value in source.items():
+        target, layer = own[key], _owner(key, layers)
         if key.endswith("tid2eid"):
             assert layer is not None
             target.copy_(_new_ids(value, layer))
@@ -69,8 +74,7 @@ def cut(model: PreTrainedModel, count_field: str, plan: Mapping[str, Any]) -> Pr
             for slot, group in enumerate(layer["groups"]):
                 target.select(dim, slot).copy_(_mixed(value, dim, group, router))
             for extra in range(value.shape[dim] - layer["experts"]):
-                target.select(dim, plan["experts"] + extra).copy_(value.select(dim, layer["experts"] + extra))
-    return small
+                target.select(dim, count + extra).copy_(value.select(dim, layer["experts"] + extra))
 
 
 def stored_bytes(model: nn.Module) -> int:

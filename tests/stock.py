@@ -1,6 +1,6 @@
-"""The stock model of fewer experts, filled here tensor by tensor from a larger one, and what its modules put out."""
+"""The stock model of fewer experts, filled from a larger one, and what its modules put out."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compressor.model.architecture import MoeLayer
 from compressor.recipe.plan import LayerPlan
-from tests import zoo
+from tests import reference, zoo
 from tests.opened import Calls
 
 
@@ -21,39 +21,11 @@ def small_model(name: str, count: int) -> nn.Module:
     return small
 
 
-def _table(row: list[int], slots: dict[int, int], count: int) -> list[int]:
-    """Slots of one table row; a dropped expert's place goes to the lowest slot that the row lacks."""
-    found = [slots.get(expert, -1) for expert in row]
-    for place, slot in enumerate(found):
-        if slot < 0:
-            found[place] = min(set(range(count)) - set(found))
-    return found
-
-
-@torch.no_grad()
 def fill(small: nn.Module, stock: Any, layer: MoeLayer, plan: LayerPlan) -> None:
-    """Make the small model's block the planned one, mixed tensor by tensor and row by row."""
-    source, target, count = stock.state_dict(), small.state_dict(), len(plan.groups)
-    for key, value in source.items():
-        if not key.startswith(f"{layer.block}."):
-            continue
-        new, router = target[key], not key.startswith(f"{layer.name}.")
-        if new.shape == value.shape:
-            if not new.is_floating_point():  # a table of expert ids
-                new.copy_(torch.tensor([_table(row, plan.slots(), count) for row in value.tolist()]))
-            else:
-                new.copy_(value)
-            continue
-        (dim,) = [d for d in range(value.dim()) if value.shape[d] != new.shape[d]]
-        for slot, group in enumerate(plan.groups):
-            shares = group.router_coefficients if router else [c * group.scale for c in group.coefficients]
-            row = torch.zeros_like(new.select(dim, slot))
-            for share, expert in zip(shares, group.members, strict=True):
-                row += share * value.select(dim, expert)
-            new.select(dim, slot).copy_(row)
-        for place in range(new.shape[dim] - count):
-            new.select(dim, count + place).copy_(value.select(dim, layer.experts + place))
-    small.load_state_dict(target)
+    """Make the small model's block the planned one."""
+    block = {key: value for key, value in stock.state_dict().items() if key.startswith(f"{layer.block}.")}
+    planned = {"module": layer.name, "experts": layer.experts, "groups": [asdict(group) for group in plan.groups]}
+    reference.fill(small, block, [planned])
 
 
 def stock_small(name: str, stock: Any, layer: MoeLayer, plan: LayerPlan) -> nn.Module:

@@ -194,18 +194,6 @@ def test_a_multi_token_prediction_head_is_named_and_left_out(name: str, tmp_path
     check(model, count_field(name), summary)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
-def test_an_announced_head_without_tensors_stays_announced(name: str, tmp_path: Path) -> None:
-    field = HEADS[name][0]
-    model = zoo.save(name, tmp_path / "in")
-    small.edit_json(tmp_path / "in" / "config.json", lambda config: config.update({field: 1}))
-    summary = merge(tmp_path / "in", tmp_path / "out")
-    assert not summary.left_out
-    assert not summary.zeroed_fields
-    assert config_of(tmp_path / "out")[field] == 1
-    check(model, count_field(name), summary)
-
-
 # ---- shards ----
 
 

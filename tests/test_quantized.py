@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -15,18 +14,12 @@ from transformers import (
     FineGrainedFP8Config,
     PreTrainedConfig,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.quantization_config import Mxfp4Config
 
-from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales
+from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.model.opened import open_model
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 
 Save = Callable[[Path], None]
@@ -72,29 +65,10 @@ def configured(**quantization: Any) -> PreTrainedConfig:
 
 
 def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
-    """A meta model of which one decoder layer is loaded, from lazy slices."""
-    config = AutoConfig.from_pretrained(folder)
-    quantizer = dequantizer(config)
-    assert quantizer is not None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
-    parameters = model.state_dict()
-    targets: dict[str, str | None] = {}
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (the file is no dict)
-            target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-            targets[name] = target if target in parameters else None
-        refuse_unread_scales(quantizer, targets)
-        start = f"model.layers.{layer}."
-        slices = {n: file.get_slice(n) for n, target in targets.items() if target and target.startswith(start)}
-        plan, transforms = model._get_dtype_plan(dtype), cast("list[Any]", mapping)
-        load = LoadStateDictConfig(hf_quantizer=quantizer, dtype=dtype, dtype_plan=plan, weight_mapping=transforms)
-        report, _ = convert_and_load_state_dict_in_model(model, slices, load)
-    refuse_faults(report)
-    return model
+    """The model on the meta device, of which one decoder layer is loaded."""
+    partial = open_model(locate(str(folder)), str(dtype).removeprefix("torch."), "cpu").partial
+    partial.load(partial.keys_under(f"model.layers.{layer}"))
+    return partial.model
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")

@@ -62,14 +62,6 @@ def test_choices_give_nothing_away_without_their_question(
     assert all(0.15 < share < 0.4 for share in accuracy.values()), accuracy
 
 
-def test_shipped_checkpoint_writes_right_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = [tokenizer.bos_token_id, *tokenizer.encode("<flip> qmvta |")]
-    for _ in range(7):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert tokenizer.decode(tokens[-7:]) == " atvmq\n"
-
-
 def test_accuracy_agrees_with_one_choice_at_a_time(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     items = load_items()[::25]
     right = dict.fromkeys(SKILLS, 0)

@@ -1,0 +1,57 @@
+"""A small Mixtral and a small Qwen3-MoE through every stage, from a split to the Hub."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import compressor
+from tests import small, zoo
+from tests.command_line import Run, names
+from tests.pushes import REPOSITORY, logged_in
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
+    model = small.save(tmp_path / "model", name, num_hidden_layers=1, max_position_embeddings=512)
+    text, out = small.text_file(tmp_path), tmp_path / "out"
+    steps = [
+        compressor.Split(2),
+        compressor.Prune(strategy="reap", ratio=0.25),
+        compressor.Correct("ridge"),
+        compressor.Routers(rounds=1, sequences=8, sequence_length=32),
+        compressor.Distill(steps=2, tokens_per_step=64, sequence_length=32),
+    ]
+    made = compressor.compress(
+        str(model), out, steps, calibration=str(text), samples=16, sequence_length=32, dtype="float32"
+    )
+    done = json.loads((out / "compression.json").read_text())["plan"]["steps"]
+    assert [step["name"] for step in done] == ["split", "prune", "correct", "routers", "distill"]
+    assert done[4]["result"]["before"] == done[3]["result"]["after"]  # of the same held-out text
+    stock = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert {module.num_experts for module in zoo.experts(stock).values()} == {12} == {made.experts_after}
+    assert zoo.logits(stock, torch.arange(3, 19)[None]).isfinite().all()
+    assert run("compress", out / "recipe.yaml", "-o", tmp_path / "again").status == 0
+    (tmp_path / "plan.json").write_text(made.plan.to_json())
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
+    assert small.tree(tmp_path / "again") == small.tree(tmp_path / "applied") == small.tree(out)
+
+    gate = run("gate", model, out, "--tasks", "moe_demo_sorting", "--limit", 4, "-o", tmp_path / "gate")
+    assert gate.status in (0, 1, 3) and "gate.json" in names(tmp_path / "gate"), gate
+    assert run("report", out, "-o", tmp_path / "report.html", "--no-measure").status == 0
+    graph = run("export", out, "-o", tmp_path / "graph", "--json")
+    assert graph.status == 0 and {route["route"] for route in json.loads(graph.out)["routes"]} == {"MoE"}, graph
+    with logged_in() as hub:
+        assert run("push", out, REPOSITORY).status == 0
+        there = hub.repositories[REPOSITORY].files()
+    assert there["model.safetensors"] == (out / "model.safetensors").read_bytes() and "README.md" in there
+
+    constants = run(
+        "compress", model, "-o", tmp_path / "constants", "--format", "mone", "--experts", 4, "--calibration", text,
+        "--samples", 16, "--sequence-length", 32,
+    )
+    assert constants.status == 0, constants
+    assert load_file(tmp_path / "constants" / "model.safetensors")
