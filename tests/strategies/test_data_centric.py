@@ -1,22 +1,17 @@
-"""Data-centric: CKA by plain loops on a stock model's outputs, planted twins, refusals, unreached layers."""
+"""Data-centric: distances of a stock model's outputs by plain loops and by hand."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.source import locate
-from compressor.model.opened import open_model
 from compressor.progress import Silent
-from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import collect
 from strategies import data_centric
 from strategies.data_centric import distances
 from tests.compressor.steps.prune.test_similarity import naive_cka
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
-from tests.plans import make_plan
 
 
 def naive(outputs: Tensor, similarity: str) -> Tensor:
@@ -49,8 +44,3 @@ def test_distances_by_hand() -> None:
     mean = distances(outputs, "mean-output")[0]  # means (2, 0), (11, 1) and (0, 0)
     assert mean[0, 1] == pytest.approx(82**0.5)
     assert mean[0, 2] == pytest.approx(2)
-
-
-def plans(folder: Path, parts: Any, keep: int, **options: Any) -> Any:
-    model = open_model(locate(str(folder)), "float32", "cpu")
-    return make_plan(model, load_strategy("data-centric", options), keep, options, calibration(parts), Silent(), seed=4)
