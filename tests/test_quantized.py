@@ -128,5 +128,5 @@ def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) ->
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.7.down_proj.weight_scale"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CompressionError, match="holds 7 tensors like .*weight_scale' for 8 experts"):
+    with pytest.raises(CompressionError, match=r"holds 7 tensors like .*weight_scale' for 8 experts"):
         load_layer(tmp_path, 1, torch.float32)

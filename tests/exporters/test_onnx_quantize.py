@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,7 +74,6 @@ def test_a_case_by_hand() -> None:
 
 
 @given(weights())
-@settings(max_examples=150, deadline=None)
 def test_what_is_not_cut_off_is_within_half_a_step(case: tuple[Tensor, Scheme]) -> None:
     weight, scheme = case
     value, scales = rounded(weight, scheme)
@@ -87,7 +86,6 @@ def test_what_is_not_cut_off_is_within_half_a_step(case: tuple[Tensor, Scheme]) 
 
 
 @given(weights())
-@settings(max_examples=100, deadline=None)
 def test_a_rounded_weight_has_its_own_codes(case: tuple[Tensor, Scheme]) -> None:
     weight, scheme = case
     scales = best_scales(weight, scheme)

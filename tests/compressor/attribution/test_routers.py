@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,7 +33,6 @@ def places(scores: Tensor) -> Tensor:
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(2, 9))  # n, R, E
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(0, 999), st.data())
 def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed: int, data: st.DataObject) -> None:
     scores = normal(*shape, seed=seed)
@@ -43,7 +42,6 @@ def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed:
     assert torch.equal(ranks(scores, top(scores, count)), torch.arange(count).expand(*shape[:2], count))
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 999), st.sampled_from(sorted(ACTIVATIONS)), st.booleans())
 def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: str, biased: bool) -> None:
     tokens, routers, experts, slots, used = 4, 3, 7, 3, (3, 1, 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -295,7 +295,6 @@ def chains(draw: st.DrawFn, width: int = 5) -> tuple[Chain, int, int]:
     return tuple(steps), own, draw(st.integers(0, 2**31))
 
 
-@settings(deadline=None)
 @given(st.lists(chains(), min_size=1, max_size=3))
 def test_pulling_back_is_the_transpose_of_the_explicit_matrices(drawn: list[tuple[Chain, int, int]]) -> None:
     same_width = [chain for chain, width, _ in drawn if width == drawn[0][1]]

@@ -28,7 +28,7 @@ def fresh() -> Axes:
 NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=8), st.sampled_from([None, 0.5]))
 def test_dots_lie_at_their_values(rows: list[tuple[float | None, float | None]], limit: float | None) -> None:
     axes = fresh()
@@ -47,7 +47,7 @@ def test_dots_lie_at_their_values(rows: list[tuple[float | None, float | None]],
     assert axes.get_ylim() == (len(rows) - 0.5, -0.5)  # from above
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats()), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_heat_shows_every_finite_value(rows: list[list[float | None]]) -> None:
     shown = draw_heat(fresh(), rows, 0.0, 1.0).get_array()
@@ -73,7 +73,6 @@ def test_ticks_by_hand() -> None:
     assert ticks(0.21, 0.4) == [0.21, 0.4]
 
 
-@settings(deadline=None, max_examples=60)
 @given(VALUES, st.sampled_from(["x", "y"]))
 def test_scale_fits_its_values(values: list[float], which: str) -> None:
     axes = fresh()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from compressor.cli.rendering import show_comparison
 from compressor.document import markdown as rendered
@@ -68,7 +68,6 @@ def assert_bold_is_best(made: Comparison) -> None:
         assert cells["loss"] == f"**{least:.4f}**"
 
 
-@settings(max_examples=60, deadline=None)
 @given(comparisons())
 def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Comparison) -> None:
     shown = table(markdown(made))
