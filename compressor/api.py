@@ -14,7 +14,7 @@ from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evalua
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.gate import GateRequest, run_gate
+from compressor.evaluation.gate import GateRequest, Outlook, announce_outlook, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder
@@ -372,13 +372,16 @@ def gate(
     compressed_revision: str | None = None,
     routing: Routing | None = None,
     progress: Progress | None = None,
+    announce: Callable[[Outlook], None] | None = None,
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
     A model that does not fit into memory is streamed, as `wanted` may also ask.
-    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. Raises
-    `CompressionError` before any model is loaded for a task that has no prompt to optimise a pathway for, and for a
-    reference set that is not the compressed model's own.
+    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. `announce` gets
+    what the gate can show, before any model is opened.
+
+    Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes, for a task
+    that has no prompt to optimise a pathway for, and for a reference set that is not the compressed model's own.
     """
     if routing is not None:
         refuse_several("--routing c3po", "leave it out, or start the command without torchrun")
@@ -388,6 +391,7 @@ def gate(
     tasks = here().first_before_others(lambda: resolve_tasks(wanted.options))
     if reference is not None:
         refuse_other_tasks(tasks)
+    announce_outlook(tasks, wanted, announce)
     sources = find_model(base, revision, progress), find_model(compressed, compressed_revision, progress)
     answerer = None
     if routing is not None and reference is not None:

@@ -3,8 +3,8 @@
     python -m scripts.simulate_gate [--runs 5000] [--confidence 0.95]
 
 A pass is false if the true drop is at the margin or over it, a fail if it is at the margin or under it; `!` marks a
-rate of either that exceeds 1 - confidence by more than three binomial errors. Beside the gate's paired test stands
-what another one makes of the same samples: a comparison of two means, clusters ignored, or no correction over tasks.
+rate of either that exceeds 1 - confidence by more than three binomial errors. Beside the gate's paired tests stands
+what another one makes of the same samples: a comparison of two means, or a gate that every task has to pass by itself.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
+from compressor.evaluation.gate import TASK_DROPS
 from compressor.evaluation.gate_statistics import (
     at_least,
     at_most,
@@ -99,24 +100,44 @@ def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iter
                 yield row(label, drop - MARGIN, gate, other, alpha)
 
 
-def clustered(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
-    """Groups of tasks, whose drops differ by up to 0.08 either way from that of the whole."""
-    yield heading(f"1,000 items right or wrong in clusters of other drops, margin {MARGIN}", "clusters ignored")
-    for groups in (5, 20, 57):
-        for uneven in (False, True):
-            shares = np.linspace(1, 3, groups) / 2 if uneven else np.ones(groups)
-            sizes = (1000 * shares / groups).astype(int)
-            items, weights = int(sizes.sum()), sizes.astype(float)
-            for drop in (0.0, MARGIN, 2 * MARGIN):
-                drops = drop + random.uniform(-0.08, 0.08, size=(runs, groups))
-                lost = random.binomial(sizes, (0.15 + drops) / 2)
-                gained = random.binomial(sizes - lost, (0.15 - drops) / 2 / (1 - (0.15 + drops) / 2))
-                net = (lost - gained).astype(float)
-                other = exact(lost.sum(axis=1), gained.sum(axis=1), items, MARGIN)
-                found = student(ratio(net, weights), ratio_error(net, weights), freedom_of(weights), MARGIN, alpha)
-                gate = np.maximum(found.p_pass, other[0]), np.maximum(found.p_fail, other[1])
-                label = f"{groups:2} {'uneven' if uneven else 'even'} clusters, true drop {drop:.2f}"
-                yield row(label, drop - MARGIN, gate, other, alpha)
+def strata(random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int) -> tuple[Array, Array]:
+    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their own: [runs, m]."""
+    lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
+    return lost, random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
+
+
+def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float) -> Tests:
+    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs, m] -> [runs]."""
+    passing, failing = exact(lost.sum(axis=1), gained.sum(axis=1), int(sizes.sum()), margin)
+    columns = zip(lost.T, gained.T, sizes, strict=True)
+    tasks = np.stack([exact(b, c, int(n), TASK_DROPS * margin)[1] for b, c, n in columns], axis=1)
+    refused = (holm(tasks) < alpha).any(axis=1)
+    return np.where(refused, 1.0, passing), np.where(refused, 0.0, failing)
+
+
+def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
+    """Tasks of several sizes, alike or with flips and drops of their own; the true drop is the mean over items."""
+    tasks = {
+        "boolq, openbookqa, rte": (0.01, np.array([3270, 500, 277])),
+        "five of 200 items": (0.05, np.array([200] * 5)),
+        "twenty of 20 to 180 items": (0.02, np.linspace(20, 180, 20).astype(int)),
+    }
+    for name, (margin, sizes) in tasks.items():
+        yield heading(f"{name}, margin {margin}", "every task has to pass")
+        spread = np.linspace(-1, 1, len(sizes))
+        uneven = spread - (sizes * spread).sum() / sizes.sum()  # of no drop over all items
+        for kind, flips, apart in (
+            ("alike", np.full(len(sizes), 0.05 + margin), 0.0),
+            ("uneven flips", 0.25 + 0.1 * spread, 0.0),
+            ("uneven flips and drops", 0.25 + 0.1 * spread, margin),
+        ):
+            for drop in (0.0, margin, 2 * margin):
+                lost, gained = strata(random, sizes, flips, drop + apart * uneven, runs)
+                alone = [exact(b, c, int(n), margin) for b, c, n in zip(lost.T, gained.T, sizes, strict=True)]
+                every = [holm(np.stack(each, axis=1)) for each in zip(*alone, strict=True)]
+                other = every[0].max(axis=1), every[1].min(axis=1)
+                gate = judged(lost, gained, sizes, margin, alpha)
+                yield row(f"{kind}, true drop {drop:.2f}", drop - margin, gate, other, alpha)
 
 
 def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
@@ -155,30 +176,6 @@ def _continuous(
     yield row(label, drop - MARGIN, (found.p_pass, found.p_fail), two_means(estimate, unpaired, margin), alpha)
 
 
-def several(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
-    """Five tasks of 500 items: what is said of the whole, and whether any of them passes or fails."""
-    yield heading(f"Five tasks of 500 items, margin {MARGIN}", "without Holm's correction")
-    for name, drops in {
-        "all drops 0": (0.0,) * 5,
-        "all drops at the margin": (MARGIN,) * 5,
-        "one drop at the margin, four 0": (MARGIN, *(0.0,) * 4),
-        "one drop at 4 margins, four 0": (4 * MARGIN, *(0.0,) * 4),
-        "all drops at 4 margins": (4 * MARGIN,) * 5,
-    }.items():
-        columns = []
-        for drop in drops:
-            _, lost, gained = answers(random, drop, 0.1, 500, runs)
-            columns.append(exact(lost, gained, 500, MARGIN))
-        raw = tuple(np.stack([column[side] for column in columns], axis=1) for side in (0, 1))
-        both = tuple(map(holm, raw)), raw
-        # the whole passes if the largest p of a pass is under alpha, and fails if the smallest of a fail is
-        gate, other = ((p[0].max(axis=1), p[1].min(axis=1)) for p in both)
-        yield row(f"{name}: the whole", max(drops) - MARGIN, gate, other, alpha)
-        if len(set(drops)) == 1:
-            gate, other = ((p[0].min(axis=1), p[1].min(axis=1)) for p in both)
-            yield row(f"{name}: any task", max(drops) - MARGIN, gate, other, alpha)
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -188,7 +185,7 @@ def main() -> None:
     alpha, random = 1 - chosen.confidence, np.random.default_rng(0)
     error = math.sqrt(alpha * (1 - alpha) / chosen.runs)
     print(f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} is {error:.2%}")
-    for table in (right_or_wrong, clustered, continuous, several):
+    for table in (right_or_wrong, pooled, continuous):
         for line in table(random, chosen.runs, alpha):
             print(line, flush=True)
 

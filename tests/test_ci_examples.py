@@ -133,13 +133,14 @@ def gate_step() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_the_gate_gets_every_input(tmp_path: Path) -> None:
-    (call,) = run(*gate_step(), tmp_path, CONFIDENCE="0.9", REPORT="a report").calls
+    (call,) = run(*gate_step(), tmp_path, CONFIDENCE="0.9", REPORT="a report", MAX_TASK_DROP="0.05").calls
     found = parse(call)
     assert (found["base"], found["compressed"], found["tasks"]) == ("org/model", "./a folder", "boolq,rte")
-    assert (found["max_drop"], found["confidence"], found["limit"]) == (0.01, 0.9, 100)
+    assert (found["max_drop"], found["max_task_drop"]) == (0.01, 0.05)
+    assert (found["confidence"], found["limit"]) == (0.9, 100)
     assert str(found["output"]) == "a report" and found["overwrite"] and found["inconclusive"] is None
     (call,) = run(*gate_step(), tmp_path, LIMIT="").calls
-    assert parse(call)["limit"] is None
+    assert parse(call)["limit"] is parse(call)["max_task_drop"] is None
 
 
 @pytest.mark.parametrize("accepted", ["fail", "pass"])

@@ -76,14 +76,15 @@ def test_a_good_model_passes_and_a_ruined_one_fails(
     assert "layer in memory" not in result.out  # of itself it streams only what does not fit
     assert names(tmp_path / "good") == REPORTS
     found = read_gate(tmp_path / "good" / "gate.json")
-    assert found.verdict == "pass" and [task.verdict for task in found.tasks] == ["pass", "pass"]
-    assert all(task.items == 120 and task.upper < 0.05 for task in found.tasks)
+    assert found.pooled is not None and found.pooled.items == 240 and found.pooled.upper < 0.05
+    assert found.verdict == "pass" and [row.verdict for row in found.rows] == ["pass", "pass", "pass"]
+    assert [row.max_drop for row in found.rows] == pytest.approx([0.15, 0.15, 0.05])
     suite = ElementTree.parse(tmp_path / "good" / "gate.xml").getroot()
-    assert len(list(suite.iter("testcase"))) == 2
+    assert len(list(suite.iter("testcase"))) == 3
     assert not list(suite.iter("failure")) and not list(suite.iter("skipped"))
     assert run("gate", base, ruined, *ask, tmp_path / "ruined").status == 1
     found = read_gate(tmp_path / "ruined")
-    assert found.verdict == "fail" and any(task.lower > 0.05 for task in found.tasks)
+    assert found.verdict == "fail" and found.pooled is not None and found.pooled.lower > 0.05
     assert list(ElementTree.parse(tmp_path / "ruined" / "gate.xml").getroot().iter("failure"))
 
 
@@ -92,11 +93,11 @@ def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_pat
     for how, streamed in (("--no-stream", []), ("--stream", ["base", "compressed"])):
         result = run(
             "gate", base, good, "--tasks", f"{EASY},moe_demo_text", "--limit", 12, "--dtype", "float32", how,
-            "--cache-dir", tmp_path / how, "-o", tmp_path / f"gate{how}",
+            "--inconclusive", "pass", "--cache-dir", tmp_path / how, "-o", tmp_path / f"gate{how}",
         )  # fmt: skip
         content = json.loads((tmp_path / f"gate{how}" / "gate.json").read_text())
         assert content["streamed"] == streamed and not content["reused_base"], result
-        found.append(content["tasks"])
+        found.append([*content["tasks"], content["pooled"]])
         said = "With one layer in memory at a time: the base and the compressed model."
         assert (said in " ".join(result.out.split())) is bool(streamed)
     for plain, streamed in zip(*found, strict=True):
@@ -105,21 +106,61 @@ def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_pat
             assert streamed[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("treat", "status"), [((), 3), (("--inconclusive", "pass"), 0), (("--inconclusive", "fail"), 1)]
-)
-def test_a_tiny_sample_is_inconclusive(run: Run, base: Path, good: Path, treat: tuple[str, ...], status: int) -> None:
-    result = run("gate", base, good, "--tasks", EASY, "--limit", 10, "--json", *treat)
-    assert result.status == status, result
+def test_an_identical_copy_passes_and_a_gate_that_it_cannot_pass_is_refused(
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    result = run("gate", base, copy, "--tasks", TASKS)  # 400 items at the default margin, of which no task has 299
+    assert result.status == 0, result
+    lines = [line.split("│") for line in result.out.splitlines() if line.startswith("│")]
+    first = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines[:3]}
+    alone = ["200", "0.03", "0.0149", "0.0223", "0.0316"]
+    together = ["400", "0.01", "0.0075", "0.0158", "0.0250"]
+    assert first == {EASY: alone, "moe_demo_recall": alone, "all together": together}
+    monkeypatch.setattr(evaluating.Evaluation, "run", lambda *_: pytest.fail("a model was asked"))
+    for more in (("--limit", 10), ("--max-drop", 0.001)):
+        said = "20 items .*at least 299 items" if "--limit" in more else "400 items .*at least 2,995 items"
+        refused(run("gate", base, copy, "--tasks", TASKS, "--json", *more), said)
+        refused(
+            captured("compress", base, "-o", tmp_path / "out", *CALIBRATION, "--search", "--gate", TASKS, *more),
+            "items",
+        )
+    assert names(tmp_path) == ["copy"]
+
+
+def test_a_dry_run_needs_no_models_and_says_what_the_gate_can_show(run: Run) -> None:
+    result = run("gate", "--tasks", "moe_demo,moe_demo_text", "--limit", 70, "--dry-run", "--json")
+    assert result.status == 0, result
     content = json.loads(result.out)
-    assert content["verdict"] == "inconclusive" and content["tasks"][0]["drop"] == 0 and content["written"] == []
+    assert [(each["task"], each["items"], each["max_drop"]) for each in (*content["tasks"], content["pooled"])] == [
+        ("moe_demo", 350, 0.03), ("moe_demo_text", 70, 0.01), ("all together", 350, 0.01)
+    ]  # fmt: skip
+    assert content["tasks"][1]["shown"] is None and content["pooled"]["shown"][0] == pytest.approx(
+        1 - 0.05 ** (1 / 350)
+    )
+    shown = run("gate", "--demo", "--limit", 9, "--dry-run")
+    assert shown.status == 2 and "all together │    45" in shown.out and "--limit 12" in shown.err
+
+
+@pytest.mark.parametrize(("treat", "status"), [("pass", 0), ("fail", 1), (None, 3)])
+def test_an_undecided_gate_counts_as_it_is_told(
+    run: Run, base: Path, ruined: Path, treat: str | None, status: int, tmp_path: Path
+) -> None:
+    how = () if treat is None else ("--inconclusive", treat)
+    worse = changed(base, tmp_path / "worse", 0.5)
+    result = run("gate", base, worse, "--tasks", "moe_demo", "--limit", 8, "--max-drop", 0.1, "--json", *how)
+    content = json.loads(result.out)
+    assert content["verdict"] == "inconclusive" and content["written"] == [], content["pooled"]
+    assert result.status == status, result
 
 
 def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Path) -> None:
     found = []
     for model in (good, ruined):
         result = run("gate", base, model, "--tasks", "moe_demo_text", "--limit", 60, "--max-drop", 0.05, "--json")
-        task = json.loads(result.out)["tasks"][0]
+        content = json.loads(result.out)
+        task = content["tasks"][0]
+        assert content["pooled"] is None and task["decides"] and task["max_drop"] == 0.05
         ratio = task["perplexity_ratio"]
         assert task["drop"] == pytest.approx(ratio[0] - 1, abs=1e-9) and ratio[1] < ratio[0] < ratio[2]
         assert task["compressed"] / task["base"] == pytest.approx(ratio[0])
@@ -130,12 +171,12 @@ def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Pat
 def test_stored_base_results_are_reused_and_a_changed_base_is_not(
     run: Run, base: Path, good: Path, tmp_path: Path
 ) -> None:
-    ask = ("--tasks", EASY, "--limit", 12, "--json")
+    ask = ("--tasks", EASY, "--max-drop", 0.3, "--limit", 12, "--json")
     other = Path(shutil.copytree(base, tmp_path / "base"))
     first, second = (json.loads(run("gate", other, good, *ask).out) for _ in range(2))
     assert not first["reused_base"] and second["reused_base"]
     assert first["tasks"] == second["tasks"]
-    assert not json.loads(run("gate", other, good, "--tasks", EASY, "--limit", 13, "--json").out)["reused_base"]
+    assert not json.loads(run("gate", other, good, *ask, "--limit", 13).out)["reused_base"]
     (other / "generation_config.json").write_text('{"do_sample": false}')
     assert not json.loads(run("gate", other, good, *ask).out)["reused_base"]
 
@@ -146,7 +187,7 @@ def test_the_job_summary_gets_the_report(
     page = tmp_path / "summary.md"
     page.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    run("gate", base, good, "--tasks", EASY, "--limit", 12)
+    run("gate", base, good, "--tasks", EASY, "--limit", 12, "--max-drop", 0.3)
     assert page.read_text().startswith("before\n") and EASY in page.read_text()
 
 
@@ -158,6 +199,7 @@ def test_the_job_summary_gets_the_report(
         (("--tasks", f"{EASY},{EASY}"), "named twice"),
         (("--max-drop", -0.1), "--max-drop -0.1"),
         (("--max-drop", "nan"), "--max-drop nan"),
+        (("--max-task-drop", -1), "--max-task-drop -1"),
         (("--confidence", 1), "--confidence 1"),
         (("--confidence", 0.5), "--confidence 0.5"),
         (("--limit", 0), "--limit 0"),
@@ -175,7 +217,7 @@ def test_bad_options_are_refused(
 
 
 def test_bad_models_are_refused(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
-    ask = ("--tasks", EASY, "--limit", 5, "--json", "-o", tmp_path / "out")
+    ask = ("--tasks", EASY, "--limit", 5, "--max-drop", 0.5, "--json", "-o", tmp_path / "out")
     refused(run("gate", base, *ask), "name two models")
     refused(run("gate", base, tmp_path / "none", *ask), "none")
     sick = Path(shutil.copytree(good, tmp_path / "sick"))
@@ -208,7 +250,7 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
     again = gated_run(base, tmp_path / "out", *ask)
     assert again.status == 0 and "is what this command asks for" in again.err, again
     assert json.loads(again.out)["tasks"] == content["tasks"] and tree(tmp_path) == before
-    for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 50)):
+    for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 60)):
         done = gated_run(base, tmp_path / "out", *ask, *other)
         assert done.status == 2 and "out exists already; name another folder" in done.err
     content = json.loads((tmp_path / "out" / "gate.json").read_text())
@@ -293,15 +335,6 @@ def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path,
     assert read_gate(tmp_path / "out").verdict == "fail"
 
 
-@pytest.mark.parametrize(("treat", "status", "left"), [((), 3, False), (("--inconclusive", "pass"), 0, True)])
-def test_an_inconclusive_gate_counts_as_it_is_told(
-    base: Path, tmp_path: Path, treat: tuple[str, ...], status: int, left: bool
-) -> None:
-    result = gated_run(base, tmp_path / "out", "--experts", 14, "--gate", EASY, "--limit", 8, *treat)
-    assert result.status == status, result
-    assert (tmp_path / "out").exists() is left
-
-
 def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> None:
     result = gated_run(base, tmp_path / "out", "--search", "--correct", "ridge", "--gate", EASY)
     assert result.status == 0, result
@@ -339,7 +372,7 @@ def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
         (("--experts", 8, "--keep-failed"), "go with --gate"),
         (("--experts", 8, "--search"), "go with --gate"),
         (("--experts", 8, "--search", "--gate", EASY), "leave out --experts"),
-        (("--search", "--keep-failed", "--gate", EASY), "leave out --experts"),
+        (("--search", "--keep-failed", "--gate", EASY), "leave out --keep-failed"),
         (("--experts", 8, "--gate", "nothing_like_it"), "no task"),
         (("--experts", 99, "--gate", EASY), "99"),
         (("--gate", EASY), "--experts N or --ratio R"),

@@ -155,10 +155,11 @@ def test_a_gate_gives_each_item_the_same_result(run: Run, tmp_path: Path) -> Non
     one, two = (
         small.save(tmp_path / name, intermediate_size=size, max_position_embeddings=512) for name, size in sizes.items()
     )
-    ask = ("gate", one, two, "--tasks", "both,moe_demo_text", "--include-path", own, "--limit", 12, "--device", "cpu")
+    ask = ("gate", one, two, "--tasks", "both,moe_demo_text", "--include-path", own, "--limit", 12, "--device", "cpu",
+           "--max-drop", 0.2)  # fmt: skip
     alone = run(*ask, "--stream", "-o", tmp_path / "alone", "--cache-dir", tmp_path / "first")
     ranks = launched(2, tmp_path, *ask, "-o", tmp_path / "together", "--cache-dir", tmp_path / "second")
-    assert alone.status == ranks[0].status == 3 and not ranks[1].status, [result.err for result in ranks]
+    assert alone.status == ranks[0].status in (1, 3) and not ranks[1].status, [result.err for result in ranks]
     assert told(tmp_path / "together", "gate.json") == told(tmp_path / "alone", "gate.json")
     assert small.tree(tmp_path / "first") == small.tree(tmp_path / "second") != {}
     not_streamed = launched(2, tmp_path, *ask, "--no-stream", "--cache-dir", tmp_path / "third")
@@ -182,7 +183,7 @@ def test_a_search_under_a_gate_finds_the_same(
     assert [judged[0][name] == judged[1][name] for name in ("verdict", "tasks", "streamed")] == [True] * 3
     again = launched(2, tmp_path, *search, "-o", tmp_path / "together")
     assert [result.status for result in again] == [0, 0] and "is in place already" in again[0].err
-    strict = launched(2, tmp_path, *ask, "--experts", 4, "--max-drop", 0, "-o", tmp_path / "strict")
+    strict = launched(2, tmp_path, *ask, "--experts", 4, "--max-drop", 0.16, "-o", tmp_path / "strict")
     assert strict[0].status in (1, 3) and not strict[1].status, strict
     assert not (tmp_path / "strict").exists() and (tmp_path / "strict.gate" / "gate.json").is_file()
 

@@ -46,7 +46,8 @@ def test_the_compressed_model_alone_is_routed_and_the_report_tells(run: Run, pla
     out = tmp_path / "out"
     result = run(
         "gate", place / "base", place / "smaller", "--tasks", ",".join(TASKS), "--limit", 12, "--routing", "c3po",
-        "--reference", place / "set", "--optimizer", "kernel", "--share", 0, "--pathway-layers", 2, "-o", out,
+        "--reference", place / "set", "--optimizer", "kernel", "--share", 0, "--pathway-layers", 2, "--max-drop", 0.12,
+        "-o", out,
     )  # fmt: skip
     assert result.status in (1, 3), result
     found = read_gate(out)
@@ -70,7 +71,7 @@ def test_the_compressed_model_alone_is_routed_and_the_report_tells(run: Run, pla
 def test_results_are_stored_by_what_routed_them(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "set", tmp_path / "other")
     small.edit_json(tmp_path / "other" / "reference.json", lambda content: content.update(model="renamed"))
-    wanted = GateRequest(EvaluationOptions(("moe_demo_sorting",), limit=4), cache=tmp_path / "results")
+    wanted = GateRequest(EvaluationOptions(("moe_demo_sorting",), limit=4), 0.9, cache=tmp_path / "results")
     two = str(place / "base"), str(place / "smaller")
 
     def asked(routing: Routing | None) -> tuple[int, Any]:
@@ -115,7 +116,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_read(
 
 
 def test_the_set_of_another_model_is_refused_before_the_base_answers(run: Run, place: Path) -> None:
-    words = ("--tasks", TASKS[0], "--limit", 3, "--routing", "c3po", "--reference", place / "set")
+    words = ("--tasks", TASKS[0], "--limit", 3, "--max-drop", 0.9, "--routing", "c3po", "--reference", place / "set")
     result = run("gate", place / "base", place / "base", *words)
     refused(result, "is of a model with 8 experts a layer, base has 16")
     refused(run("gate", "--demo", *words), "judges a model that has a reference set; name two models")

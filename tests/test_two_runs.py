@@ -29,7 +29,8 @@ DATA = ("--samples", 4, "--sequence-length", 16)
 COMMANDS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
     "compress": lambda home: ("compress", home / "model", "--experts", 4, "--calibration", home / "calibration.txt"),
     "compress, searching": lambda home: (
-        "compress", home / "model", "--search", "--gate", "moe_demo_sorting", "--strategy", "model-centric",
+        "compress", home / "model", "--search", "--gate", "moe_demo_sorting", "--max-drop", 0.1,
+        "--strategy", "model-centric",
     ),
     "apply": lambda home: ("apply", home / "plan"),
     "export": lambda home: ("export", home / "model"),

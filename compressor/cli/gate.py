@@ -2,10 +2,10 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -23,15 +23,19 @@ from compressor.cli.options import (
     without_none,
 )
 from compressor.cli.outputs import push_made
-from compressor.cli.terminal import progress_bars, reporting
+from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
+from compressor.records import plain_json
+
+if TYPE_CHECKING:
+    from compressor.evaluation.gate import Outlook
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
-DEMO_MAX_DROP = 0.05  # 200 items a skill cannot show less than 0.015
+DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
 def gate(
@@ -45,6 +49,7 @@ def gate(
     tasks: Annotated[str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte).")] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
+    dry_run: Annotated[bool, flag("Print what the gate can show, and run nothing; needs no models.")] = False,
     demo: Annotated[
         bool,
         flag(
@@ -56,13 +61,19 @@ def gate(
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
-    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS
+    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, announce_outlook
     from compressor.evaluation.gate_report import NAMES, write_gate
+    from compressor.evaluation.tasks import resolve_tasks
 
     requested = {"max_drop": DEMO_MAX_DROP if demo else None, **without_none(options)}
     requested["tasks"] = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
     wanted = gate_run.request(requested, running.device, running.dtype, cache_dir)
     routing = routing_flags.read(pathways, of_two=compressed is not None)
+    if dry_run or base is None:
+        found = here().first_before_others(lambda: resolve_tasks(wanted.options))
+        announce_outlook(found, wanted, announcer(running.as_json, dry_run))
+    if dry_run:
+        return
     if base is None:
         refuse_several("the demo's compression", "name two models")
     with (
@@ -77,12 +88,13 @@ def gate(
             compressed_revision=compressed_revision,
             routing=routing,
             progress=progress,
+            announce=None if base is None else announcer(running.as_json),
         )
         written = write_gate(result, output, running.overwrite) if output is not None and here().is_first else []
     if here().is_first:
         summarise(result)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(EXIT_STATUS[gate_run.decided(result.verdict)])
+    raise typer.Exit(EXIT_STATUS[wanted.counted(result.verdict)])
 
 
 def compress_under_gate(
@@ -111,16 +123,16 @@ def compress_under_gate(
             recipe,
             output,
             wanted,
-            inconclusive=under_gate.decided("inconclusive"),
             keep_failed=under_gate.keep_failed,
             search=under_gate.search,
             after=additions(formats, progress),
             terms=",".join(formats),
+            announce=announcer(running.as_json),
             **running.making(progress),
         )
         result = gated.decisive.result
         written = write_gate(result, reports, overwrite=True) if here().is_first else []
-    status, pushed = here().broadcast(lambda: EXIT_STATUS[under_gate.decided(result.verdict)]), None
+    status, pushed = here().broadcast(lambda: EXIT_STATUS[wanted.counted(result.verdict)]), None
     if not here().is_first:
         raise typer.Exit(status)
     summarise(result)
@@ -146,6 +158,17 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
             choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
             compressor.compress(str(source), target, samples=2 * SAMPLES, progress=progress, **TEXT, **choice)
             yield str(source), str(target)
+
+
+def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:
+    """What prints what a gate can show: as its first lines, or as all that a dry run prints."""
+    from compressor.evaluation.gate_report import outlook_blocks
+
+    def announce(found: "Outlook") -> None:
+        if here().is_first and (dry_run or not as_json):
+            print_report(as_json, plain_json(found), outlook_blocks(found))
+
+    return announce
 
 
 def summarise(result: GateResult) -> None:

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
 
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_verdict import Verdict
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
 from compressor.recipe.recipe import GateOptions, Recipe
@@ -140,7 +139,7 @@ Out = Annotated[Path, flag("Where to write.")]
 GATE_OPTIONS = field_options(
     GateOptions,
     GATE,
-    {name: name for name in ("max_drop", "confidence", "limit", "include_path", "batch_size")},
+    {name: name for name in ("max_drop", "max_task_drop", "confidence", "limit", "include_path", "batch_size")},
     bare=True,
     mention=True,
 )
@@ -261,10 +260,6 @@ class GateRun:
                 f"--inconclusive {self.inconclusive!r} should be pass or fail; leave it out for exit status 3"
             )
 
-    def decided(self, verdict: Verdict) -> Verdict:
-        """What the verdict counts as."""
-        return cast(Verdict, self.inconclusive or verdict) if verdict == "inconclusive" else verdict
-
     def request(
         self, gate: Mapping[str, Any], device: str, dtype: str = "auto", cache_dir: Path | None = None
     ) -> "GateRequest":
@@ -282,8 +277,8 @@ class GateRun:
             dtype=dtype,
             stream=self.stream,
         )
-        limits = {"max_drop": gate.get("max_drop"), "confidence": gate.get("confidence"), "cache": cache_dir}
-        return GateRequest(options, **without_none(limits))
+        limits = {name: gate.get(name) for name in ("max_drop", "max_task_drop", "confidence")}
+        return GateRequest(options, **without_none({**limits, "inconclusive": self.inconclusive, "cache": cache_dir}))
 
 
 @dataclass(frozen=True, slots=True)

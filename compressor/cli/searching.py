@@ -19,10 +19,10 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
-from compressor.evaluation.gate import GateRequest, run_gate
+from compressor.evaluation.gate import GateRequest, Outlook, announce_outlook, run_gate
 from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
-from compressor.evaluation.gate_verdict import GateResult, Verdict, gate_content, gate_from_content
-from compressor.evaluation.tasks import resolve_tasks
+from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
+from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.task import content_of, find_model, of_stage, sources_of
@@ -67,12 +67,54 @@ class Gated:
         return accepted[-1] if accepted else self.attempts[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before anything is compressed."""
+
+    recipe: Recipe
+    source: ModelSource
+    gate: GateRequest  # of a search, with the confidence of each model that it tries
+    tasks: tuple[EvaluationTask, ...]
+    opened: OpenModel | None = None  # of a search
+    counts: tuple[int, ...] = ()  # numbers of experts to search in
+
+
+def prepare_gate(
+    recipe: Recipe,
+    gate: GateRequest,
+    *,
+    search: bool = False,
+    device: str = "auto",
+    progress: Progress | None = None,
+    announce: Callable[[Outlook], None] | None = None,
+) -> Prepared:
+    """Look up model, tasks and numbers of experts, and announce what the gate can show; a dry run ends here.
+
+    Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
+    """
+    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
+    if search and (prune is None or prune.experts is not None or prune.ratio is not None):
+        raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
+    source = find_model(str(recipe.model), recipe.revision, progress or Silent())
+    recipe = recipe.model_copy(update={"revision": source.revision})
+    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
+    found = Prepared(recipe, source, gate, tasks)
+    if search:
+        opened = open_model(source, recipe.dtype, device)
+        counts = tuple(possible_counts(opened, recipe))
+        # the confidence holds for all models that are tried together (Bonferroni)
+        gate = replace(gate, confidence=1 - (1 - gate.confidence) / math.ceil(math.log2(len(counts) + 1)))
+        found = replace(found, gate=gate, opened=opened, counts=counts)
+    announce_outlook(tasks, gate, announce)
+    plan_evaluation(source, tasks, gate.options, gate.cache)
+    return found
+
+
 def compress_gated(
     recipe: Recipe,
     out: str | Path,
     gate: GateRequest,
     *,
-    inconclusive: Verdict = "inconclusive",
     keep_failed: bool = False,
     search: bool = False,
     overwrite: bool = False,
@@ -81,35 +123,30 @@ def compress_gated(
     after: Callable[[Path], None] | None = None,
     terms: str | None = None,
     command: Sequence[str] | None = None,
+    announce: Callable[[Outlook], None] | None = None,
 ) -> Gated:
     """Compress, gate, and leave the output in place only if it passes.
 
-    An inconclusive gate counts as `inconclusive` says. `after` may add to an output that is about to be put in place;
-    with `terms`, which say what it adds, an output of this very request that is in place already is taken as it is.
-    With `search` the number of experts is bisected for the smallest model that passes; the confidence then holds for
-    all models that are tried together (Bonferroni). What it has tried is remembered, so that one which was killed
-    tries nothing twice.
+    `announce` gets what the gate can show, before any work. `after` may add to an output that is about to be put in
+    place; with `terms`, which say what it adds, an output of this very request that is in place already is taken as it
+    is.
+    With `search` the number of experts is bisected for the smallest model that passes. What it has tried is remembered,
+    so that one which was killed tries nothing twice.
     """
-    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
-    if search and (prune is None or keep_failed or prune.experts is not None or prune.ratio is not None):
-        raise CompressionError(
-            "--search finds the number of experts and keeps what passes; leave out --experts, --ratio and --keep-failed"
-        )
-    listener = progress or Silent()
-    source, target = find_model(str(recipe.model), recipe.revision, listener), Path(out)
-    recipe = recipe.model_copy(update={"revision": source.revision})
-    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
+    if search and keep_failed:
+        raise CompressionError("--search keeps what passes; leave out --keep-failed")
+    listener, target = progress or Silent(), Path(out)
+    ready = prepare_gate(recipe, gate, search=search, device=device, progress=listener, announce=announce)
+    recipe, source, gate, tasks = ready.recipe, ready.source, ready.gate, ready.tasks
     known = after is None or terms is not None
-    # refuses what the base cannot answer, before anything is written
-    plan_evaluation(source, tasks, gate.options, gate.cache)
     of_tasks = [(task.name, task.version) for task in tasks]
-    judged = [_gate_facts(gate), of_tasks, inconclusive, keep_failed, terms]
+    judged = [_gate_facts(gate), of_tasks, gate.inconclusive, keep_failed, terms]
     whole, begun = "", False  # key of a search, whose outputs may replace each other; whether one is in place
     attempts: list[Attempt] = []
     outcomes: dict[int, Outcome] = {}  # by experts, 0 without a search; the last one is in place
 
     def accepts(result: GateResult) -> bool:
-        return (inconclusive if result.verdict == "inconclusive" else result.verdict) == "pass"
+        return gate.counted(result.verdict) == "pass"
 
     def passes(tried: Recipe, count: int = 0, trial: str = "") -> bool:
         """Compress and gate; with a search, `count` experts under the key `trial`."""
@@ -153,22 +190,20 @@ def compress_gated(
         return attempts[-1].accepted
 
     with held(target):
-        if not search:
+        if (opened := ready.opened) is None:
             passes(recipe)
             return Gated(outcomes.get(0), tuple(attempts))
-        opened = open_model(source, recipe.dtype, device)
         plain = recipe.model_dump(mode="json", exclude={"steps", "model"})
         texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
         of_recipe = [plain, texts, [[step.name, step.to_dict()] for step in recipe.steps]]
         facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), of_recipe]
-        counts = possible_counts(opened, recipe)
         whole = request_key(facts, judged)
         begun = known and here().broadcast(lambda: answers(target, whole))
-        steps = math.ceil(math.log2(len(counts) + 1))
-        gate = replace(gate, confidence=1 - (1 - gate.confidence) / steps)
 
         def with_experts(count: int) -> tuple[Recipe, int, str]:
-            changed = [step.model_copy(update={"experts": count}) if step is prune else step for step in recipe.steps]
+            changed = [
+                step.model_copy(update={"experts": count}) if step.name == "prune" else step for step in recipe.steps
+            ]
             trial = request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
             return recipe.model_copy(update={"steps": tuple(changed)}), count, trial
 
@@ -180,7 +215,7 @@ def compress_gated(
             return attempts[-1].accepted
 
         with unwarned():
-            least = smallest(counts, tries)
+            least = smallest(ready.counts, tries)
             if least is not None and least != next(reversed(outcomes), None):
                 # it passed before the search was killed, and may not have come into its place
                 attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
@@ -191,7 +226,7 @@ def compress_gated(
 def _gate_facts(gate: GateRequest) -> dict[str, Any]:
     """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
     plain = replace(gate, options=replace(gate.options, stream=None))
-    return {name: value for name, value in asdict(plain).items() if name != "cache"}
+    return {name: value for name, value in asdict(plain).items() if name not in ("cache", "inconclusive")}
 
 
 def _trial_file(key: str) -> Path:

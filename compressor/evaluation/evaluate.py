@@ -20,7 +20,13 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, require_lm_eval
+from compressor.evaluation.tasks import (
+    PERPLEXITIES,
+    EvaluationOptions,
+    EvaluationTask,
+    quiet_lm_eval,
+    require_lm_eval,
+)
 from compressor.files import file_digest
 from compressor.formatting import human_bytes
 from compressor.memory import available
@@ -66,13 +72,12 @@ class ItemScores:
     ids: tuple[str, ...]  # [n] of the items, unique
     values: tuple[float, ...]  # [n] scores, greater is better; of a likelihood task the log-likelihoods in nats
     weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
-    clusters: tuple[str, ...] = ()  # [n] names of the parts of a group of tasks; empty if it is one task
     spent: Spent | None = None  # None: each item was run once
     streamed: bool = False  # one layer in memory at a time
 
 
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
-    """The results of one model on one task; of a group, with all parts under one metric and the parts as clusters."""
+    """The results of one model on one task, or on all parts of a group under one metric."""
     # of a task that reads its answers in several ways, the results of the first
     rows = {part: [row for row in samples[part] if row["filter"] == samples[part][0]["filter"]] for part in task.parts}
     metric, kind = choose_metric(task, rows)
@@ -87,8 +92,8 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
                 f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
             )
         name = f"{part}/{number}" if task.grouped else str(number)
-        scored.append((name, part, -value if negated else value, weight))
-    ids, parts, values, weights = zip(*scored, strict=True)
+        scored.append((name, -value if negated else value, weight))
+    ids, values, weights = zip(*scored, strict=True)
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
@@ -97,7 +102,6 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
         ids=ids,
         values=values,
         weights=weights if kind == "likelihood" else (),
-        clusters=parts if task.grouped else (),
     )
 
 
@@ -119,10 +123,10 @@ def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
     """What an item's value is: a score, a log-likelihood, or nothing that belongs to the item alone."""
     value, aggregation = row.get(metric), getattr(task.aggregation().get(metric), "__name__", "")
     if isinstance(value, tuple) and len(value) == 2:
-        return "likelihood" if aggregation in ("weighted_perplexity", "bits_per_byte") else None
+        return "likelihood" if aggregation in PERPLEXITIES else None
     if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
         return None
-    return "likelihood" if aggregation == "perplexity" else "score"
+    return "likelihood" if aggregation in PERPLEXITIES else "score"
 
 
 def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:

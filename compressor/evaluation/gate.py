@@ -1,8 +1,12 @@
-"""The gate: both models answer the same items, one after the other, and the paired test judges them."""
+"""The gate: both models answer the same items, one after the other, and the paired tests judge them.
+
+What it can show is known before any model is loaded, from the number of items, the margins and the confidence alone.
+"""
 
 import math
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,15 +15,18 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import Answerer, ItemScores, identity, plan_evaluation
-from compressor.evaluation.gate_statistics import compare_items, judge, overall
-from compressor.evaluation.gate_verdict import GateResult, RoutedBy
+from compressor.evaluation.gate_statistics import POOLED, at_most, compare_items, judge, overall, shown_by
+from compressor.evaluation.gate_verdict import GateResult, RoutedBy, Verdict
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.progress import Progress
 from compressor.run_record import PACKAGES, versions
 
 DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 2024, arXiv:2407.09590
+TASK_DROPS = 3  # times the drop allowed: what one task may lose while all items together pass
 DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
+FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
+MOST_ITEMS = 10_000_000  # beyond which a number of items helps nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +35,98 @@ class GateRequest:
 
     options: EvaluationOptions
     max_drop: float = 0.01  # of a score; of a perplexity, its relative rise
+    max_task_drop: float | None = None  # of each task whose items are pooled with others'; None: 3 times max_drop
     confidence: float = 0.95
+    inconclusive: Verdict = "inconclusive"  # what an undecided gate counts as
     cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.max_drop) and self.max_drop >= 0):
-            raise CompressionError(f"--max-drop {self.max_drop} should be a number of 0 or more, such as 0.01")
+        for name, drop in (("--max-drop", self.max_drop), ("--max-task-drop", self.max_task_drop)):
+            if drop is not None and not (math.isfinite(drop) and drop >= 0):
+                raise CompressionError(f"{name} {drop} should be a number of 0 or more, such as 0.01")
         if not 0.5 < self.confidence < 1:
             raise CompressionError(f"--confidence {self.confidence} should lie between 0.5 and 1, such as 0.95")
+
+    @property
+    def task_drop(self) -> float:
+        return TASK_DROPS * self.max_drop if self.max_task_drop is None else self.max_task_drop
+
+    def counted(self, verdict: Verdict) -> Verdict:
+        """What a verdict counts as."""
+        return self.inconclusive if verdict == "inconclusive" else verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What the items of a task, or of all tasks together, can show."""
+
+    task: str
+    items: int
+    max_drop: float  # the drop allowed
+    shown: tuple[float, ...] | None  # by FLIPS: the least margin that a model without loss passes; None of perplexities
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a gate can show if all scores are of answers that are right or wrong, as those of most tasks are."""
+
+    tasks: tuple[Prospect, ...]
+    pooled: Prospect | None
+    confidence: float
+    flips: tuple[float, ...] = FLIPS
+    refusal: str | None = None  # why not even an identical model passes, and what would do
+
+
+def outlook(tasks: Sequence[EvaluationTask], gate: GateRequest) -> Outlook:
+    """How many items each task has and what they can show; no model is needed."""
+    alpha, limit = 1 - gate.confidence, gate.options.limit
+    scored = [task for task in tasks if not task.likelihood]
+
+    def prospect(name: str, items: int, max_drop: float, scores: bool = True) -> Prospect:
+        return Prospect(name, items, max_drop, tuple(shown_by(items, x, alpha) for x in FLIPS) if scores else None)
+
+    alone = tuple(
+        prospect(task.name, task.items(limit), gate.task_drop if task in scored else gate.max_drop, task in scored)
+        for task in tasks
+    )
+    if not scored:
+        return Outlook(alone, None, gate.confidence)
+    pooled = prospect(POOLED, sum(task.items(limit) for task in scored), gate.max_drop)
+    return Outlook(alone, pooled, gate.confidence, refusal=_refusal(scored, pooled.items, gate))
+
+
+def _refusal(tasks: Sequence[EvaluationTask], items: int, gate: GateRequest) -> str | None:
+    """Why an identical model cannot pass, and how many items or which margin would do; None if it can."""
+    alpha, limit = 1 - gate.confidence, gate.options.limit
+    if gate.inconclusive == "pass" or at_most(0, 0, items, gate.max_drop) < alpha:
+        return None
+    # without a flip it is the binomial test: (1 - margin)^items is below alpha
+    margin, needed = -math.expm1(math.log(alpha) / items), math.inf
+    if gate.max_drop:
+        needed = math.log(alpha) / math.log1p(-gate.max_drop)
+    digits = 10.0 ** (1 - math.floor(math.log10(margin)))
+    remedies = [f"--max-drop {math.ceil(margin * digits) / digits:g}", "--inconclusive pass"]
+    if needed < MOST_ITEMS:
+        count, how = math.floor(needed) + 1, "name more tasks"
+        if limit is not None and sum(task.items(None) for task in tasks) >= count:
+            least = bisect_left(range(count), count, key=lambda most: sum(task.items(most) for task in tasks))
+            how = f"--limit {least}"
+        remedies.insert(0, f"at least {count:,} items ({how})")
+    return (
+        f"this gate could not even pass an identical model: {items:,} items cannot show with confidence "
+        f"{100 * gate.confidence:g}% that no more than {gate.max_drop:g} was lost; it takes {', or '.join(remedies)}"
+    )
+
+
+def announce_outlook(
+    tasks: Sequence[EvaluationTask], gate: GateRequest, announce: Callable[[Outlook], None] | None
+) -> None:
+    """Announce what the gate can show; refuse one that not even an identical model passes."""
+    found = outlook(tasks, gate)
+    if announce is not None:
+        announce(found)
+    if found.refusal is not None:
+        raise CompressionError(found.refusal)
 
 
 def run_gate(
@@ -62,9 +153,8 @@ def run_gate(
     between = time.perf_counter()
     after = smaller.run(progress)
     done = time.perf_counter()
-    judged = judge(
-        [compare_items(before[task.name], after[task.name]) for task in tasks], wanted.max_drop, wanted.confidence
-    )
+    pairs = [compare_items(before[task.name], after[task.name]) for task in tasks]
+    judged, pooled = judge(pairs, wanted.max_drop, wanted.task_drop, wanted.confidence)
     answers: dict[Literal["base", "compressed"], list[ItemScores]]
     answers = {"base": [*before.values()], "compressed": [*after.values()]}
     routing = None
@@ -74,11 +164,13 @@ def run_gate(
         cost = sum(each.work for each in spent) / plain if plain else 1.0
         routing = RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))
     return GateResult(
-        verdict=overall(judged),
+        verdict=overall([*judged, *([] if pooled is None else [pooled])]),
         base=base.label,
         compressed=label or compressed.label,
         max_drop=wanted.max_drop,
+        max_task_drop=wanted.task_drop,
         confidence=wanted.confidence,
+        pooled=pooled,
         tasks=judged,
         options=wanted.options.facts(),
         base_identity=identity(base),

@@ -23,6 +23,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
+from compressor.evaluation.gate import MOST_ITEMS, Outlook
 from compressor.evaluation.gate_statistics import POWER
 from compressor.evaluation.gate_verdict import (
     EXIT_STATUS,
@@ -33,7 +34,7 @@ from compressor.evaluation.gate_verdict import (
     gate_from_content,
 )
 from compressor.files import file_digest, whole_folder
-from compressor.formatting import counted, one_line, readable
+from compressor.formatting import counted, joined, one_line, readable
 from compressor.records import read_json
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
-MOST_ITEMS = 10_000_000  # beyond which an estimate of the items needed helps nobody
 DIGITS = 12  # shown of a digest
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
@@ -54,11 +54,11 @@ SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
 WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
 MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
-FARTHEST = 10.0  # drops beyond it are drawn there
+FARTHEST = 10.0  # drops allowed, beyond which a drop is drawn there
 MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
 CAPTION = (
-    "Each line runs from the lower to the upper confidence bound of a task's drop. Left of the dashed line is a pass "
-    "(circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
+    "Each line runs from the lower to the upper confidence bound of a drop, as a multiple of the drop allowed. Left of "
+    "the dashed line is a pass (circle), right of it a fail (cross), across it inconclusive (hollow diamond)."
 )
 
 
@@ -78,12 +78,18 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
     return f"{shown}{unit}" if shown.startswith("-") else f"+{shown}{unit}"
 
 
+def margin(row: TaskGate) -> str:
+    """The drop allowed, in the terms of what was measured."""
+    return f"{100 * row.max_drop:g}% of perplexity" if row.kind == "likelihood" else f"{row.max_drop:g}"
+
+
 COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
     "task": lambda task: task.task,
     "metric": lambda task: task.metric,
     "items": lambda task: f"{task.items:,}",
     "base": lambda task: level(task.base),
     "compressed": lambda task: level(task.compressed),
+    "allowed": margin,
     "drop": lambda task: change(task.drop, task.kind),
     "at least": lambda task: change(task.lower, task.kind),
     "at most": lambda task: change(task.upper, task.kind),
@@ -95,47 +101,43 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 
 def verdict_line(result: GateResult) -> str:
-    """The verdict as a sentence, with the tasks it is due to; and one more where the compressed model was routed."""
-    sure, most = f"with confidence {100 * result.confidence:g}%", margin(result)
-    tasks = ", ".join(task.task for task in result.tasks if task.verdict == result.verdict)
-    sentences: Mapping[Verdict, str] = {
-        "pass": f"Pass: {sure}, no task lost more than {most}.",
-        "fail": f"Fail: {sure}, more than {most} was lost on {tasks or 'a task'}.",
-        "inconclusive": (
-            f"Inconclusive: {sure}, it cannot be said whether more than {most} was lost on {tasks or 'any task'}."
-        ),
-    }
+    """The verdict as a sentence, with what it is due to; and one more where the compressed model was routed."""
+    sure = f"with confidence {100 * result.confidence:g}%"
+    due = [row for row in result.rows if row.verdict == result.verdict and (row.decides or row.verdict == "fail")]
+    lost = "no more than" if result.verdict == "pass" else "more than"
+    over = "" if result.pooled is None else f"over all {counted(result.pooled.items, 'item')}"
+    what = joined(
+        [f"{lost} {margin(row)} was lost {over if row is result.pooled else f'on {row.task}'}" for row in due]
+    )
+    what = what or "anything was lost on any task"
+    sentence = {
+        "pass": f"Pass: {sure}, {what}.",
+        "fail": f"Fail: {sure}, {what}.",
+        "inconclusive": f"Inconclusive: {sure}, it cannot be said whether {what}.",
+    }[result.verdict]
     if (routing := result.routing) is None:
-        return sentences[result.verdict]
+        return sentence
     options = routing.options
     near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
     left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
     return (
-        f"{sentences[result.verdict]} The compressed model answered on pathways optimised by {routing.method} "
+        f"{sentence} The compressed model answered on pathways optimised by {routing.method} "
         f"({options.get('optimizer')}, {near} of the reference set {routing.reference[:DIGITS]}), which cost "
         f"{routing.cost:.3g} plain forwards of the same items{left}."
     )
 
 
-def margin(result: GateResult, *tasks: TaskGate) -> str:
-    """The drop allowed, in the terms of what was measured: by these tasks, or all."""
-    kinds = {task.kind for task in tasks or result.tasks}
-    score, rise = f"{result.max_drop:g}", f"{100 * result.max_drop:g}% of perplexity"
-    return rise if kinds == {"likelihood"} else f"{score} ({rise})" if "likelihood" in kinds else score
-
-
-def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int = 1) -> int | None:
-    """Roughly how many items would decide one of so many tasks with probability `POWER`; None if they are too many.
+def items_needed(task: TaskGate, confidence: float) -> int | None:
+    """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
 
     If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
     of items: n * (now / needed)^2. With perplexities this holds of logarithms.
     """
-    scores = [task.drop, task.lower, task.upper, max_drop]
+    scores = [task.drop, task.lower, task.upper, task.max_drop]
     if task.kind == "likelihood":
         scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
     drop, lower, upper, allowed = scores
-    normal, alpha = NormalDist(), 1 - confidence
-    wider = (normal.inv_cdf(1 - alpha / tasks) + normal.inv_cdf(POWER)) / normal.inv_cdf(1 - alpha)
+    wider = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(confidence)
     now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
     if not (needed > 0 and 0 < now / needed < MOST_ITEMS):
         return None
@@ -144,25 +146,50 @@ def items_needed(task: TaskGate, max_drop: float, confidence: float, tasks: int 
 
 
 def advice(result: GateResult) -> list[str]:
-    """For each inconclusive task, what would decide it, as a sentence."""
+    """For all that decides and is inconclusive, what would decide it, as a sentence."""
     sentences = []
-    for task in (task for task in result.tasks if task.verdict == "inconclusive"):
-        count = items_needed(task, result.max_drop, result.confidence, len(result.tasks))
+    for task in (row for row in result.rows if row.decides and row.verdict == "inconclusive"):
+        count = items_needed(task, result.confidence)
         what = (
-            "its drop lies too near the margin for any practical number of items to decide"
+            "the drop is too near the margin for any number of items to decide"
             if count is None
-            else f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
-            f"a drop that stays what it is and a probability of {POWER:g}"
+            else (
+                f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
+                f"a drop that stays what it is and a probability of {POWER:g}"
+            )
         )
         sentences.append(f"{task.task}: {what}.")
     if not sentences:
         return []
     if (limit := result.options.get("limit")) is not None:
-        return [*sentences, f"Where a task has more items, raise --limit, which is {limit}, or leave it out."]
-    return [*sentences, "The tasks have no more items; --inconclusive settles what that counts as."]
+        return [*sentences, f"Raise --limit, which is {limit}, or leave it out; or name more tasks."]
+    return [*sentences, "Name more tasks, or say with --inconclusive what that counts as."]
+
+
+def outlook_blocks(found: Outlook) -> tuple[Table, Text]:
+    """For each task and for all together: items, the drop allowed, and what the items can show."""
+    rows = [*found.tasks, *([] if found.pooled is None else [found.pooled])]
+    cells = tuple(
+        (
+            row.task,
+            f"{row.items:,}",
+            f"{row.max_drop:g}",
+            *("-" if row.shown is None else f"{row.shown[place]:.4f}" for place in range(len(found.flips))),
+        )
+        for row in rows
+    )
+    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in found.flips))
+    caption = f"What the gate can show, with confidence {100 * found.confidence:g}%"
+    text = (
+        "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
+        f"differently, at 0% for certain, else with probability {POWER:g}. All together have to pass; a task alone "
+        "only refuses a clear loss, of about the drop allowed and the one shown."
+    )
+    return Table(caption, columns, cells, ruled=frozenset({len(found.tasks) - 1})), Text(text)
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
+    """The report as a page: the verdict, the tasks and the pool, what would decide it, and how it was tested."""
     ratios = tuple(
         "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
             task.task, *map(level, task.perplexity_ratio)
@@ -205,25 +232,26 @@ def task_table(result: GateResult) -> Table:
         f"{100 * result.confidence:g}%"
     )
     rows: tuple[tuple[Words, ...], ...] = tuple(
-        (*(show(task) for show in COLUMNS.values()), Toned(task.verdict, *SIGNS[task.verdict])) for task in result.tasks
+        (*(show(row) for show in COLUMNS.values()), Toned(row.verdict, *SIGNS[row.verdict])) for row in result.rows
     )
-    return Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL)
+    return Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1}))
 
 
 def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
-    """For each inconclusive task, what would decide it, under a heading of this level; nothing without such a task."""
-    told = advice(result)
-    return (Heading("What would decide it", level), Items(tuple(told))) if told else ()
+    """What would decide an inconclusive gate, under a heading of this level; nothing of one that is decided."""
+    sentences = advice(result)
+    return (Heading("What would decide it", level), Items(tuple(sentences))) if sentences else ()
 
 
 def tested_blocks(result: GateResult) -> tuple[Block, ...]:
     """The method, and what was compared and with what, exactly."""
-    several = ", corrected for the number of tasks (Holm)" if len(result.tasks) > 1 else ""
     method = Text(
-        "Both models answered the same items, and the differences were tested item by item: flips of right and wrong "
-        "answers exactly, other scores and likelihoods by Student's t, by part where a task is a group (Miller, "
-        '"Adding Error Bars to Evals", arXiv:2411.00640). A task passes if the upper confidence bound of its drop is '
-        f"within the drop allowed, fails if the lower bound is beyond it, and is inconclusive otherwise{several}."
+        'Both models answered the same items, and the differences were tested item by item (Miller, "Adding Error Bars '
+        'to Evals", arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by '
+        "Student's t. A drop passes if its upper confidence bound is within the drop allowed, fails if the lower bound "
+        "is beyond it, and is inconclusive otherwise. The items of all tasks that are answered right or wrong have to "
+        "pass together; each of these tasks has a drop of its own allowed, and only fails the gate beyond that, "
+        "corrected for the number of tasks (Holm). Perplexities and other scores have to pass by themselves."
     )
     stored = " (results stored by an earlier run)" if result.reused_base else ""
     facts = {
@@ -252,36 +280,38 @@ def _pairs(entries: Mapping[str, Any]) -> str:
 
 
 def gate_figure(result: GateResult) -> Figure | None:
-    """A line for each task from the drop's lower to its upper bound; None without tasks, or with too many."""
-    if not 0 < len(result.tasks) <= MOST_DRAWN:
+    """A line for each drop from its lower to its upper bound; None without tasks, or with too many."""
+    if not 0 < len(result.rows) <= MOST_DRAWN:
         return None
-    size = (WIDTH, ROW * len(result.tasks) + AROUND)
+    size = (WIDTH, ROW * len(result.rows) + AROUND)
     columns = ("drop", "at least", "at most")
     drops = [
-        f"{task.task}: {', '.join(f'{name} {COLUMNS[name](task)}' for name in columns)}, {task.verdict}"
-        for task in result.tasks
+        f"{row.task}: {', '.join(f'{name} {COLUMNS[name](row)}' for name in columns)}, {row.verdict}"
+        for row in result.rows
     ]
     alt = f"{verdict_line(result)} {'; '.join(drops)}."
     drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
     return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
 
 
-def placed(value: float) -> float:
-    """Where a drop is drawn; those out of all proportion, and no numbers, at the edge."""
-    return FARTHEST if math.isnan(value) else min(max(value, -FARTHEST), FARTHEST)
+def placed(drop: float, allowed: float) -> float:
+    """A drop as a multiple of the one allowed; those out of all proportion, and no numbers, at the edge."""
+    if math.isnan(drop) or not 0 < allowed < math.inf:
+        return FARTHEST if not drop < 0 else -FARTHEST
+    return min(max(drop / allowed, -FARTHEST), FARTHEST)
 
 
 def _draw(canvas: "FigureBase", result: GateResult) -> None:
-    names = [f"{SIGNS[task.verdict][1]} {one_line(task.task, MOST_LETTERS)}\n{task.verdict}" for task in result.tasks]
+    names = [f"{SIGNS[row.verdict][1]} {one_line(row.task, MOST_LETTERS)}\n{row.verdict}" for row in result.rows]
     kinds = []
     for verdict, marker in MARKERS.items():
-        own = [task if task.verdict == verdict else None for task in result.tasks]
-        drops = [None if task is None else placed(task.drop) for task in own]
-        bounds = [None if task is None else (placed(task.lower), placed(task.upper)) for task in own]
+        own = [row if row.verdict == verdict else None for row in result.rows]
+        drops = [None if row is None else placed(row.drop, row.max_drop) for row in own]
+        bounds = [
+            None if row is None else (placed(row.lower, row.max_drop), placed(row.upper, row.max_drop)) for row in own
+        ]
         kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
-    rises = "; of a perplexity its rise" if any(task.kind == "likelihood" for task in result.tasks) else ""
-    label = f"drop, worse to the right{rises}\ndashed: the drop allowed, {margin(result)}"
-    draw_dots(canvas.add_subplot(), names, kinds, label, placed(result.max_drop))
+    draw_dots(canvas.add_subplot(), names, kinds, "drop / drop allowed, worse to the right", 1.0)
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -297,14 +327,14 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
 
 def junit(result: GateResult) -> bytes:
-    """JUnit XML for CI servers: each task is a test case; failed ones are failures, inconclusive ones are skipped."""
+    """JUnit XML for CI servers: tasks and pool are test cases; failed ones are failures, inconclusive ones skipped."""
 
     def add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
         element = Xml.SubElement(parent, tag, {name: readable(value) for name, value in attributes.items()})
         element.text = None if text is None else readable(text)
         return element
 
-    verdicts, routed = [task.verdict for task in result.tasks], dict[str, Any]()
+    verdicts, routed = [row.verdict for row in result.rows], dict[str, Any]()
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -322,6 +352,7 @@ def junit(result: GateResult) -> bytes:
         "base": result.base,
         "compressed": result.compressed,
         "max-drop": result.max_drop,
+        "max-task-drop": result.max_task_drop,
         "confidence": result.confidence,
         "reused-base": str(result.reused_base).lower(),
     }
@@ -333,18 +364,17 @@ def junit(result: GateResult) -> bytes:
     properties = add(suite, "properties")
     for name, value in facts.items():
         add(properties, "property", name=name, value=str(value))
-    for task in result.tasks:
+    for task in result.rows:
         case = add(suite, "testcase", classname="moe-compress.gate", name=task.task)
         shown = {name: show(task) for name, show in COLUMNS.items()}
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
-            f"{margin(result, task)} is allowed"
+            f"{shown['allowed']} is allowed"
         )
         if task.verdict == "fail":
             add(case, "failure", message, message=message, type="fail")
         elif task.verdict == "inconclusive":
-            status = EXIT_STATUS[task.verdict]
-            add(case, "skipped", message=f"inconclusive: {message}; alone this ends the gate with status {status}")
+            add(case, "skipped", message=f"inconclusive: {message}")
         shown |= {"verdict": task.verdict, "version": task.version}
         shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
         add(case, "system-out", "\n".join(f"{name}: {value}" for name, value in shown.items()))

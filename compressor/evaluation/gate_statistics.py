@@ -1,15 +1,15 @@
-"""Statistics of the accuracy gate: what compression cost on each task, with bounds, and whether that is too much.
+"""Statistics of the accuracy gate: what compression cost, over all items and on each task, and whether it is too much.
 
 Both models answer the same items, so the items' differences are tested, not two means (Miller, "Adding Error Bars to
 Evals", arXiv:2411.00640). Pass is a non-inferiority test: the one-sided upper confidence bound of the drop is under
-the margin; fail the same on the other side; anything else is inconclusive. Of several tests of one drop the most
-careful one counts, and p-values are corrected for the number of tasks. Shapes: n items or other independent units, G
-clusters, m tasks; `...` stands for repetitions, as in a simulation.
+the margin; fail the same on the other side; anything else is inconclusive. Shapes: n items, m tasks; `...` stands for
+repetitions, as in a simulation.
 
-Scores and likelihoods: Student's t holds its level where items differ in many small ways. Where few of the items differ
-`rule_of_three` counts too, where a few differ very much `student` with `skew`. With differences as skewed as an
-exponential distribution and lengths as uneven as 1 to 20, 62 documents pass falsely in 6.4 % of samples at confidence
-0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
+One verdict over the items of all tasks. Items that both models answer right or wrong are pooled, those of a group's
+subtasks too: the pooled drop is the mean over items of what the base got right less what the compressed model did, and
+it has to be within `max_drop`. Each task's own drop is reported, and refuses the model only by a clear loss: its lower
+bound, corrected for the number of tasks (Holm), is above `max_task_drop`. Perplexities, and scores other than 0 and 1,
+have no unit in common with other items, so such a task decides by itself: it has to be within `max_drop`, too.
 
 Answers that are right or wrong: only items that flip count, of which the compressed model gets `lost` wrong and the
 base right, and `gained` the other way round. Under a true drop d = P(lost) - P(gained) one probability stays unknown;
@@ -19,6 +19,17 @@ of 0.01 shows none in 6.5 % of such samples. So the tail is summed from the trin
 p-value in the sense of Lloyd (Australian & New Zealand Journal of Statistics 50, 2008). Enumerated over 20 to 2,000
 items, flips of 0.5 % to 40 %, margins of 0 to 0.1 and confidences of 0.9, 0.95 and 0.99, its rate of false verdicts
 never exceeds 1 - confidence; without a flip it is the binomial test.
+
+Tasks are fixed strata, not draws from a population of tasks, so the test holds for pooled items as well. Let task s
+have n_s of N items, a share f_s that flips and a drop d_s. The net loss has mean N d, with d the item-weighted mean of
+d_s, and variance sum n_s (f_s - d_s^2). That is at most N (f - d^2), the variance of N items that all flip at the mean
+rate f, since the mean of squares is at least the square of the mean: the trinomial of the pooled counts is as wide as
+the truth or wider. `scripts/simulate_gate.py` measures the rates of false verdicts with strata that differ much.
+
+Other scores and likelihoods: Student's t holds its level where items differ in many small ways. Where few of the items
+differ `rule_of_three` counts too, where a few differ very much `student` with `skew`; of several tests of one drop the
+most careful one counts. With differences as skewed as an exponential distribution and lengths as uneven as 1 to 20, 62
+documents pass falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
 """
 
 import math
@@ -39,6 +50,7 @@ from compressor.evaluation.gate_verdict import TaskGate, Verdict
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
 SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
 POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
+POOLED = "all together"  # name of the pool beside those of tasks
 FEW = 30  # scores that differ, under which what none of them showed counts as well
 FAR = 1e6  # standard errors, beyond which a distance says no more
 
@@ -68,9 +80,7 @@ def residuals_of(values: Array, weights: Array) -> Array:
 def ratio_error(values: Array, weights: Array) -> Any:
     """Jackknife standard error of `ratio` over independent units: [..., n], [n] -> [...]; infinite for one unit.
 
-    With weights of 1 it is the usual error of a mean. With the totals of clusters as values and their sizes as
-    weights it is the cluster-robust error of the mean over items, where even clusters have the factor G / (G - 1) and
-    uneven ones a greater (Bell and McCaffrey, Survey Methodology 28, 2002).
+    With weights of 1 it is the usual error of a mean.
     """
     units = weights.shape[-1]
     if units < 2:
@@ -106,7 +116,7 @@ def student(estimate: Any, error: Any, freedom: float, margin: float, alpha: flo
         nothing = np.zeros(np.shape(estimate))
         return Evidence(nothing - np.inf, nothing + np.inf, nothing + 1, nothing + 1)
     skew = np.asarray(skew)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         distance = np.clip(np.nan_to_num((estimate - margin) / error, nan=0.0), -FAR, FAR)
         distance = distance * (1 + skew * distance / 3 + np.square(skew * distance) / 27) + skew / 6
     quantile = student_t.isf(alpha, freedom) * np.array([1.0, -1.0]) - skew[..., None] / 6
@@ -123,7 +133,8 @@ def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha:
     Each such item may move by `reach`. This keeps the bounds apart where next to nothing differs.
     """
     half = -math.log(alpha) * reach / count
-    room = count * (margin - estimate) / reach
+    with np.errstate(over="ignore"):
+        room = count * (margin - estimate) / reach
     p_pass, p_fail = np.exp(-np.maximum(room, 0)), np.exp(-np.maximum(-room, 0))
     return Evidence(estimate - half, estimate + half, p_pass, p_fail)
 
@@ -147,7 +158,7 @@ def holm(p_values: Array) -> Array:
     return adjusted
 
 
-def constrained_gain(lost: int, gained: int, items: int, drop: float) -> float:
+def constrained_gain(lost: float, gained: float, items: int, drop: float) -> float:
     """The likeliest P(gained) if P(lost) - P(gained) were `drop`, in [max(0, -drop), (1 - drop) / 2] (Tango 1998)."""
     linear = (2 * items - lost + gained) * drop - lost - gained
     constant = -gained * drop * (1 - drop)
@@ -155,7 +166,7 @@ def constrained_gain(lost: int, gained: int, items: int, drop: float) -> float:
     return min(max((root - linear) / (4 * items), 0.0, -drop), (1 - drop) / 2)
 
 
-def at_most(lost: int, gained: int, items: int, drop: float) -> float:
+def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     """p of a net loss of `lost - gained` or less of `items` items, if the true drop were `drop`.
 
     Falls as `drop` rises, so that a small one shows a drop under `drop`.
@@ -172,26 +183,26 @@ def at_most(lost: int, gained: int, items: int, drop: float) -> float:
     return min(float(tail.sum()), 1.0)
 
 
-def at_least(lost: int, gained: int, items: int, drop: float) -> float:
+def at_least(lost: float, gained: float, items: int, drop: float) -> float:
     """p of a net loss of `lost - gained` or more of `items` items, if the true drop were `drop`."""
     return at_most(gained, lost, items, -drop)
 
 
-def upper_bound(lost: int, gained: int, items: int, alpha: float) -> float:
+def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
     """The drop at which `at_most` is `alpha`: the true one is above it in at most that share of samples."""
     if lost == items:
         return 1.0
     return float(brentq(lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13))
 
 
-def lower_bound(lost: int, gained: int, items: int, alpha: float) -> float:
+def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
     """The drop at which `at_least` is `alpha`."""
     return -upper_bound(gained, lost, items, alpha)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairedItems:
-    """Two models' results on the same items of a task, in the order of the items' names."""
+    """Two models' results on the same items of a task, or of several, in the order of the items' names."""
 
     task: str
     metric: str
@@ -200,12 +211,10 @@ class PairedItems:
     base: Array  # [n]
     compressed: Array  # [n]
     weights: Array  # [n] 1 for each score; words or bytes of a likelihood
-    clusters: NDArray[np.intp]  # [n] numbers 0 .. G - 1
-    groups: int  # G, or 0 where items are independent
 
     @property
     def binary(self) -> bool:
-        """Whether every answer is plainly right or wrong."""
+        """Whether every answer is plainly right or wrong, so that the items may be pooled."""
         return self.kind == "score" and bool(np.isin([self.base, self.compressed], (0, 1)).all())
 
 
@@ -225,25 +234,19 @@ def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
             f"{base.task}: the base model answered {len(rows[0])} items and the compressed one {len(rows[1])}, of "
             f"which {len(shared)} are the same: evaluate both anew with the same limit and the same data"
         )
-    values, weights, clusters = zip(
-        *(zip(*(found[name] for name in shared), strict=True) for found in rows), strict=True
-    )
-    if weights[0] != weights[1] or clusters[0] != clusters[1]:
+    (before, sizes), (after, others) = (np.array([found[name] for name in shared]).T for found in rows)
+    if (sizes != others).any():
         raise CompressionError(
-            f"{base.task}: the same items have other sizes or groups for the compressed model than for the base: "
-            "evaluate both anew with the same data"
+            f"{base.task}: the same items have other sizes for the compressed model than for the base: evaluate both "
+            "anew with the same data"
         )
-    names, codes = np.unique(clusters[0], return_inverse=True)
-    first, second, sizes = (np.array(x, dtype=np.float64) for x in (*values, weights[0]))
-    groups = len(names) if len(names) > 1 else 0
-    return PairedItems(base.task, base.metric, base.version, base.kind, first, second, sizes, codes, groups)
+    return PairedItems(base.task, base.metric, base.version, base.kind, before, after, sizes)
 
 
-def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float, str]]:
-    """By item: value, weight (1 of a score) and cluster ("" without any)."""
+def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float]]:
+    """By item: value, and weight (1 of a score)."""
     where, count = f"{scores.task}, {scores.metric}, {model} model", len(scores.ids)
     weights = scores.weights if scores.kind == "likelihood" else (1.0,) * count
-    clusters = scores.clusters or ("",) * count
     if odd := count - int(np.isfinite(scores.values).sum()):
         raise CompressionError(
             f"{where}: {odd} of {count} values are not finite, so the model's output is broken and nothing can be "
@@ -251,9 +254,20 @@ def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float, str]]
         )
     if odd := sum(not (math.isfinite(weight) and weight > 0) for weight in weights):
         raise CompressionError(f"{where}: {odd} of {count} items have no words or bytes: leave them out of the task")
-    rows = dict(zip(scores.ids, zip(scores.values, weights, clusters, strict=True), strict=True))
+    rows = dict(zip(scores.ids, zip(scores.values, weights, strict=True), strict=True))
     assert len(rows) == count, f"{where}: items share a name"
     return rows
+
+
+def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
+    """The items of all tasks that are answered right or wrong; None without such a task."""
+    if not (binary := [one for one in pairs if one.binary]):
+        return None
+    base, compressed, weights = (
+        np.concatenate([getattr(one, name) for one in binary]) for name in ("base", "compressed", "weights")
+    )
+    metric = " and ".join(dict.fromkeys(one.metric for one in binary))
+    return PairedItems(POOLED, metric, "", "score", base, compressed, weights)
 
 
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
@@ -269,34 +283,20 @@ def unseen(pairs: PairedItems) -> tuple[float, float] | None:
     return float(np.ptp(seen)) or 1.0, float(pairs.weights.sum())
 
 
-def units_of(values: Array, pairs: PairedItems) -> tuple[Array, Array]:
-    """What is independent: totals and sizes of clusters if there are any, else of items: [n] -> [G] or [n], twice."""
-    if not pairs.groups:
-        return values, pairs.weights
-    totals, sizes = (np.bincount(pairs.clusters, weights=x).astype(np.float64) for x in (values, pairs.weights))
-    return totals, sizes
-
-
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
-    """All tests of one task's drop: a difference of means, or the logarithm of a ratio of perplexities.
-
-    Clusters never narrow what independent items give: a few that happen to agree are no certainty.
-    """
+    """All tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
     drops, items = pairs.base - pairs.compressed, len(pairs.base)
-    estimate, parts = ratio(drops, pairs.weights), []
     if pairs.binary:
         counts = int((drops > 0).sum()), int((drops < 0).sum()), items
         bounds = lower_bound(*counts, alpha), upper_bound(*counts, alpha)
-        parts.append(Evidence(*bounds, at_most(*counts, margin), at_least(*counts, margin)))
-    else:
-        error, freedom = ratio_error(drops, pairs.weights), freedom_of(pairs.weights)
-        for skew in (0.0, skewness(drops, pairs.weights)) if items > 1 else (0.0,):
-            parts.append(student(estimate, error, freedom, margin, alpha, skew))
-        if (rare := unseen(pairs)) is not None:
-            parts.append(rule_of_three(estimate, *rare, margin, alpha))
-    if pairs.groups:
-        totals, sizes = units_of(drops, pairs)
-        parts.append(student(estimate, ratio_error(totals, sizes), freedom_of(sizes), margin, alpha))
+        return Evidence(*bounds, at_most(*counts, margin), at_least(*counts, margin))
+    estimate, error = ratio(drops, pairs.weights), ratio_error(drops, pairs.weights)
+    parts = [
+        student(estimate, error, freedom_of(pairs.weights), margin, alpha, skew)
+        for skew in ((0.0, skewness(drops, pairs.weights)) if items > 1 else (0.0,))
+    ]
+    if (rare := unseen(pairs)) is not None:
+        parts.append(rule_of_three(estimate, *rare, margin, alpha))
     return most_careful(parts)
 
 
@@ -309,31 +309,39 @@ def detectable(half: float, freedom: float, alpha: float) -> float:
     return half * float(1 + student_t.ppf(POWER, freedom) / student_t.isf(alpha, freedom))
 
 
-def measure(pairs: PairedItems, max_drop: float, alpha: float) -> TaskGate:
-    """One task as if it were the only one: p-values not yet corrected, and the verdict they give."""
+def shown_by(items: int, flips: float, alpha: float) -> float:
+    """The smallest margin that so many items pass where as many answers are gained as lost, a share `flips` in all.
+
+    An identical model passes it for certain, one with flips with probability `POWER`.
+    """
+    half = upper_bound(items * flips / 2, items * flips / 2, items, alpha)
+    return detectable(half, items - 1, alpha) if flips else half
+
+
+def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) -> TaskGate:
+    """One task, or the pool, as if it were the only one: p-values not yet corrected, and the verdict they give."""
     drops, likelihood = pairs.base - pairs.compressed, pairs.kind == "likelihood"
     found = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
-    estimate, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
-    error = max(float(ratio_error(*units_of(drops, pairs))), float(ratio_error(drops, pairs.weights)))
-    unpaired = math.hypot(*(float(ratio_error(*units_of(x, pairs))) for x in (pairs.base, pairs.compressed)))
-    shown = detectable(float(found.upper) - estimate, freedom_of(units_of(drops, pairs)[1]), alpha)
-    drop, lower, upper, perplexity_ratio = estimate, float(found.lower), float(found.upper), None
+    drop, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
+    lower, upper, error = float(found.lower), float(found.upper), float(ratio_error(drops, pairs.weights))
+    shown, perplexity_ratio = detectable(upper - drop, freedom_of(pairs.weights), alpha), None
     if likelihood:
         with np.errstate(over="ignore"):
             base, compressed = float(np.exp(-base)), float(np.exp(-compressed))
             drop, lower, upper, shown = (float(np.expm1(x)) for x in (drop, lower, upper, shown))
         perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
-        error, unpaired = (1 + drop) * error, (1 + drop) * unpaired
+        error *= 1 + drop
     lost, gained = int((drops > 0).sum()), int((drops < 0).sum())
     return TaskGate(
         task=pairs.task,
         metric=pairs.metric,
         version=pairs.version,
         kind=pairs.kind,
+        decides=decides,
         items=len(drops),
-        clusters=pairs.groups,
         base=base,
         compressed=compressed,
+        max_drop=max_drop,
         drop=drop,
         standard_error=error,
         lower=lower,
@@ -345,7 +353,6 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float) -> TaskGate:
         verdict=verdict(float(found.p_pass), float(found.p_fail), alpha),
         detectable=shown,
         mcnemar=(float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0) if pairs.binary else None,
-        unpaired_error=unpaired if math.isfinite(unpaired) else None,
         perplexity_ratio=perplexity_ratio,
     )
 
@@ -357,20 +364,26 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
     return "fail" if p_fail < alpha else "inconclusive"
 
 
-def judge(pairs: Sequence[PairedItems], max_drop: float, confidence: float) -> tuple[TaskGate, ...]:
-    """All tasks: bounds are each task's own, p-values and verdicts are corrected for their number (Holm 1979)."""
-    alpha = 1 - confidence
-    tasks = [measure(one, max_drop, alpha) for one in pairs]
+def judge(
+    pairs: Sequence[PairedItems], max_drop: float, max_task_drop: float, confidence: float
+) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
+    """All tasks, and the pool if there is one.
+
+    Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
+    to pass has to do so by itself, so the pool needs no correction.
+    """
+    alpha, together = 1 - confidence, pool(pairs)
+    tasks = [measure(one, max_task_drop if one.binary else max_drop, alpha, not one.binary) for one in pairs]
     passing, failing = (holm(np.array(p)) for p in ([x.p_pass for x in tasks], [x.p_fail for x in tasks]))
-    return tuple(
+    judged = tuple(
         replace(task, p_pass=float(yes), p_fail=float(no), verdict=verdict(yes, no, alpha))
         for task, yes, no in zip(tasks, passing, failing, strict=True)
     )
+    return judged, None if together is None else measure(together, max_drop, alpha, True)
 
 
-def overall(tasks: Sequence[TaskGate]) -> Verdict:
-    """Fail if any task fails, pass if all pass, else inconclusive (also without a task)."""
-    verdicts = {task.verdict for task in tasks}
-    if "fail" in verdicts:
+def overall(rows: Sequence[TaskGate]) -> Verdict:
+    """Fail if any task or the pool fails, pass if all that decide pass, else inconclusive (also without a row)."""
+    if any(row.verdict == "fail" for row in rows):
         return "fail"
-    return "pass" if verdicts == {"pass"} else "inconclusive"
+    return "pass" if {row.verdict for row in rows if row.decides} == {"pass"} else "inconclusive"

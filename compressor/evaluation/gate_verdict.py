@@ -10,7 +10,7 @@ from typing import Any, Literal
 from compressor.errors import CompressionError
 from compressor.records import plain_json, read_as
 
-FORMAT = "moe-compressor-gate/1"
+FORMAT = "moe-compressor-gate/2"
 MOST_TASKS = 1_000  # of a result, each with a row wherever it is shown
 
 Verdict = Literal["pass", "fail", "inconclusive"]
@@ -19,7 +19,7 @@ EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 
 @dataclass(frozen=True, slots=True)
 class TaskGate:
-    """What the paired test says of one task. A drop is base less compressed, so worse is positive.
+    """What the paired test says of one task, or of the pool. A drop is base less compressed, so worse is positive.
 
     Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are perplexities.
     """
@@ -28,10 +28,11 @@ class TaskGate:
     metric: str
     version: str
     kind: Literal["score", "likelihood"]
+    decides: bool  # False for a task in the pool, which can only fail by itself
     items: int
-    clusters: int  # 0 where items are independent
     base: float
     compressed: float
+    max_drop: float  # the drop allowed
     drop: float
     standard_error: float
     lower: float  # one-sided confidence bounds of the drop
@@ -43,7 +44,6 @@ class TaskGate:
     gained: int
     mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
     detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
-    unpaired_error: float | None  # the standard error that a comparison of two means would have
     perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
 
 
@@ -65,8 +65,10 @@ class GateResult:
     verdict: Verdict
     base: str
     compressed: str
-    max_drop: float
+    max_drop: float  # of the pool, and of each task outside it
+    max_task_drop: float  # of each task in the pool
     confidence: float
+    pooled: TaskGate | None  # the items of all tasks that are answered right or wrong; None without such a task
     tasks: tuple[TaskGate, ...]
     options: Mapping[str, Any] = field(default_factory=dict)  # limit, batch size, few-shot examples, dtype, device
     base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
@@ -76,6 +78,11 @@ class GateResult:
     reused_base: bool = False  # the base's results were stored by an earlier run
     routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
+
+    @property
+    def rows(self) -> tuple[TaskGate, ...]:
+        """The tasks, and below them the pool."""
+        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:

@@ -31,7 +31,6 @@ Stopped = Literal["end", "length", "interrupted"]  # an end token came, enough t
 DEFAULTS = GenerationOptions()
 REMEDIES = ("pass --device cpu, or a shorter prompt", "see whether its own library alone can do it")
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
-LONGEST = 3  # bytes of a character that lacks its last one: a decoder shows up to that many marks for them
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
@@ -99,51 +98,30 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
 class TextStream:
     """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
 
-    Only tokens since the last whole character are decoded anew, after those of the piece before them: some
-    decoders drop the space that opens a text, and it must not be dropped at the seams.
+    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
+    one. What is out stays, also where such a decoder takes it back.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._pending: list[int] = []
-        self._follow(list(before))
+        self._tokenizer, self._tokens = tokenizer, list(before)
+        self._shown = len(self._decode())  # letters that are out
 
-    def _follow(self, context: list[int]) -> None:
-        self._context = context
-        self._opening = self._shown = self._decode(context)  # text of the context; with what is out of pending
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        decoded: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return decoded
-
-    def _text(self, final: bool) -> str:
-        """Context and pending decoded; of pending alone if the decoder takes back for good what is out."""
-        text = self._decode([*self._context, *self._pending])
-        if text.startswith(self._shown):
-            return text
-        # a decoder that judges a run of bytes as one may do so only for want of the next byte
-        if not final and text.endswith(UNFINISHED) and len(self._pending) <= LONGEST:
-            return self._shown
-        self._context, self._opening, self._shown = [], "", self._shown[len(self._opening) :]
-        return self._decode(self._pending)
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def push(self, token: int) -> str:
         """What this token adds to the text; '' while a character is incomplete."""
-        self._pending.append(token)
-        text = self._text(final=False)
-        marks = len(text) - len(text.rstrip(UNFINISHED))
-        piece = text[len(self._shown) : len(text) - min(marks, LONGEST)]
-        self._shown += piece
-        if piece and not marks:
-            done, self._pending = self._pending, []
-            self._follow(done)
-        return piece
+        self._tokens.append(token)
+        return self._show(self._decode().rstrip(UNFINISHED))
 
     def finish(self) -> str:
         """What was held back; a character that never became whole shows as a mark."""
-        return self._text(final=True)[len(self._shown) :]
+        return self._show(self._decode())
+
+    def _show(self, text: str) -> str:
+        piece = text[self._shown :]
+        self._shown += len(piece)
+        return piece
 
 
 @dataclass(frozen=True, slots=True)

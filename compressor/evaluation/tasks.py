@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
 CHOICE = "multiple_choice"
+PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,17 @@ class EvaluationTask:
     parts: Mapping[str, Any]  # lm-eval's task objects by name; one of the same name unless it is a group
     grouped: bool
     loaded: Any  # what lm-eval evaluates: a task or a group
+    counts: tuple[int, ...]  # items of each part
+
+    def items(self, limit: int | None) -> int:
+        """How many items a model answers, of each part at most `limit`."""
+        return sum(count if limit is None else min(count, limit) for count in self.counts)
+
+    @property
+    def likelihood(self) -> bool:
+        """Whether the first metric, which counts, is a perplexity."""
+        first = next(iter(next(iter(self.parts.values())).aggregation().values()), None)
+        return getattr(first, "__name__", "") in PERPLEXITIES
 
 
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
@@ -156,7 +168,9 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                     f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
                 )
             owners |= dict.fromkeys(parts, name)
-            tasks.append(EvaluationTask(name, _version(name, parts, options), parts, grouped, loaded))
+            version = _version(name, parts, options)
+            counts = tuple(len(part.eval_docs) for part in parts.values())
+            tasks.append(EvaluationTask(name, version, parts, grouped, loaded, counts))
     return tuple(tasks)
 
 

@@ -16,7 +16,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.gate_report import card_metrics
-from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.gate_verdict import GateResult, TaskGate
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import open_model
@@ -96,12 +96,13 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
     if outcome.recorded_digest != outcome.plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
     if (result := outcome.gate) is not None:  # with names that YAML and a web page can hold
-        tasks = tuple(
-            replace(task, task=one_line(task.task), metric=one_line(task.metric), version=one_line(task.version))
-            for task in result.tasks
-        )
+
+        def shown(row: TaskGate) -> TaskGate:
+            return replace(row, task=one_line(row.task), metric=one_line(row.metric), version=one_line(row.version))
+
+        tasks, pooled = tuple(map(shown, result.tasks)), result.pooled and shown(result.pooled)
         base, compressed, options = label(result.base), label(result.compressed), without_folders(result.options)
-        result = replace(result, base=base, compressed=compressed, tasks=tasks, options=options)
+        result = replace(result, base=base, compressed=compressed, tasks=tasks, pooled=pooled, options=options)
         outcome = replace(outcome, gate=result)
     has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     graphs = [place for place in ("", ONNX_FOLDER) if all((folder / place / name).is_file() for name in ONNX_FILES)]

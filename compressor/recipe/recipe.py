@@ -46,7 +46,12 @@ class GateOptions(Options):
     """What the output has to show before it is put in place."""
 
     tasks: tuple[str, ...] = Field(min_length=1, description="lm-eval tasks.")
-    max_drop: float = Field(0.01, ge=0, description="Largest drop of a score that passes (of a perplexity, its rise).")
+    max_drop: float = Field(
+        0.01, ge=0, description="Largest drop over all items that passes (of a perplexity, its rise)."
+    )
+    max_task_drop: float | None = Field(
+        None, ge=0, description="Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."
+    )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Confidence of the verdict.")
     limit: int | None = Field(None, ge=1, description="Items of each task, the first ones (default: all).")
     include_path: str | None = Field(None, description="A folder with lm-eval task files of your own.")

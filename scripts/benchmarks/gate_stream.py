@@ -28,7 +28,7 @@ from scripts.benchmarks.frame import COMMAND, Sizes, head, options, row, run_chi
 
 TASKS = "moe_demo_sorting,moe_demo_recall,moe_demo_facts,moe_demo_text"
 LIMIT_SHARE = 0.8  # of the model's size: all the address space that a process may have, its libraries' included
-MARGIN = ["--limit", "4", "--max-drop", "0.5"]
+MARGIN = ["--limit", "8", "--max-drop", "0.5"]
 # arrow would set aside a gigabyte of addresses that it does not use
 LEAN = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -20,9 +20,9 @@ SAMPLES = ("--samples", "8")
 SHORTER = {
     **dict.fromkeys(("plan", "compress", "attribute"), SAMPLES),
     "compare": (*SAMPLES, "--evaluation-samples", "4", "--random-seeds", "1"),
-    "gate": ("--limit", "2"),
+    "gate": ("--limit", "2", "--inconclusive", "pass"),
 }
-STATUS = {"gate": {0, 1, 3}}  # what so few items say
+STATUS = {"gate": {0, 1}}  # what so few items say
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
 COMMANDS = [
     (page, words)

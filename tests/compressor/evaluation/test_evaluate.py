@@ -93,7 +93,7 @@ def test_text_scores_equal_a_plain_forward_and_nothing_is_printed_nor_anybody_as
     for value, text in zip(scores.values, texts, strict=True):
         tokens = [1, *tokenizer.encode(text, add_special_tokens=False)]
         assert value == pytest.approx(rolling(model, tokens), rel=1e-5)
-    assert (scores.kind, scores.metric, scores.clusters) == ("likelihood", "word_perplexity", ())
+    assert (scores.kind, scores.metric) == ("likelihood", "word_perplexity")
     assert scores.ids == ("0", "1", "2", "3", "4")
     assert scores.weights == tuple(float(len(text.split()) + 1) for text in texts)  # lm-eval counts the empty last word
 
@@ -126,7 +126,6 @@ def test_a_users_task_and_the_sign_of_its_metric(tiny: Path, own: Path) -> None:
 def test_a_users_group_may_name_the_demos_tasks(tiny: Path, own: Path) -> None:
     scores = ask(tiny, "both", include_path=own, limit=2)["both"]
     assert scores.ids == ("sums/0", "sums/1", "moe_demo_sorting/0", "moe_demo_sorting/1")
-    assert scores.clusters == ("sums", "sums", "moe_demo_sorting", "moe_demo_sorting")
 
 
 def test_written_answers_are_scored_by_the_first_filter(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def fake(metrics: dict[str, Any], rows: list[dict[str, Any]], **parts: Any) -> I
     """Item scores of one task with these metrics and aggregations."""
     made = SimpleNamespace(aggregation=lambda: metrics, higher_is_better=lambda: dict.fromkeys(metrics, True))
     told = [{"doc_id": n, "filter": "none", "metrics": list(metrics), **row} for n, row in enumerate(rows)]
-    return item_scores(EvaluationTask("t", "1", {"t": made}, False, made), {"t": told})
+    return item_scores(EvaluationTask("t", "1", {"t": made}, False, made, (1,)), {"t": told})
 
 
 def test_a_metric_of_the_whole_sample_is_passed_over() -> None:
