@@ -14,7 +14,7 @@ from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evalua
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.gate import GateRequest, Outlook, announce_outlook, run_gate
+from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder
@@ -378,7 +378,7 @@ def gate(
 
     A model that does not fit into memory is streamed, as `wanted` may also ask.
     With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. `announce` gets
-    what the gate can show, before any model is opened.
+    what the gate can show, before any model is loaded.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes, for a task
     that has no prompt to optimise a pathway for, and for a reference set that is not the compressed model's own.
@@ -391,11 +391,13 @@ def gate(
     tasks = here().first_before_others(lambda: resolve_tasks(wanted.options))
     if reference is not None:
         refuse_other_tasks(tasks)
-    announce_outlook(tasks, wanted, announce)
+    found = passable(outlook(tasks, wanted))
     sources = find_model(base, revision, progress), find_model(compressed, compressed_revision, progress)
     answerer = None
     if routing is not None and reference is not None:
         answerer = routed_answerer(routing, reference, sources[1], wanted.options)
+    if announce is not None:
+        announce(found)
     return run_gate(*sources, tasks, wanted, progress or Silent(), answerer=answerer)
 
 

@@ -61,7 +61,7 @@ def gate(
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
-    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, announce_outlook
+    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, outlook, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
     from compressor.evaluation.tasks import resolve_tasks
 
@@ -69,9 +69,11 @@ def gate(
     requested["tasks"] = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
     wanted = gate_run.request(requested, running.device, running.dtype, cache_dir)
     routing = routing_flags.read(pathways, of_two=compressed is not None)
-    if dry_run or base is None:
-        found = here().first_before_others(lambda: resolve_tasks(wanted.options))
-        announce_outlook(found, wanted, announcer(running.as_json, dry_run))
+    if dry_run or (base is None and demo):  # of the demo, before it is compressed
+        found = outlook(here().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
+        if dry_run:
+            announcer(running.as_json, dry_run)(found)
+        passable(found)
     if dry_run:
         return
     if base is None:
@@ -88,7 +90,7 @@ def gate(
             compressed_revision=compressed_revision,
             routing=routing,
             progress=progress,
-            announce=None if base is None else announcer(running.as_json),
+            announce=announcer(running.as_json),
         )
         written = write_gate(result, output, running.overwrite) if output is not None and here().is_first else []
     if here().is_first:

@@ -19,7 +19,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
-from compressor.evaluation.gate import GateRequest, Outlook, announce_outlook, run_gate
+from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
@@ -75,8 +75,9 @@ class Prepared:
     source: ModelSource
     gate: GateRequest  # of a search, with the confidence of each model that it tries
     tasks: tuple[EvaluationTask, ...]
-    opened: OpenModel | None = None  # of a search
-    counts: tuple[int, ...] = ()  # numbers of experts to search in
+    outlook: Outlook  # what the gate can show
+    opened: OpenModel | None  # of a search
+    counts: Sequence[int]  # numbers of experts to search in
 
 
 def prepare_gate(
@@ -86,9 +87,8 @@ def prepare_gate(
     search: bool = False,
     device: str = "auto",
     progress: Progress | None = None,
-    announce: Callable[[Outlook], None] | None = None,
 ) -> Prepared:
-    """Look up model, tasks and numbers of experts, and announce what the gate can show; a dry run ends here.
+    """Look up model, tasks, numbers of experts and what the gate can show; a dry run ends here.
 
     Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
     """
@@ -98,16 +98,13 @@ def prepare_gate(
     source = find_model(str(recipe.model), recipe.revision, progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
-    found = Prepared(recipe, source, gate, tasks)
-    if search:
-        opened = open_model(source, recipe.dtype, device)
-        counts = tuple(possible_counts(opened, recipe))
-        # the confidence holds for all models that are tried together (Bonferroni)
+    opened = open_model(source, recipe.dtype, device) if search else None
+    counts = [] if opened is None else possible_counts(opened, recipe)
+    if counts:  # the confidence holds for all models that are tried together (Bonferroni)
         gate = replace(gate, confidence=1 - (1 - gate.confidence) / math.ceil(math.log2(len(counts) + 1)))
-        found = replace(found, gate=gate, opened=opened, counts=counts)
-    announce_outlook(tasks, gate, announce)
+    found = passable(outlook(tasks, gate))
     plan_evaluation(source, tasks, gate.options, gate.cache)
-    return found
+    return Prepared(recipe, source, gate, tasks, found, opened, counts)
 
 
 def compress_gated(
@@ -136,7 +133,7 @@ def compress_gated(
     if search and keep_failed:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
     listener, target = progress or Silent(), Path(out)
-    ready = prepare_gate(recipe, gate, search=search, device=device, progress=listener, announce=announce)
+    ready = prepare_gate(recipe, gate, search=search, device=device, progress=listener)
     recipe, source, gate, tasks = ready.recipe, ready.source, ready.gate, ready.tasks
     known = after is None or terms is not None
     of_tasks = [(task.name, task.version) for task in tasks]
@@ -190,6 +187,8 @@ def compress_gated(
         return attempts[-1].accepted
 
     with held(target):
+        if announce is not None:
+            announce(ready.outlook)
         if (opened := ready.opened) is None:
             passes(recipe)
             return Gated(outcomes.get(0), tuple(attempts))

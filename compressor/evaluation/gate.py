@@ -6,7 +6,7 @@ What it can show is known before any model is loaded, from the number of items, 
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -118,15 +118,11 @@ def _refusal(tasks: Sequence[EvaluationTask], items: int, gate: GateRequest) -> 
     )
 
 
-def announce_outlook(
-    tasks: Sequence[EvaluationTask], gate: GateRequest, announce: Callable[[Outlook], None] | None
-) -> None:
-    """Announce what the gate can show; refuse one that not even an identical model passes."""
-    found = outlook(tasks, gate)
-    if announce is not None:
-        announce(found)
+def passable(found: Outlook) -> Outlook:
+    """Refuse a gate that not even an identical model passes."""
     if found.refusal is not None:
         raise CompressionError(found.refusal)
+    return found
 
 
 def run_gate(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
-from compressor.evaluation.gate import FLIPS, GateRequest, announce_outlook, outlook
+from compressor.evaluation.gate import FLIPS, GateRequest, outlook, passable
 from compressor.evaluation.gate_report import outlook_blocks
 from compressor.evaluation.gate_statistics import at_most
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
@@ -101,13 +101,11 @@ def test_what_no_identical_model_passes_is_refused_and_the_remedies_work(
     ],
 )
 def test_refusals_say_what_would_do(request_: GateRequest, tasks: list[EvaluationTask], message: str) -> None:
-    announced = list[Any]()
-    with pytest.raises(CompressionError, match=f"could not even pass an identical model: {message}|{message}"):
-        announce_outlook(tasks, request_, announced.append)
-    assert len(announced) == 1
+    with pytest.raises(CompressionError, match=f"this gate could not even pass an identical model: .*{message}"):
+        passable(outlook(tasks, request_))
 
 
 def test_a_gate_that_may_stay_undecided_is_not_refused() -> None:
     assert outlook([task("rte", 277)], asked(inconclusive="pass")).refusal is None
     assert outlook([task("rte", 277)], asked(inconclusive="fail")).refusal is not None
-    announce_outlook([task("rte", 299)], asked(), None)
+    assert passable(outlook([task("rte", 299)], asked())).refusal is None
