@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
+from compressor.api import make_recipe
 from compressor.checkpoint.source import locate
+from compressor.cli.searching import possible_counts
 from compressor.errors import CompressionError
 from compressor.hub.card import again as asked_again
 from compressor.hub.card import introduction, read_facts
@@ -22,7 +25,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.split.opening import order_of_parts, packed, parts_of, resolved_parts, unpacked
+from compressor.steps.split.opening import chosen_parts, order_of_parts, packed, parts_of, unpacked
 from tests import small, zoo
 from tests.command_line import Run
 from tests.plans import plan_of, recipe_of
@@ -184,7 +187,6 @@ def test_what_cannot_be_split_so_leaves_nothing(
     for name, *more in commands:
         done = run(name, model, "-o", tmp_path / "out", *more, *options)
         assert done.status == 2 and fault in done.err.splitlines()[-1]
-        assert name == "compress" or len(done.err.strip().splitlines()) == 1
         assert list(tmp_path.iterdir()) == []
 
 
@@ -322,37 +324,72 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.save(tmp_path_factory.mktemp("wide") / "model", intermediate_size=512)
 
 
-def parts(model: Path, **asked: Any) -> int:
-    steps = recipe_of(model, **asked).steps
-    return resolved_parts(steps[0], open_model(locate(str(model))), steps)  # type: ignore[arg-type]
+def chosen(model: Path, formats: tuple[str, ...] = ("safetensors",), **asked: Any) -> tuple[int, str]:
+    return chosen_parts(replace(open_model(locate(str(model))), formats=formats), recipe_of(model, **asked).steps)
 
 
-def test_auto_keeps_as_many_experts_as_whole_ones_would_weigh(wide: Path, tmp_path: Path) -> None:
-    asked = {"correct": "none", **calibration(tmp_path)}
-    done = compressor.compress(str(wide), tmp_path / "out", experts=4, **asked)
-    assert (done.experts_before, done.experts_after) == (16, 8)
-    compressor.compress(str(wide), tmp_path / "said", experts=4, split=2, **asked)
-    assert tree(tmp_path / "out") == tree(tmp_path / "said")
-    whole = compressor.compress(str(wide), tmp_path / "whole", experts=4, split=1, **asked)
-    assert (whole.experts_before, whole.experts_after) == (8, 4)
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert (config["num_local_experts"], config["intermediate_size"]) == (4, 512)
-    sizes = [sum(path.stat().st_size for path in (tmp_path / made).glob("*.safetensors")) for made in ("out", "whole")]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+@pytest.mark.parametrize("parts", ["auto", 1, 2, 4])
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, tmp_path: Path) -> None:
+    asked = calibration(tmp_path)
+    steps = [make_step("split", {"parts": parts}), make_step("prune", {"experts": 6 if again else 4})]
+    steps += [make_step("prune", {"experts": 4})] * again  # of a stage of its own
+    compressor.compress(str(wide), tmp_path / "out", steps, **asked)
+    config, count = json.loads((tmp_path / "out" / "config.json").read_text()), 2 if parts == "auto" else parts
+    assert (config["num_local_experts"], config["intermediate_size"]) == (4 * count, 512 // count)
+    assert config["num_experts_per_tok"] == 2 * count
+    before, after = stored(wide), stored(tmp_path / "out")
+    weights = [sum(value.numel() for name, value in each.items() if ".experts." in name) for each in (before, after)]
+    assert 2 * weights[1] == weights[0]
 
 
-def test_it_is_left_to_what_suits(wide: Path, tmp_path: Path) -> None:
-    assert parts(wide, experts=4) == 2
-    assert parts(wide, ratio=0.5) == 2
-    assert parts(wide) == 2  # a search for the number
-    assert parts(wide, experts=4, split=1) == 1
-    assert parts(wide, experts=4, strategy="gated-mass") == 1
-    assert parts(wide, experts=4, top_k=1) == 1
-    assert parts(wide, experts=99) == 1  # which is refused afterwards
-    narrow = small.save(tmp_path / "narrow", intermediate_size=256)  # parts of 128 are larger as K-quants
-    assert parts(narrow, experts=4) == 1
+@pytest.mark.parametrize("parts", ["auto", 1, 2, 4])
+def test_a_search_tries_experts_of_the_source(parts: Any, wide: Path) -> None:
+    steps = [make_step("split", {"parts": parts}), make_step("prune", {})]
+    for recipe in (steps, [make_step("routers", {}), *steps]):
+        assert possible_counts(open_model(locate(str(wide))), make_recipe(str(wide), recipe)) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_checkpoint_that_was_split_before_has_the_experts_of_its_config(wide: Path, tmp_path: Path) -> None:
+    split(wide, tmp_path / "fine", 2)
+    done = compressor.compress(str(tmp_path / "fine"), tmp_path / "out", experts=4, split=2, **calibration(tmp_path))
+    assert (done.experts_before, done.experts_after) == (32, 8)
+
+
+def test_auto_takes_the_first_number_of_parts_that_suits(wide: Path, tmp_path: Path, run: Run) -> None:
+    assert chosen(wide, experts=4) == chosen(wide, ratio=0.5) == chosen(wide)  # the last one is searched for
+    assert chosen(wide, experts=4)[0] == 2
+    assert chosen(wide, experts=4, strategy="gated-mass") == (1, "")
+    assert chosen(wide, experts=99) == (1, "")  # which is refused afterwards
+    assert chosen(wide, experts=4, top_k=1) == (1, "--top-k counts whole experts")
+    qwen = small.save(tmp_path / "qwen", "qwen3_moe", moe_intermediate_size=768)  # as of Qwen3-30B-A3B
+    assert chosen(qwen, experts=6)[0] == 2
+    parts, why = chosen(qwen, ("gguf",), experts=6)
+    assert parts == 3 and "with 2 parts llama.cpp quantises down projections of 384 columns" in why
+    odd = small.save(tmp_path / "odd", intermediate_size=384)
+    parts, why = chosen(odd, experts=6)
+    assert parts == 3 and "with 2 parts vLLM pads experts of 192 neurons to a multiple of 128" in why
+    parts, why = chosen(odd, experts=4)  # of which three parts make 12, for which vLLM has no kernel
+    assert parts == 1 and "with 3 parts vLLM routes among 12 experts by a slower kernel" in why
     grouped = small.save(tmp_path / "grouped", "deepseek_v3", moe_intermediate_size=512)
-    assert parts(grouped, experts=8) == 1
+    parts, why = chosen(grouped, experts=8)
+    assert parts == 1 and GROUPS in why
+
+
+@pytest.mark.parametrize("width", [512, 96])
+def test_what_auto_decided_is_said_at_the_start_and_recorded(width: int, tmp_path: Path, run: Run) -> None:
+    model, text = small.save(tmp_path / "model", intermediate_size=width), small.text_file(tmp_path)
+    said = "Experts stay whole: 96 neurons do not make 2 parts of a multiple of 64; 96 neurons do not make 3 parts"
+    if width == 512:
+        said = "Split each of 8 experts into 2 parts: num_experts 8 to 16, num_experts_per_tok 2 to 4, width 512 to 256"
+    done = run("compress", model, "-o", tmp_path / "out", "--experts", 4, "--calibration", text, "--samples", 8)
+    assert done.status == 0 and any(line.startswith(said) for line in done.err.splitlines())
+    assert "into 2 parts" in done.out if width == 512 else said in done.out
+    entry = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["steps"][0]
+    assert entry["name"] == "split" and entry["plan"]["why"] in done.err
+    assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
+    first, again = (stored(tmp_path / name) for name in ("out", "again"))
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
 
 
 @given(parts=drawn.integers(2, 9), width=drawn.integers(1, 7), experts=drawn.integers(1, 4), seed=drawn.integers(0, 99))

@@ -21,7 +21,7 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.split.opening import (
     Neurons,
-    as_planned,
+    as_decided,
     cut_as_stored,
     order_of,
     order_of_parts,
@@ -69,7 +69,10 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     assert plan.split is not None and plan.split["block"] == block
     assert {value.dtype for value in weights(out).values()} == {value.dtype for value in weights(source).values()}
 
-    split, written = as_planned(open_model(locate(str(source))), plan), open_model(locate(str(out)))  # both in bfloat16
+    split, written = (
+        as_decided(open_model(locate(str(source))), plan.split, plan.top_k),
+        open_model(locate(str(out))),
+    )  # both in bfloat16
     for partial in (split.partial, written.partial):
         partial.load(partial.empty)
     wanted, found = (each.partial.model.state_dict() for each in (split, written))

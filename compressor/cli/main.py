@@ -57,7 +57,8 @@ class _OneLine(logging.Formatter):
     """A warning as one line of text, whatever a plugin has put into it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname}: {plain(one_line(record.getMessage(), None))}"
+        level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
+        return f"{level}{plain(one_line(record.getMessage(), None))}"
 
 
 @contextmanager
@@ -70,6 +71,7 @@ def _own_warnings() -> Iterator[None]:
     loggers = [logging.getLogger(package) for package in {"compressor", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:

@@ -73,6 +73,7 @@ class OpenModel:
     split: Mapping[str, Any] | None = None  # what a plan says of the split, once neurons are in order
     stored_parts: Any = None  # how parts are cut from quantised tensors (compressor.steps.split.stored), where they are
     top_k: int | None = None  # what smaller models write, where that is not the view's own
+    formats: tuple[str, ...] = ()  # that are wanted of the output
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # that others need not find again
 
     @classmethod
@@ -114,10 +115,7 @@ class OpenModel:
 
 def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
     """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
-    checkpoint = Checkpoint(source.folder)
-    if declared(checkpoint.raw_config):
-        raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
-    return open_checkpoint(source, checkpoint, dtype, device)
+    return open_checkpoint(source, Checkpoint(source.folder), dtype, device)
 
 
 def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
@@ -126,7 +124,9 @@ def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "au
 
 
 def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, device: str) -> OpenModel:
-    """The model of a checkpoint whose headers have been read."""
+    """The model of a checkpoint whose headers have been read; constants for experts are for those who know of them."""
+    if declared(checkpoint.raw_config) and not isinstance(checkpoint, SubstitutedCheckpoint):
+        raise CompressionError(f"{source.label} cannot be used: {NOT_STOCK}; name the checkpoint that it was made of")
     config = load_config(source.folder)
     return OpenModel.of(source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device))
 

@@ -17,6 +17,7 @@ Effect = Literal["fails", "wrong", "slower", "larger"]
 About = Literal["experts", "top-k", "width", "head"]
 Evidence = Literal["read", "run", "reported"]  # in the source, in the source and seen, said by others alone
 
+LLAMA_CPP = "llama.cpp"
 SIZES = (2, 4, 8)  # of expert or tensor parallelism, that people use
 TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
@@ -156,7 +157,7 @@ def _rule(
 
 
 _vllm, _sglang = partial(_rule, "vLLM", "0.32.0"), partial(_rule, "SGLang", "0.5.23")
-_flashinfer, _llama = partial(_rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(_rule, "llama.cpp", "0c1e57098")
+_flashinfer, _llama = partial(_rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(_rule, LLAMA_CPP, "0c1e57098")
 
 RULES = (
     _vllm("vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py", "wrong", "experts")(

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,8 @@ from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.state import OWN, Observer, State, Texts, part_name
 from compressor.steps.workdir import Workdir
+
+logger = logging.getLogger(__name__)
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
@@ -170,14 +171,17 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
         bases = f"the base {plan.base.label}, whose fingerprint is not that of {base.source.label}"
         raise CompressionError(f"the plan was made toward {bases}; run on that base, or plan again")
     stages, resolved = stage_numbers(recipe.steps), list[Step]()
+    wanted = replace(model, formats=recipe.output.formats)
     for stage, step in zip(stages, recipe.steps, strict=True):
-        settled = step if plan is not None else step.resolved(model, of_stage(recipe.steps, stage))
+        settled = step if plan is not None else step.resolved(wanted, of_stage(recipe.steps, stage))
         if settled is not None:
             resolved.append(settled)
     if not resolved:
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
     check_order(resolved)
     needs, seen = _needs(resolved, model, plan)
+    for note in (note for need in needs for note in need.notes):
+        logger.info("%s", note)
     if before is not None and before.calibration is not None:  # a plan has one text for all: later ones are own
         resolved = [
             step.model_copy(update={"calibration": recipe.calibration})
@@ -205,6 +209,38 @@ def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[
     return needs, seen
 
 
+def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
+    """The text of these options for the steps of these numbers, each with the name of its part; None if none reads."""
+    needs = {name: task.needs[number] for number, name in parts.items()}
+    if not any(need.text or need.part is not None for need in needs.values()):
+        return None
+    fit = any(need.text for need in needs.values())
+    fewest = max(need.heldout for need in needs.values()) if fit else 0
+    return TextSpec(
+        sources_of(options),
+        samples=options.samples if fit else 0,
+        sequence_length=options.sequence_length,
+        seed=task.recipe.seed,
+        heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
+        parts={
+            name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
+            for name, need in needs.items()
+            if (part := need.part) is not None
+        },
+        strict=options.strict,
+    )
+
+
+def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
+    """The text of the run, and those of steps that have one of their own by their number, as far as any is read."""
+    shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
+    wanted = [(None, task.recipe.calibration, shared)]
+    wanted += [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.steps) if step.calibration]
+    for number, options, parts in wanted:
+        if (spec := text_spec(task, options, parts)) is not None:
+            yield number, spec
+
+
 def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
     """The state before the first step, once texts are read."""
     with run.clock.phase("read text"):
@@ -220,43 +256,19 @@ def read_texts(task: Task) -> Texts:
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
-    tokenizer = cache(partial(load_tokenizer, task.model.source.folder))
-
-    def read(options: TextOptions, parts: Mapping[int, str], repeated: Mapping[str, Any] | None) -> Text | None:
-        needs = {name: task.needs[number] for number, name in parts.items()}
-        if not any(need.text or need.part is not None for need in needs.values()):
-            return None
+    texts = dict[int | None, Text]()
+    for number, spec in text_specs(task):
+        tokenizer = load_tokenizer(task.model.source.folder)
+        repeated = None
+        if task.plan is not None:
+            repeated = task.plan.calibration if number is None else task.plan.steps[number].text
         if repeated is not None:
-            text = repeat_text(repeated, tokenizer(), task.model.vocabulary)
+            text = repeat_text(repeated, tokenizer, task.model.vocabulary)
         else:
-            fit = any(need.text for need in needs.values())
-            fewest = max(need.heldout for need in needs.values()) if fit else 0
-            spec = TextSpec(
-                sources_of(options),
-                samples=options.samples if fit else 0,
-                sequence_length=options.sequence_length,
-                seed=task.recipe.seed,
-                heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
-                parts={
-                    name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
-                    for name, need in needs.items()
-                    if (part := need.part) is not None
-                },
-                strict=options.strict,
-            )
-            text = read_text(spec, tokenizer(), task.model.vocabulary)
+            text = read_text(spec, tokenizer, task.model.vocabulary)
         here().assert_same_on_all(text.identity["sha256"], "calibration text")
-        return text
-
-    shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
-    known = None if task.plan is None else task.plan.calibration
-    text, own = read(task.recipe.calibration, shared, known), dict[int, Text]()
-    for number, step in enumerate(task.steps):
-        if step.calibration is not None:
-            known = None if task.plan is None else task.plan.steps[number].text
-            if (found := read(step.calibration, {number: OWN}, known)) is not None:
-                own[number] = found
-    return text, own
+        texts[number] = text
+    return texts.get(None), {number: text for number, text in texts.items() if number is not None}
 
 
 def first_plan(task: Task, text: Text | None) -> Plan:

@@ -40,7 +40,9 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
         columns = tuple("constants" if name == "dropped" else name for name in columns)
     title = f"Plan by {plan.strategy}{data}, written to {path}"
     steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
-    return Table(title, columns, tuple(rows)), *protected_blocks_of(plan.protected), *steps
+    decided = [step.to_dict() for step in planned.steps if step.plan is not None]
+    described = (block for entry in decided for block in make_step(entry["name"], entry["options"]).describe(entry))
+    return Table(title, columns, tuple(rows)), *described, *steps
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:

@@ -283,7 +283,8 @@ def describe_split(split: Mapping[str, Any]) -> str:
     """What was done to every expert, in words."""
     ways = {ENERGY: "by what they do on text", CLUSTERS: "in clusters that fire together"}
     how = ways.get(str(split.get("by")), "by the norms of their weights")
-    return f"each of {split.get('experts')} experts into {split.get('parts')} parts, neurons dealt out {how}"
+    neurons = f", neurons dealt out {how}" if "by" in split else ""
+    return f"each of {split.get('experts')} experts into {split.get('parts')} parts{neurons}"
 
 
 def parts_of(split: Mapping[str, Any] | None) -> int:

@@ -94,6 +94,9 @@ class Needs:
     heldout: int = 0  # sequences of it that are held out, at the least
     part: TextPart | None = None
     experts: int | None = None  # that each layer keeps, where the step decides that
+    passes: int = 0  # of a text through the model, where one is read
+    whole: int = 0  # bytes of memory for each parameter of a model that it holds whole
+    notes: tuple[str, ...] = ()  # sentences on what is decided before any weight is read
 
 
 @dataclass(frozen=True, slots=True)

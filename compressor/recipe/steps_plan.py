@@ -90,7 +90,7 @@ class Plan:
         if missing := sorted({"experts", "layers"} - set(decided)):
             raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
         _refuse_crowds(decided["layers"])
-        refit, split = by_name.get(CORRECT), by_name.get(SPLIT)
+        refit = by_name.get(CORRECT)
         constants = correction = None
         if chosen.name == CONSTANTS:
             named = {name: decided[name] for name in ("format", "budget", "experts_total")}
@@ -112,7 +112,7 @@ class Plan:
             protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
             mtp=decided.get("mtp"),
             constants=constants,
-            split=None if split is None or split.plan is None else dict(split.plan),
+            split=_split_by(by_name.get(SPLIT)),
             top_k=decided.get("top_k"),
         )
 
@@ -122,7 +122,7 @@ class Plan:
         plans = [plan for stage in self.stages if (plan := self.staged(stage)) is not None]
         if plans:
             return reduce(_composed, plans)
-        split = next((dict(step.plan) for step in self.steps if step.name == SPLIT and step.plan), None)
+        split = next((split for step in self.of(SPLIT) if (split := _split_by(step))), None)
         experts = 0 if split is None else int(split["experts"]) * int(split["parts"])
         return CompressionPlan(self.source, experts, KEPT_WHOLE, {}, self.calibration, (), split=split)
 
@@ -190,6 +190,11 @@ class Plan:
         if not isinstance(content, dict):
             raise CompressionError(f"{path} should hold a JSON object; plan again")
         return cls.from_dict(content, str(path))
+
+
+def _split_by(step: PlannedStep | None) -> dict[str, Any] | None:
+    """What a step has decided on parts of experts; None where they stay whole, or it has decided nothing."""
+    return None if step is None or step.plan is None or step.plan.get("parts") == 1 else dict(step.plan)
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:

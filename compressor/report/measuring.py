@@ -57,7 +57,7 @@ from compressor.run_record import (
 from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
-from compressor.steps.split.opening import as_planned
+from compressor.steps.split.opening import as_decided
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _base(
                 f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
                 f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
             )
-        opened = as_planned(opened, plan.stage)
+        opened = as_decided(opened, plan.stage.split, plan.stage.top_k)
         if plan.stage.layers:
             check_plan(plan.stage, opened)
         return opened

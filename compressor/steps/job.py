@@ -68,13 +68,17 @@ def stored_partial(model: OpenModel) -> PartialModel:
     return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
 
 
-def output_size(model: OpenModel, experts: int) -> Size:
-    """Parameters and bytes of the output when every MoE layer keeps `experts` and nothing is merged or corrected."""
-    if model.stored_parts:  # which is measured by a plan that keeps as many of each routing group
+def output_size(model: OpenModel, experts: int, changed: bool = False) -> Size:
+    """Parameters and bytes of the output when every MoE layer keeps `experts`.
+
+    They stay as they are stored, unless they are `changed`: merged, corrected or trained.
+    """
+    changed = changed and model.layout.quantized
+    if model.stored_parts and not changed:  # which is measured by a plan that keeps as many of each routing group
         kept = [place * model.architecture.experts // experts for place in range(experts)]
         layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
         return Size.of(model.stored_parts.cut(model, replace(whole_plan(model), experts=experts, layers=layers)))
-    if not model.is_split:
+    if not model.is_split and not changed:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(Conversion(model.partial, model.architecture, small).outputs())

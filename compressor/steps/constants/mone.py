@@ -382,7 +382,7 @@ def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Nee
         logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
     given_protected(options.protect, model.architecture.layers, kept // len(model.architecture.layers))
     heldout = FEWEST if budget == UNEVEN else int(correct is not None)
-    return Needs(True, heldout, experts=kept // len(model.architecture.layers))
+    return Needs(True, heldout, experts=kept // len(model.architecture.layers), passes=1)
 
 
 def refuse_model(model: OpenModel) -> None:

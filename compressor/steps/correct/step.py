@@ -63,7 +63,7 @@ class Correct(Step):
         after_constants = any(step.name == CONSTANTS for step in steps)
         if self.method == CONSTANTS and not after_constants:
             raise CompressionError("correct: method constants refits constants; put the step constants before it")
-        return Needs(text=True, heldout=1)
+        return Needs(text=True, heldout=1, passes=1)
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""

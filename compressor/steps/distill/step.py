@@ -98,7 +98,9 @@ class Distill(Step):
         if not model.layout.quantized or not steps:  # merging and correcting dequantise first
             stored_dtypes(model, layers)
         part = TextPart(self.steps * self.sequences, self.sequence_length, min(8, self.sequences), self.sequences)
-        return Needs(part=part)
+        state = {"adam": 12, "adafactor": 4}[self.optimiser] if self.train in ("experts", "all") else 0
+        whole = 0 if self.stream else model.partial.dtype.itemsize + state
+        return Needs(part=part, passes=2, whole=whole)  # the base's, and forward and back for the gradients
 
     def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
         """All batches: the base's next-token distributions on them are what is trained toward."""

@@ -228,15 +228,27 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     experts = kept_count(prune, model, parts)
     after = replace(served_model(model), experts=experts)
     warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
+    notes = ()
+    if parts > 1:
+        kept = f"Keep {experts} of {model.architecture.experts} sub-experts in each layer"
+        notes = (f"{kept}, as large as {experts / parts:.4g} of {model.architecture.experts // parts} experts.",)
     if spec is None:
         return Needs(experts=experts)
     needs = spec.strategy.needs
     reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
-    if split is not None and split.by == CLUSTERS and not reads and all(step.name != "correct" for step in steps):
+    if (
+        split is not None
+        and parts > 1
+        and split.by == CLUSTERS
+        and not reads
+        and all(step.name != "correct" for step in steps)
+    ):
         raise CompressionError(
             "--split-by clusters needs text on which neurons fire; choose a strategy or a correction that reads it"
         )
-    return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts)
+    attributes = protector_of(prune.protect) is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
+    passes = 0 if not reads else 2 if attributes else 1
+    return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts, passes=passes, notes=notes)
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:

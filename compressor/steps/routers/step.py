@@ -65,7 +65,8 @@ class Routers(Step):
                 "routers: reference is for the methods bias and auto; name one of them, or leave it out"
             )
         stored_names(model)
-        return Needs(part=TextPart(self.sequences, self.sequence_length, min(8, self.sequences // self.rounds)))
+        part = TextPart(self.sequences, self.sequence_length, min(8, self.sequences // self.rounds))
+        return Needs(part=part, passes=2)  # the base's, and forward and back for the gradients
 
     def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
         """The batches that gradients are taken on; a bias needs few, by which its places are found."""

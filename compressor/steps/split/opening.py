@@ -25,20 +25,21 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, resolve_count, served_model
-from compressor.model.serving import broken
+from compressor.model.serving import LLAMA_CPP, SERVERS, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
-from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, CompressionPlan, check_source, check_split
+from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, check_split
 from compressor.recipe.step import Step
 from compressor.steps.configuration import fields_set
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
-from compressor.steps.split.step import Split
 from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
 
-PARTS = 2  # where the number is left open
+PARTS = (2, 3, 4)  # that are tried in this order where the number is left open
 WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
+GGUF = "gguf"  # the format that llama.cpp reads
 PLAIN = "plain because"  # why parts are not cut from quantised tensors, among what is found of a model
 REMEDY = "restore the plan or make it anew"
 SAMPLE = 256  # tokens of each expert whose activations are kept
@@ -247,36 +248,43 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
 
-def resolved_parts(split: Split, model: OpenModel, steps: Sequence[Step]) -> int:
-    """The number of parts for the stored `model`; `steps` are all of the stage.
+def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
+    """The number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
 
-    Where it is left open, the strategy `auto` splits experts in two if that is exact, in the dtype that is stored, with
-    sub-experts of a multiple of 64 neurons, without a multi-token-prediction head that it would leave out, and if no
-    server does worse.
+    It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server does worse. Without
+    the strategy `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason.
     """
-    if split.parts != "auto":
-        if not 1 <= split.parts <= MOST_PARTS:
-            raise CompressionError(f"--split {split.parts} is not 1 to {MOST_PARTS}; give another number of parts")
-        return split.parts
     prune: Any = next((step for step in steps if step.name == "prune"), None)
-    if prune is None or prune.strategy != "auto" or prune.top_k is not None:
-        return 1
-    layers, layout = model.architecture.layers, model.layout
-    if layout.quantized or layout.left_out:
-        return 1
-    if any(width % (PARTS * WIDTH) for width in widths(build_meta(model.config)).values()):
-        return 1
+    if prune is None or prune.strategy != "auto":
+        return 1, ""
+    layers = model.architecture.layers
+    if prune.top_k is not None:
+        return 1, "--top-k counts whole experts"
+    if model.layout.quantized:
+        return 1, "they are stored quantised"
+    if prune.mtp != "drop" and known_heads(model):
+        return 1, "a split would leave out the multi-token-prediction head"
     try:
-        split_model = seen_as(model, PARTS)
         searched = prune.experts is None and prune.ratio is None
         kept = layers[0].experts if searched else resolve_count(layers, prune.experts, prune.ratio)
     except CompressionError:
-        return 1  # the reason is given where a split is asked for, or the number checked
-    before, after = (
-        {(rule.server, rule.needs.words) for rule in broken(replace(served_model(each), experts=parts * kept))}
-        for each, parts in ((model, 1), (split_model, PARTS))
-    )
-    return PARTS if after <= before else 1
+        return 1, ""  # the number is refused when it is checked
+    servers = {*SERVERS} - ({LLAMA_CPP} if GGUF not in model.formats else set())
+    known = {(rule.server, rule.needs.words) for rule in broken(replace(served_model(model), experts=kept))}
+    all_widths, refused = sorted({*widths(build_meta(model.config)).values()}), list[str]()
+    for parts in PARTS:
+        if odd := [width for width in all_widths if width % (parts * WIDTH)]:
+            refused.append(f"{odd[0]} neurons do not make {parts} parts of a multiple of {WIDTH}")
+            continue
+        try:
+            served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
+        except CompressionError as error:
+            return 1, str(error)
+        worse = [rule for rule in broken(served) if (rule.server, rule.needs.words) not in known]
+        if not (against := [f"{rule.server} {said(rule, served)}" for rule in worse if rule.server in servers]):
+            return parts, "; ".join([*refused, "it loses less than whole experts, and no server does worse with them"])
+        refused.append(f"with {parts} parts {against[0]}")
+    return 1, "; ".join(refused)
 
 
 def dealt(
@@ -307,6 +315,12 @@ def dealt(
     return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
 
 
+def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
+    """The parts of each expert, and what they change in the config, as it is stored."""
+    served = served_model(whole)
+    return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
+
+
 def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     """The split model; where its parts cannot be cut from a quantised checkpoint as it is, a warning says why."""
     if not model.layout.quantized or (model.stored_parts and not changed):
@@ -324,8 +338,7 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
         stored.check(orders)
     listed = (name.encode() + b"\0" + order.int().contiguous().numpy().tobytes() for name, order in orders.items())
     entry = {
-        "parts": factors.parts,
-        "experts": model.whole.architecture.experts,
+        **shapes(model.whole, factors.parts),
         **({"block": stored.block} if stored else {}),
         "output_factor": factors.output,
         "selection_factor": factors.selection,
@@ -336,16 +349,10 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
 
-def as_planned(model: OpenModel, plan: CompressionPlan) -> OpenModel:
-    """The model split and with the top-k that a plan names; refuses a split that was edited or does not fit."""
-    if (model.split, model.top_k) == (plan.split, plan.top_k):
-        return model
-    check_source(plan.source, (model.whole or model).fingerprint)
-    return as_decided(model, plan.split, plan.top_k)
-
-
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
-    """The model split as a plan's entry says, and with this top-k; raises as `as_planned` does."""
+    """The model split as a plan's entry says, and with this top-k; refuses a split that was edited or does not fit."""
+    if (model.split, model.top_k) == (split, top_k):
+        return model
     stored = model.whole or model
     if split is None:
         return with_top_k(stored, top_k)
@@ -357,7 +364,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width[layer.name], parts, layer.name))
     if "block" not in split:
         seen = replace(seen, stored_parts=None)
-    planned = in_order(seen, orders, {name: split[name] for name in ("by", "calibration") if name in split})
+    planned = in_order(seen, orders, {name: split[name] for name in ("by", "calibration", "why") if name in split})
     own = dict(planned.split or {})
     if odd := [name for name in own.keys() | split.keys() if own.get(name) != split.get(name)]:
         differs = ", ".join(sorted(odd))

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from compressor.document.blocks import Block, Text
 from compressor.errors import CompressionError
+from compressor.recipe.plan import MOST_PARTS, describe_split
 from compressor.recipe.step import Needs, Step
 
 if TYPE_CHECKING:
@@ -23,18 +25,26 @@ class Split(Step):
     )
 
     parts: int | Literal["auto"] = Field(
-        2, description="Sub-experts that each expert becomes; auto: 2 where nothing speaks against it, otherwise 1."
+        2, description="Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."
     )
     by: Literal["energy", "clusters"] = Field(
         "energy", description="How neurons are partitioned: by energy, or in clusters that fire together (needs text)."
     )
 
-    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
-        """With the number of parts that `auto` comes to; None where experts stay whole."""
-        from compressor.steps.split.opening import resolved_parts
+    _why: str = PrivateAttr("")  # there are so many parts, where that was left open
 
-        parts = resolved_parts(self, model, steps)
-        return None if parts == 1 else self.model_copy(update={"parts": parts})
+    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
+        """With the number of parts that `auto` comes to; None where nobody thinks of a split."""
+        from compressor.steps.split.opening import chosen_parts
+
+        if self.parts != "auto":
+            if not 1 <= self.parts <= MOST_PARTS:
+                raise CompressionError(f"--split {self.parts} is not 1 to {MOST_PARTS}; give another number of parts")
+            return None if self.parts == 1 else self
+        parts, why = chosen_parts(model, steps)
+        step = self.model_copy(update={"parts": parts})
+        step._why = why
+        return step if why else None
 
     def view(self, model: "OpenModel") -> "OpenModel":
         from compressor.steps.split.opening import seen_as
@@ -49,17 +59,45 @@ class Split(Step):
             raise CompressionError("--split-by clusters needs text on which neurons fire; pass --calibration")
         if not any(step.name == "prune" for step in steps):  # which warns of what it leaves
             warn_of_servers(served_model(model.whole or model), served_model(model), model.architecture.layers)
-        return Needs(text=self.calibration is not None and not planned)
+        notes = () if planned else (f"{sentence(self._shapes(model))}.",)
+        return Needs(text=self.calibration is not None and not planned, passes=int(self.parts != 1), notes=notes)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
         from compressor.steps.split.opening import dealt
 
+        if self.parts == 1:
+            return self._shapes(state.model)
         changed = any(step.name in ("correct", "distill") for step in state.steps)
         text = None if state.text is None else state.text.fit
-        return dict(dealt(state.model, text, self.by, state.progress, state.seed, changed).split or {})
+        split = dealt(state.model, text, self.by, state.progress, state.seed, changed).split or {}
+        return {**split, **self._shapes(state.model)}
 
     def take(self, decided: Mapping[str, Any], state: "State") -> None:
         from compressor.steps.split.opening import as_decided
 
-        state.model = as_decided(state.model, decided, state.model.top_k)
-        state.parts *= int(decided["parts"])
+        if decided.get("parts") != 1:
+            state.model = as_decided(state.model, decided, state.model.top_k)
+            state.parts *= int(decided["parts"])
+
+    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
+        """What became of every expert, with the config's numbers before and after, and why."""
+        return (Text(f"{sentence(plan)}."),) if (plan := entry.get("plan")) else ()
+
+    def _shapes(self, model: "OpenModel") -> dict[str, Any]:
+        from compressor.steps.split.opening import shapes
+
+        return shapes(model.whole or model, int(self.parts)) | ({"why": self._why} if self._why else {})
+
+
+def sentence(split: Mapping[str, Any]) -> str:
+    """What becomes of every expert, and why if that was not asked for; `split` is the entry in the plan."""
+    parts, why = split["parts"], split.get("why")
+    if parts == 1:
+        return f"Experts stay whole: {why}"
+    numbers = {
+        "num_experts": (split["experts"], split["experts"] * parts),
+        "num_experts_per_tok": (split["top_k"], split["top_k"] * parts),
+        "width": (split["width"], split["width"] // parts),
+    }
+    changes = ", ".join(f"{name} {before} to {after}" for name, (before, after) in numbers.items())
+    return f"Split {describe_split(split)}: {changes}" + (f" ({why})" if why else "")
