@@ -52,13 +52,15 @@ def test_inspect_fetches_headers_only_and_unknown_names_are_one_sentence(tmp_pat
     }
     with serve() as hub:
         commit = hub.serve(REPOSITORY, tmp_path / "model").branches["main"]
-        found, *refusals = run(hub, tmp_path / "home", ("inspect", REPOSITORY, "--json"), *unknown)
+        dry = ("compress", REPOSITORY, "--experts", "4", "--dry-run", "--json")
+        found, shown, *refusals = run(hub, tmp_path / "home", ("inspect", REPOSITORY, "--json"), dry, *unknown)
         fetched = sum(request.sent for request in hub.requests if request.path.endswith("model.safetensors"))
     assert found.status == 0, found
     report = json.loads(found.out)
     assert 0 < fetched < size, "the weights were downloaded"
     assert report["revision"] == commit
     assert report["experts"] == 8
+    assert shown.status == 0 and json.loads(shown.out)["after"]["num_experts"] == 4, shown
     from compressor import inspect
 
     local = inspect(str(tmp_path / "model"))

@@ -12,6 +12,7 @@ from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_sum
 from compressor.cli.options import (
     CALIBRATION,
     GATE_OPTIONS,
+    RUNNING,
     STEPS,
     TEXT,
     Model,
@@ -44,6 +45,9 @@ Source = Annotated[
         metavar="MODEL", help="A checkpoint folder, a Hub id such as org/model, a GGUF file, or a recipe.yaml."
     ),
 ]
+DryRun = Annotated[
+    bool, flag("Print what would be done: steps, shapes, servers, memory, text. Writes nothing.", RUNNING)
+]
 StepFlags = Annotated[dict[str, Any], flags()]
 
 
@@ -58,8 +62,10 @@ def plan(
     format: Annotated[str, flag("safetensors, or mone: a plan with constants for what is dropped.")] = "safetensors",
     per_source: Annotated[bool, flag("Plan for each source alone, too: PLAN.<source>.json.", CALIBRATION)] = False,
     imatrix: Imatrix = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Decide what to do with every expert and write it as JSON; no weight is written."""
+    from compressor.cli.rendering import show_dry_run
     from compressor.data.sources import parse_sources, short_names
     from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_files, source_files, write_plans
@@ -69,6 +75,8 @@ def plan(
         constants = MONE in (listed(format, "--format") or ())
         recipe = recipe_of_flags(model, step_flags, text, recipe_flags, running, constants)
         sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
+        if dry_run:
+            return show_dry_run(compressor.dry_run(recipe), running.as_json)
         outputs += source_files(output, short_names([entry.source for entry in sources]))
     here().broadcast(lambda: check_files(outputs, running.overwrite))
     with held(output), progress_bars(running.as_json) as progress:
@@ -109,7 +117,6 @@ def apply(
 
 def compress(
     context: typer.Context,
-    output: Out,
     step_flags: StepFlags,
     text: Text,
     recipe_flags: RecipeFlags,
@@ -118,6 +125,7 @@ def compress(
     publishing: Publishing,
     running: Running,
     model: Source = None,
+    output: Annotated[Path | None, flag("Where to write.")] = None,
     format: Annotated[
         str | None,
         flag(
@@ -126,13 +134,17 @@ def compress(
         ),
     ] = None,
     imatrix: Imatrix = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Carry out a recipe's steps, or split, prune and correct; an interrupted run goes on when it is run again."""
     from compressor.cli import exporting, rendering
 
+    if output is None and not dry_run:
+        raise CompressionError("Missing option '--output' / '-o'; see moe-compress compress --help")
     if takes_gguf(context, model, imatrix, CHOOSING):
         with progress_bars(running.as_json) as progress:
             chosen = {**choosing(step_flags, imatrix), "overwrite": running.overwrite, "progress": progress}
+            assert output is not None  # --dry-run is no option for it
             summary = compressor.compress_gguf(str(model), output, **chosen)
         return show_gguf_summary(summary, running.as_json)
     formats = listed(format, "--format") or []
@@ -156,6 +168,8 @@ def compress(
     written = exporting.read_formats((exporting.WRITER,) if constants else recipe.output.formats)
     if constants and recipe.gate is not None:
         raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
+    if dry_run or output is None:
+        return rendering.show_dry_run(compressor.dry_run(recipe), running.as_json)
     if publishing.push_to_hub is not None:  # refused now rather than after hours of work
         from compressor.hub.push import check_access
 

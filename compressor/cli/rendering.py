@@ -14,7 +14,7 @@ from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
 from compressor.model.serving import Advice, Breach
 from compressor.recipe.document import first_of
-from compressor.recipe.plan import KEPT_WHOLE, describe_split
+from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.report.comparison_report import Comparison, comparison_brief
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to 
     from compressor.cli.searching import Gated
     from compressor.gguf_files.blocks import GgufInspection
     from compressor.hub.push import PushSummary
+    from compressor.pipeline.dry_run import DryRun
     from compressor.pipeline.outcome import Outcome
 
 
@@ -81,6 +82,45 @@ def server_line(advice: Advice) -> str:
     return f"Servers: {fast}" + (f"; not in {against}{near}" if against else "")
 
 
+def show_dry_run(run: "DryRun", as_json: bool) -> None:
+    """What a run would do: steps, shapes before and after, servers, text and memory."""
+    steps = tuple(
+        (
+            str(number),
+            step["name"],
+            ", ".join(f"{name}={value}" for name, value in step["options"].items()),
+            str(step["passes"]),
+        )
+        for number, step in enumerate(run.steps, 1)
+    )
+    rows = []
+    for name, before in asdict(run.before).items():
+        after = getattr(run.after, name)
+        write = human_bytes if "bytes" in name else human_count if "parameters" in name else str
+        what = f"{name.removeprefix('layer_')} of an MoE layer" if name.startswith("layer_") else name
+        rows.append((what, write(before), write(after), share(after, before)))
+    blocks: list[Block] = [
+        Text(f"Dry run of {run.model}: nothing is written."),
+        Table("Steps", ("", "step", "options", "passes"), steps, frozenset({"step", "options"})),
+        *map(Text, run.notes),
+        Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), tuple(rows)),
+        Text(server_line(run.servers)),
+    ]
+    for text in run.texts:
+        held = f", {text.heldout:.1%} of them held out" if text.heldout else ""
+        sizes = [f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"] if text.samples else []
+        sizes += [f"{count:,} of {length:,} ({name})" for name, count, length in text.parts]
+        blocks.append(Text(f"Text: {text.tokens:,} tokens of {', '.join(text.sources)}: {'; '.join(sizes)}"))
+    if not run.texts:
+        blocks.append(Text("Text: none is read"))
+    layers, hidden = human_bytes(run.layers_memory), human_bytes(run.activations)
+    spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations else ""
+    held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
+    whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
+    blocks.append(Text(f"Memory: at most {human_bytes(run.memory)} ({held}{whole})"))
+    print_report(as_json, run.to_dict(), blocks)
+
+
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a run did, and where it was published."""
     print_report(as_json, {**outcome.to_dict(), **published(pushed)}, outcome_blocks(outcome, pushed))
@@ -93,8 +133,6 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     stage = outcome.stage
     title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     blocks: list[Block] = [size_table(title, outcome.sizes())]
-    if stage.split is not None:
-        blocks.append(Text(f"split {describe_split(stage.split)}"))
     for step in outcome.plan.steps:
         blocks += make_step(step.name, step.options).describe(step.to_dict())
     if outcome.seconds:

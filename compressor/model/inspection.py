@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
-from compressor.model.opened import advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
 from compressor.model.serving import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
@@ -99,16 +99,26 @@ def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
     return found
 
 
-def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
-    """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
+def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
+    """The checkpoint of a local folder or a Hub id, of which headers alone are fetched."""
     if is_local(model):
         source = locate(model, revision)
-        checkpoint = Checkpoint(source.folder)
-        if declared(checkpoint.raw_config):
-            checkpoint = SubstitutedCheckpoint(source.folder)
-    else:
-        checkpoint = fetch_headers(model, revision)
-        source = ModelSource(model, checkpoint.folder.name, checkpoint.folder)
+        return source, Checkpoint(source.folder)
+    checkpoint = fetch_headers(model, revision)
+    return ModelSource(model, checkpoint.folder.name, checkpoint.folder), checkpoint
+
+
+def layer_bytes(model: OpenModel) -> list[int]:
+    """Bytes of each decoder layer once it is loaded, in the dtype that it is computed in."""
+    partial = model.partial
+    return [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in model.architecture.units]
+
+
+def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
+    """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
+    source, checkpoint = read_headers(model, revision)
+    if source.revision is None and declared(checkpoint.raw_config):
+        checkpoint = SubstitutedCheckpoint(source.folder)
     opened = open_checkpoint(source, checkpoint, "auto", "cpu")
     architecture, layout, partial = opened.architecture, opened.layout, opened.partial
     stock, first = partial.model, architecture.layers[0]
@@ -125,13 +135,12 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     for name, role in layout.roles.items():
         if (info := checkpoint.tensors[name]) is tensors.get(name):  # or its expert is a constant
             parts[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)].append(info)
-    layers = [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in architecture.units]
     sizes = {part: Size.of(infos) for part, infos in parts.items()}
     left = {count: stored_with(checkpoint.tensors, layout, count) for count in counts}
     routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
-    total, served, largest = Size.of(tensors.values()), served_model(opened), max(layers)
+    total, served, largest = Size.of(tensors.values()), served_model(opened), max(layer_bytes(opened))
     written = next(iter(left.values()), total).bytes
     return Inspection(
         model=model,

@@ -178,7 +178,7 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
         return None
     report_in_place(terms.out)
     outcome = read_outcome(terms.out)
-    servers = servers_of(task.model, outcome.stage)  # figures of this run, which did nothing, in place of that one's
+    servers = servers_of(task.seen, outcome.stage)  # figures of this run, which did nothing, in place of that one's
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
@@ -200,7 +200,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         peak_memory=0,
         left_out=tuple(left_out_of(stage.source, stage.plan)),
         zeroed_fields=tuple(stage.job.zeroed),
-        servers=servers_of(model, whole),
+        servers=servers_of(task.seen, whole),
     )
     label = model.source.label if task.before is None else task.before.source.label
 

@@ -234,8 +234,8 @@ def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> Tex
 def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
     """The text of the run, and those of steps that have one of their own by their number, as far as any is read."""
     shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
-    wanted = [(None, task.recipe.calibration, shared)]
-    wanted += [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.steps) if step.calibration]
+    own = [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.steps) if step.calibration]
+    wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, task.recipe.calibration, shared), *own]
     for number, options, parts in wanted:
         if (spec := text_spec(task, options, parts)) is not None:
             yield number, spec

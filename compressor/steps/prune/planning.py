@@ -228,7 +228,7 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     experts = kept_count(prune, model, parts)
     after = replace(served_model(model), experts=experts)
     warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if parts > 1:
         kept = f"Keep {experts} of {model.architecture.experts} sub-experts in each layer"
         notes = (f"{kept}, as large as {experts / parts:.4g} of {model.architecture.experts // parts} experts.",)

@@ -1,0 +1,153 @@
+"""What a recipe would do, from configs and headers alone: nothing is written, and no weight and no text is read."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from compressor.checkpoint.reader import Size
+from compressor.data.batches import TextSpec
+from compressor.model.inspection import layer_bytes, read_headers
+from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.serving import Advice
+from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
+from compressor.pipeline.run import earlier_plan
+from compressor.pipeline.task import Task, prepare, stage_numbers, text_specs
+from compressor.recipe.recipe import Recipe
+from compressor.steps.job import output_size
+from compressor.steps.state import OWN, part_name
+
+CHANGES = ("correct", "distill")  # steps that write experts anew, in a plain dtype
+COPIES = 4  # of the hidden states, with a correction: inputs and outputs of a layer as it was, and as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's numbers, as config and files have them; `layer_` ones are of a layer's routed experts and router."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    width: int
+    layer_parameters: int
+    layer_bytes: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextNeed:
+    """A text that is read: sequences to fit on, of which a share is held out, and those that single steps train on."""
+
+    sources: tuple[str, ...]
+    samples: int
+    sequence_length: int
+    heldout: float
+    parts: tuple[tuple[str, int, int], ...]  # of steps, and what is held out for them: sequences, and tokens of each
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.samples * self.sequence_length + sum(count * length for _, count, length in self.parts)
+
+    @classmethod
+    def of(cls, spec: TextSpec, steps: Mapping[str, str]) -> Self:
+        """What a spec asks for; `steps` are the names of those that its parts are for."""
+        parts = [(steps[name], part.sequences, part.length) for name, part in spec.parts.items()]
+        parts += [("held out", spec.heldout_wanted, spec.heldout_length)] if parts else []
+        sources = tuple(entry.source for entry in spec.sources)
+        return cls(sources, spec.samples, spec.sequence_length, spec.heldout, tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What `--dry-run` shows."""
+
+    model: str
+    revision: str | None
+    family: str
+    moe_layers: int
+    steps: tuple[Mapping[str, Any], ...]  # name, options, stage, and passes of its text through a model
+    notes: tuple[str, ...]
+    before: Shape
+    after: Shape
+    servers: Advice
+    texts: tuple[TextNeed, ...]
+    layers_memory: int  # bytes of two of the largest decoder layer
+    activations: int  # bytes of hidden states, above 4 GiB in files
+    whole_memory: int  # bytes of a model that is trained in memory, with the optimizer's state
+
+    @property
+    def memory(self) -> int:
+        """Bytes in memory, by the rule of docs/how-to/big-models.md."""
+        return max(self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET), self.whole_memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        texts = [{**asdict(text), "tokens": text.tokens} for text in self.texts]
+        return {**asdict(self), "texts": texts, "memory": self.memory}
+
+
+def dry_run(recipe: Recipe) -> DryRun:
+    """What a recipe would do; raises the `CompressionError` of everything that a run refuses before it reads text."""
+    assert recipe.model is not None
+    source, checkpoint = read_headers(recipe.model, recipe.revision)
+    model = base = open_checkpoint(source, checkpoint, recipe.dtype, "cpu")
+    if recipe.base is not None and source.revision is None:  # of the Hub, headers come without tokenizers to compare
+        of_base, headers = read_headers(recipe.base, recipe.base_revision)
+        base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
+    task = prepare(recipe, model, base, earlier_plan(model))
+    experts, changed = experts_left(task), any(step.name in CHANGES for step in task.steps)
+    before, after = _shape(model, model.architecture.experts), _shape(task.seen, experts, changed)
+    names = {part_name(number): step.name for number, step in enumerate(task.steps)}
+    texts = tuple(
+        TextNeed.of(spec, names if number is None else {OWN: task.steps[number].name})
+        for number, spec in text_specs(task)
+    )
+    hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
+    copies = COPIES if any(step.name == "correct" for step in task.steps) else 1
+    fitted = [copies * text.samples * text.sequence_length for text in texts]
+    trained = [count * length for text in texts for _, count, length in text.parts]
+    return DryRun(
+        model=source.label,
+        revision=source.revision,
+        family=model.architecture.family,
+        moe_layers=len(model.architecture.layers),
+        steps=tuple(
+            {"name": step.name, "options": step.to_dict(), "stage": stage, "passes": need.passes if texts else 0}
+            for step, stage, need in zip(task.steps, stage_numbers(task.steps), task.needs, strict=True)
+        ),
+        notes=tuple(note for need in task.needs for note in need.notes),
+        before=replace(before, **asdict(Size.of(checkpoint.tensors.values()))),
+        after=after,
+        servers=advice_on(served_model(task.seen), task.seen.architecture.layers, experts),
+        texts=texts,
+        layers_memory=2 * max(layer_bytes(model)),
+        activations=hidden * max([*fitted, *trained], default=0),
+        whole_memory=max(need.whole for need in task.needs) * after.parameters,
+    )
+
+
+def experts_left(task: Task) -> int:
+    """Experts of a layer at the end, of whatever stages; sub-experts where experts are split."""
+    layers = task.seen.architecture.layers
+    count, parts = layers[0].experts, layers[0].parts
+    for step, need in zip(task.steps, task.needs, strict=True):
+        if need.experts is not None:
+            count = need.experts
+        elif {"experts", "ratio"} <= set(type(step).model_fields):  # of a later stage
+            options = step.to_dict()
+            named = options["experts"] * parts if "experts" in options else None
+            count = resolve_count([replace(each, experts=count) for each in layers], named, options.get("ratio"))
+    return count
+
+
+def _shape(model: OpenModel, experts: int, changed: bool = False) -> Shape:
+    """The numbers of the model with so many experts in each layer; their size is what a few more or less weigh."""
+    layers, served = model.architecture.layers, served_model(model)
+    few = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
+    size, other = (output_size(model, count, changed) for count in (experts, experts + few))
+
+    def of_layer(one: int, two: int) -> int:
+        return (two - one) // few * experts // len(layers)
+
+    layer = of_layer(size.parameters, other.parameters), of_layer(size.bytes, other.bytes)
+    return Shape(experts, served.top_k, served.width, *layer, size.parameters, size.bytes)

@@ -1,0 +1,107 @@
+"""`--dry-run` against what the run really leaves, with no weight read and nothing written."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from compressor.checkpoint.reader import Checkpoint
+from compressor.model.opened import OpenModel
+from tests import small
+from tests.command_line import Run
+
+
+def sizes(folder: Path) -> dict[str, Any]:
+    """Shapes of an output, from its config and its files alone."""
+    config = json.loads((folder / "config.json").read_text())
+    weights: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    of_layer = [value for name, value in weights.items() if ".layers.0.block_sparse_moe." in name]
+    return {
+        "num_experts": config["num_local_experts"],
+        "num_experts_per_tok": config["num_experts_per_tok"],
+        "width": config["intermediate_size"],
+        "layer_parameters": sum(value.numel() for value in of_layer),
+        "layer_bytes": sum(value.nbytes for value in of_layer),
+        "parameters": sum(value.numel() for value in weights.values()),
+        "bytes": sum(value.nbytes for value in weights.values()),
+    }
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """No tensor can be read within, no router's bytes either."""
+
+    def read(*arguments: object) -> torch.Tensor:
+        raise AssertionError("a tensor was read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read", "read_all", "read_checked"):
+            patch.setattr(Checkpoint, name, read)
+        patch.setattr(OpenModel, "fingerprint", property(read))
+        yield
+
+
+RECIPE = """
+model: {model}
+calibration: {{data: [{text}], samples: 8, sequence_length: 32}}
+steps:
+  - prune: {{experts: 6, strategy: gated-mass}}
+  - routers: {{sequences: 16, rounds: 2, sequence_length: 16}}
+  - prune: {{ratio: 0.25, strategy: gated-mass}}
+"""
+WAYS: dict[str, tuple[Any, ...]] = {
+    "auto": ("--experts", 4, "--set", "correct.steps=2", "--set", "correct.tokens=32"),
+    "whole": ("--experts", 4, "--split", 1, "--correct", "none"),
+    "ratio": ("--ratio", 0.25, "--strategy", "gated-mass", "--top-k", 1),
+    "recipe": (),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_leaves_the_shapes_that_were_shown(way: str, tmp_path: Path, run: Run) -> None:
+    model, text = small.save(tmp_path / "model", intermediate_size=512), small.text_file(tmp_path)
+    asked = (model, *WAYS[way], "--calibration", text, "--samples", 8, "--sequence-length", 32)
+    if way == "recipe":
+        (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, text=text))
+        asked = (tmp_path / "recipe.yaml",)
+    before = sorted(tmp_path.rglob("*"))
+    with unread():
+        shown = run("compress", *asked, "--dry-run")
+        told = run("compress", *asked, "-o", tmp_path / "out", "--dry-run", "--json")
+    assert (shown.status, told.status) == (0, 0) and "nothing is written" in shown.out
+    assert sorted(tmp_path.rglob("*")) == before
+    done, content = run("compress", *asked, "-o", tmp_path / "out", "--json"), json.loads(told.out)
+    assert content["before"] == sizes(model)
+    assert content["after"] == sizes(tmp_path / "out")
+    assert done.status == 0
+    plan = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]
+    assert [step["name"] for step in content["steps"]] == [step["name"] for step in plan["steps"]]
+    assert [step["stage"] for step in content["steps"]] == [step["stage"] for step in plan["steps"]]
+    (read,) = content["texts"]
+    assert read["samples"] * read["sequence_length"] == 256
+    if way == "recipe":
+        assert read["parts"] == [["routers", 16, 16], ["held out", 48, 16]]
+        assert content["steps"][1]["passes"] == 2
+    if way == "auto":
+        assert content["servers"] == json.loads(done.out)["servers"]
+    assert content["activations"] == (4 if way == "auto" else 1) * 256 * 32 * 4  # hidden size 32, float32
+
+
+def test_what_a_run_refuses_is_refused(tmp_path: Path, run: Run) -> None:
+    model = small.save(tmp_path / "model")
+    for asked, fault in (
+        (("--experts", 1), "1 experts are fewer than the top-k of 2"),
+        (("--experts", 4, "--split", 5), "do not divide into 5 equal parts"),
+        (("--experts", 4, "--format", "absent"), "absent"),
+    ):
+        shown = run("compress", model, *asked, "--dry-run")
+        assert shown.status == 2 and fault in shown.err.splitlines()[-1]
+    assert "Missing option '--output' / '-o'" in run("compress", model, "--experts", 4).err
