@@ -196,7 +196,6 @@ def gate() -> dict[str, Any]:
     return found
 
 
-
 def shown(blocks: Any) -> None:
     """In every medium that takes blocks."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -50,8 +50,20 @@ def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     assert there["model.safetensors"] == (out / "model.safetensors").read_bytes() and "README.md" in there
 
     constants = run(
-        "compress", model, "-o", tmp_path / "constants", "--format", "mone", "--experts", 4, "--calibration", text,
-        "--samples", 16, "--sequence-length", 32,
+        "compress",
+        model,
+        "-o",
+        tmp_path / "constants",
+        "--format",
+        "mone",
+        "--experts",
+        4,
+        "--calibration",
+        text,
+        "--samples",
+        16,
+        "--sequence-length",
+        32,
     )
     assert constants.status == 0, constants
     assert load_file(tmp_path / "constants" / "model.safetensors")

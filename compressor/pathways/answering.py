@@ -43,15 +43,6 @@ MOST = 64  # items that are averaged over
 PROMPT = 64  # tokens of a prompt that is taken from text
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a model thinks of one continuation of a prompt."""
-
-    likelihood: float  # in nats, of the whole continuation
-    greedy: bool  # whether each of its tokens is the argmax
-    plain: float  # the likelihood on the model's own pathway
-
-
 @dataclass(slots=True)
 class Answering:
     """A loaded model with a reference set of its own.
@@ -77,8 +68,8 @@ class Answering:
         opened = self.model.opened
         return self.model.run(rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config)))
 
-    def answer(self, prompt: str, continuations: Sequence[str]) -> list[Answer]:
-        """What the model thinks of each continuation on the optimised pathway of the prompt.
+    def answer(self, prompt: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
+        """Log likelihood in nats of each continuation on the prompt's optimised pathway, and whether it is greedy.
 
         An item so long that its rows are cut differently has no one prompt; its answers are those of the plain model.
         """
@@ -91,9 +82,8 @@ class Answering:
         else:
             with torch.no_grad():
                 logits = self.model.again(plain, self.shift(item, plain))
-        optimal, before = (likelihoods(each, rows).tolist() for each in (logits, plain.logits))
         greedy = [is_greedy(logits[place : place + 1], row) for place, row in enumerate(rows)]
-        return [Answer(*each) for each in zip(optimal, greedy, before, strict=True)]
+        return list(zip(likelihoods(logits, rows).tolist(), greedy, strict=True))
 
     def shift(self, item: Item, plain: Plain) -> Tensor:
         """What to add to the late router logits [L, E] of an item that has passed the plain model."""

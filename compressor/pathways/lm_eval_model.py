@@ -60,8 +60,8 @@ class RoutedModel(LM):
             pairs = list(asked)
             answers = self.answering.answer(prompt, [continuation for _, continuation in pairs])
             for pair, answer in zip(pairs, answers, strict=True):
-                found.append((answer.likelihood, answer.greedy))
-                self.cache_hook.add_partial("loglikelihood", pair, found[-1])
+                found.append(answer)
+                self.cache_hook.add_partial("loglikelihood", pair, answer)
         if self.watcher is None:
             logger.warning("moe-c3po has cost %.2f plain forwards of these items", self.answering.cost)
         return found

@@ -96,9 +96,8 @@ def main() -> None:
         for method in METHODS:
             way = PathwayOptions(method)
             answering = open_answering(args.model, Path(scratch) / "reference", way, device="cpu", dtype="float32")
-            found_answers = [answering.answer(item.prompt, [item.answer])[0] for item in items]
-            found = torch.tensor([answer.likelihood for answer in found_answers], dtype=torch.float64)
-            print_row(method, found, sum(answer.greedy for answer in found_answers), f"{answering.cost:.1f}")
+            found, greedy = zip(*(answering.answer(item.prompt, [item.answer])[0] for item in items), strict=True)
+            print_row(method, torch.tensor(found, dtype=torch.float64), sum(greedy), f"{answering.cost:.1f}")
     print_row("oracle", *answers(args.model, items, knowing=True), "-")
     for folder in args.moved:
         print_row(Path(folder).name, *answers(folder, items, knowing=False), "1")

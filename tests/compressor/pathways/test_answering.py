@@ -10,7 +10,7 @@ import torch
 
 import compressor
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Item, item_lines, rows_of
+from compressor.evaluation.items import Item, item_lines, likelihoods, rows_of
 from compressor.pathways import lm_eval_model
 from compressor.pathways.answering import open_answering
 from compressor.pathways.options import PathwayOptions
@@ -35,8 +35,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answered(place: Path, **options: Any) -> tuple[list[float], list[float], float]:
     opened = open_answering(str(place / "model"), place / "reference", PathwayOptions(**options), device="cpu")
-    found = opened.answer(PROMPT, CHOICES)
-    return [answer.likelihood for answer in found], [answer.plain for answer in found], opened.cost
+    found, cost = [likelihood for likelihood, _ in opened.answer(PROMPT, CHOICES)], opened.cost
+    plain = opened.run(Item(PROMPT, CHOICES[0], CHOICES))
+    return found, likelihoods(plain.logits, plain.rows).tolist(), cost
 
 
 @pytest.mark.parametrize("optimizer", ["mode", "kernel", "ngd"])
@@ -94,7 +95,7 @@ def test_lm_eval_runs_the_model_by_its_name(place: Path, tmp_path: Path, monkeyp
     right = 0
     for n in range(3):
         answers = opened.answer(f"{n} and {n}:", (f" {2 * n}", f" {2 * n + 1}"))
-        right += answers[0].likelihood > answers[1].likelihood
+        right += answers[0] > answers[1]
     assert found["results"]["sums"]["acc,none"] == pytest.approx(right / 3)
 
 
