@@ -52,7 +52,7 @@ from compressor.steps.prune.planning import (
 )
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.prune.step import Prune
-from compressor.steps.split.opening import dealt, seen_as, with_top_k
+from compressor.steps.split.opening import partitioned, seen_as, with_top_k
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ def compare(
         variants = []
         for each, of_top_ks in zip(seen, counts, strict=True):
             if each.is_split:
-                each = dealt(each, data, split_by, run.progress, seed, changed=changed)
+                each = partitioned(each, data, split_by, run.progress, seed, changed=changed)
             planner = Planner(each, data, run.progress, seed)
             contenders = _attributable(contenders, planner, named=bool(strategies))
             for top_k, kept in zip(wanted, of_top_ks, strict=True):

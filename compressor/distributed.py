@@ -68,13 +68,13 @@ class Ranks:
 
     def share(self, batches: "Sequence[Tensor]") -> frozenset[int]:
         """Return the numbers of this rank's batches of token ids [B, L]."""
-        dealt = owners([batch.numel() for batch in batches], self.size)
-        return frozenset(number for number, owner in enumerate(dealt) if owner == self.rank)
+        ranks = owners([batch.numel() for batch in batches], self.size)
+        return frozenset(number for number, owner in enumerate(ranks) if owner == self.rank)
 
     def own(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
         """Return the numbers of this rank's batches of all groups in one row; None, meaning all, for one process.
 
-        Each group is dealt out by itself, so that a batch has the same rank in every pass over its group.
+        Each group is divided by itself, so that a batch has the same rank in every pass over its group.
         """
         if self.is_alone:
             return None
@@ -136,15 +136,15 @@ class Ranks:
 
 def owners(sizes: Sequence[int], count: int) -> list[int]:
     """Assign batches of so many tokens to `count` ranks: in each round the largest goes to the rank with the least."""
-    dealt, load = list[int](), [0] * count
+    ranks, load = list[int](), [0] * count
     for begin in range(0, len(sizes), count):
         batches = sizes[begin : begin + count]
         idle = sorted(range(count), key=lambda rank: load[rank])
         turn = dict(zip(sorted(range(len(batches)), key=lambda batch: -batches[batch]), idle, strict=False))
         for batch, size in enumerate(batches):
             load[turn[batch]] += size
-            dealt.append(turn[batch])
-    return dealt
+            ranks.append(turn[batch])
+    return ranks
 
 
 def launched() -> Ranks:

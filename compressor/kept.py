@@ -14,22 +14,22 @@ from safetensors import SafetensorError, safe_open
 
 from compressor.files import replacing
 
-TOLD = "told"
+FACTS = "facts"
 
 
-def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], told: Any) -> None:
+def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
     """Write tensors with facts about them, and the folders on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path, path.with_suffix(".new")) as fresh:
-        safetensors.torch.save_file(whole, fresh, metadata={TOLD: json.dumps(told)})
+        safetensors.torch.save_file(whole, fresh, metadata={FACTS: json.dumps(facts)})
 
 
-def told_of(path: Path) -> Any:
+def facts_of(path: Path) -> Any:
     """Facts about kept tensors; None if they are not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return json.loads(file.metadata()[TOLD])
+            return json.loads(file.metadata()[FACTS])
     except (FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, RecursionError, OverflowError):
         return None  # TypeError: without metadata
 

@@ -43,8 +43,8 @@ def _subsets(blocks: list[Block]) -> Iterator[Kept]:
 
 def _least(errors: Mapping[Kept, float], noise: float) -> Kept:
     """The kept set of least error; of equal ones the first in lexicographic order."""
-    judged = rounded(torch.tensor([*errors.values()], dtype=torch.float64), noise).tolist()
-    return min(zip(judged, errors, strict=True))[1]
+    values = rounded(torch.tensor([*errors.values()], dtype=torch.float64), noise).tolist()
+    return min(zip(values, errors, strict=True))[1]
 
 
 def _dense(routed: Routed, experts: int) -> torch.Tensor:

@@ -51,13 +51,13 @@ def plan(
     """Cluster within each routing group, then merge every cluster; protected experts stay alone."""
     table, noise = distances(stats.expert_outputs, "mean-output")
     table = table.cpu()
-    judged = rounded(table, noise)
+    values = rounded(table, noise)
     clusters: list[list[int]] = []
     for block in blocks_of(stats.layer, keep, protected):
         clusters += [[expert] for expert in block.fixed]
         if block.take:  # else protected experts take all places, and the others are dropped
             free = list(block.free)
-            positions = cluster(judged[free][:, free], block.take)
+            positions = cluster(values[free][:, free], block.take)
             clusters += [[free[position] for position in own] for own in positions]
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}

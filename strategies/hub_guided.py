@@ -42,9 +42,9 @@ def needs(options: Options) -> frozenset[str]:
 
 def factors(rank_change: torch.Tensor, exponent: float) -> torch.Tensor:
     """Shares of the layer's total to that power, equal ones equally: [E] -> [E]; 1 where no later router is moved."""
-    judged = rounded(rank_change)
-    total = judged.sum()
-    return (judged / total) ** exponent if total > 0 else torch.ones_like(judged)
+    values = rounded(rank_change)
+    total = values.sum()
+    return (values / total) ** exponent if total > 0 else torch.ones_like(values)
 
 
 def plan(

@@ -62,14 +62,14 @@ def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: 
 
     Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size - 1) >= len(others).
     """
-    judged, groups = rounded(table, FLOAT32), {head: [head] for head in centroids}
+    values, groups = rounded(table, FLOAT32), {head: [head] for head in centroids}
     if not group_size:
         for expert in others if centroids else []:
-            groups[max(sorted(centroids), key=lambda head: float(judged[head, expert]))].append(expert)
+            groups[max(sorted(centroids), key=lambda head: float(values[head, expert]))].append(expert)
         return groups
     free = sorted(others)
     for head in centroids:
-        nearest = sorted(free, key=lambda expert: -float(judged[head, expert]))[: group_size - 1]
+        nearest = sorted(free, key=lambda expert: -float(values[head, expert]))[: group_size - 1]
         groups[head] += nearest
         free = [expert for expert in free if expert not in nearest]
     return groups

@@ -47,12 +47,12 @@ def grouped(
 
     table [E, E]; ties go to the lower dominant expert; an expert of a block without an unprotected one is in no group.
     """
-    groups, judged = {head: [head] for head in sorted(dominant)}, rounded(table, FLOAT32)
+    groups, values = {head: [head] for head in sorted(dominant)}, rounded(table, FLOAT32)
     for block in blocks:
         heads = [expert for expert in block if expert in dominant - protected]
         for expert in block:
             if heads and expert not in dominant:
-                groups[max(heads, key=lambda head: (float(judged[expert, head]), -head))].append(expert)
+                groups[max(heads, key=lambda head: (float(values[expert, head]), -head))].append(expert)
     return groups
 
 

@@ -269,7 +269,7 @@ def test_hubs_that_do_not_fit_are_let_go_with_one_warning(
 def test_the_experts_that_stand_highest_in_the_graph_are_protected(
     run: Run, model: Path, data: tuple[Any, ...], attributed: Attributed, tmp_path: Path
 ) -> None:
-    """Here PageRank goes by influence alone, and standing is influence over the mean of the layer."""
+    """Here PageRank goes by influence alone, and relative PageRank is influence over the mean of the layer."""
     seen = attributed({0: [5, 1, 6], 1: [2]})  # 90, 89 and 88 stand before 5 experts of 1, and 90 before 7
     expected = {1: {1: [2]}, 2: {0: [5], 1: [2]}, 4: {0: [1, 5, 6], 1: [2]}}
     for count, layers in expected.items():

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 INFLUENCE, AARV, DEGREE, PAGERANK = "influence", "AARV", "out-degree", "PageRank"
-STANDING, BETWEENNESS, CORE = "standing", "betweenness", "core"
-MEASURES = (INFLUENCE, AARV, DEGREE, PAGERANK, STANDING, BETWEENNESS, CORE)
+RELATIVE, BETWEENNESS, CORE = "relative PageRank", "betweenness", "core"
+MEASURES = (INFLUENCE, AARV, DEGREE, PAGERANK, RELATIVE, BETWEENNESS, CORE)
 TOP = 10
 STEERS, ROUTES, SCORES = "steers", "routes", "scores"
 BEFORE = -1  # the layer of the token's embedding
@@ -53,8 +53,8 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     - out-degree: the weights of the edges to later routers, added up;
     - PageRank of the reversed graph: where someone is found who starts at a router drawn by chance, goes back to who
       steers it as the weights say, from an expert to its own router, and starts again with a chance of 0.15;
-    - standing: PageRank over the mean of the layer's experts, since early layers reach more routers and experts compete
-      for a place with those of their own layer alone; `--protect graph:N` goes by it;
+    - relative PageRank: PageRank over the mean of the layer's experts, since early layers reach more routers and
+      experts compete for a place with those of their own layer alone; `--protect graph:N` goes by it;
     - betweenness: the part of the pairs of routers whose strongest path passes the expert, over strong edges and those
       to each router's own experts; an edge is 1 / weight long (Brandes 2008);
     - core: the largest k for which the expert is in a part of the graph of strong edges, directions aside, where all
@@ -77,13 +77,13 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     layers: dict[str, list[float]] = {}
     for expert in experts:
         layers.setdefault(graph.nodes[expert]["module"], []).append(ranks[expert])
-    standing = {expert: ranks[expert] / (fmean(layers[graph.nodes[expert]["module"]]) or 1.0) for expert in experts}
+    relative = {expert: ranks[expert] / (fmean(layers[graph.nodes[expert]["module"]]) or 1.0) for expert in experts}
     measured: dict[str, Mapping[str, float]] = {
         INFLUENCE: dict(steering.out_degree(experts, weight="influence")),
         AARV: dict(steering.out_degree(experts, weight="aarv")),
         DEGREE: dict(steering.out_degree(experts, weight="weight")),
         PAGERANK: ranks,
-        STANDING: standing,
+        RELATIVE: relative,
         BETWEENNESS: {node: value / pairs for node, value in between.items()},
         CORE: nx.core_number(strong.to_undirected()),
     }

@@ -17,7 +17,7 @@ from compressor.attribution.figures import (
     sender_labels,
     strongest,
 )
-from compressor.attribution.graph import STANDING, STEERS, Centrality, edges_of, ranking
+from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of, ranking
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.document.drawing import MARKERS, Panel, Scale, colour, draw_panels, log_scale, scale_axis
@@ -191,7 +191,7 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]
 
 def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     """Layers from left to right, the heaviest edges between senders and routers, the most central experts by name."""
-    nodes, named = graph.nodes, ranking(centrality, STANDING)[:EXPERTS_NAMED]
+    nodes, named = graph.nodes, ranking(centrality, RELATIVE)[:EXPERTS_NAMED]
     steering = edges_of(graph, STEERS).edges(data="weight")
     edges = sorted((edge for edge in steering if edge[2] > 0), key=lambda edge: -edge[2])[:EDGES_DRAWN]
     ends = {*named, *(end for edge in edges for end in edge[:2])}
@@ -205,10 +205,10 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
         for place, node in enumerate(own)
     }
     layers = sorted({nodes[node]["layer"] for node in at})
-    title = f"{counted(len(edges), 'heaviest edge')} into routers, experts first by {STANDING}"
+    title = f"{counted(len(edges), 'heaviest edge')} into routers, experts first by {RELATIVE}"
     title = f"{graph.graph['model']}: {title}"
     paths = ", ".join(f"{start} to {end}" for start, end, _ in edges[:EXPERTS_NAMED]) or "none"
-    alt = f"Heaviest edges: {paths}. Experts first by {STANDING}: {', '.join(named) or 'none'}."
+    alt = f"Heaviest edges: {paths}. Experts first by {RELATIVE}: {', '.join(named) or 'none'}."
 
     def draw(figure: "FigureBase") -> None:
         axes = figure.subplots()

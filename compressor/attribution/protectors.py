@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.attribution.graph import STANDING, centralities, ranking, routing_graph
+from compressor.attribution.graph import RELATIVE, centralities, ranking, routing_graph
 from compressor.attribution.hubs import find_hubs
 from compressor.distributed import here
 from compressor.steps.prune.planning import Planner
@@ -37,7 +37,7 @@ def central(planner: Planner, count: int) -> list[tuple[str, int]]:
 
     def first() -> list[tuple[str, int]]:
         graph = routing_graph(attribution)
-        labels = ranking(centralities(graph), STANDING)[:count]
+        labels = ranking(centralities(graph), RELATIVE)[:count]
         return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in labels]
 
     experts: list[tuple[str, int]] = here().broadcast(first)

@@ -18,7 +18,7 @@ from compressor.attribution.figures import (
     sender_labels,
     strongest,
 )
-from compressor.attribution.graph import MEASURES, STANDING, TOP, Centrality, agreements, measured_graph, ranking
+from compressor.attribution.graph import MEASURES, RELATIVE, TOP, Centrality, agreements, measured_graph, ranking
 from compressor.attribution.hubs import THRESHOLD, Hub, find_hubs, super_experts
 from compressor.attribution.pictures import NAMES as PICTURES
 from compressor.attribution.pictures import graph_figure, pictures
@@ -334,7 +334,7 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
     """The central experts, how the measures agree, and the groups of experts."""
     central = [
         (expert, *(f"{centrality[measure][expert]:.3g}" for measure in MEASURES))
-        for expert in ranking(centrality, STANDING)[:TOP]
+        for expert in ranking(centrality, RELATIVE)[:TOP]
     ]
     cells: dict[tuple[str, str], str] = {}
     for each in agreements(centrality):
@@ -350,12 +350,12 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
         (str(number), str(len(own)), str(len({graph.nodes[each]["layer"] for each in own})), ", ".join(own[:4]))
         for number, own in enumerate(several[:GROUPS])
     ]
-    standing = "The most central experts, by standing: PageRank over the mean of their layer's experts"
+    title = "The most central experts, by relative PageRank: PageRank over the mean of their layer's experts"
     agreement = f"Spearman's rank correlation between measures, and how many experts are among the first {TOP} by both"
     together = f"Experts that are routed to together over layers: {counted(len(several), 'group')} of several"
     columns = ("community", "experts", "layers", "most tokens")
     return (
-        Table(standing, ("expert", *MEASURES), tuple(central)),
+        Table(title, ("expert", *MEASURES), tuple(central)),
         Table(agreement, ("measure", *MEASURES), tuple(agreed)),
         Table(together, columns, tuple(groups), frozenset({columns[-1]})),
     )

@@ -19,7 +19,7 @@ from compressor.data.batches import load_tokenizer
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
-from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass, allocate
 from compressor.progress import Progress
@@ -120,7 +120,7 @@ class _Answer:
     @property
     def is_kept(self) -> bool:
         """False if the file is missing, cut short or of another question."""
-        return bool(told_of(self.path) == self.facts)
+        return bool(facts_of(self.path) == self.facts)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         keep_tensors(self.path, tensors, self.facts)

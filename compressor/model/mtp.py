@@ -306,12 +306,12 @@ class Leg(LayerVisitor):
     """A model or one of its heads that text runs through; each head gets the last hidden states of the leg before it.
 
     The batches [B, L] of a head are row numbers in the place of token ids, and `table` [T, H] is what they stand for.
-    The argmax tokens of `judged` batches are kept. All batches of the pass must be finished.
+    The argmax tokens of `evaluated` batches are kept. All batches of the pass must be finished.
     """
 
     model: OpenModel
     batches: tuple[Tensor, ...]
-    judged: frozenset[int]
+    evaluated: frozenset[int]
     head: Head | None = None
     tokens: tuple[Tensor, ...] = ()  # [B, L] that a head's hidden states are paired with
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
@@ -333,7 +333,7 @@ class Leg(LayerVisitor):
             if following is not None and following.head is not None:
                 pairs = projection(following.head)(following.tokens[batch], hidden[:, :-1])
                 following.table[following.batches[batch].to(following.table.device)] = pairs
-            if batch in self.judged:
+            if batch in self.evaluated:
                 chosen = torch.cat([logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(at_once)])
                 self.choices[batch] = chosen.view(hidden.shape[:2]).cpu()
             return hidden[..., :0]
@@ -350,10 +350,10 @@ class Leg(LayerVisitor):
 
 
 def legs_of(
-    model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], judged: frozenset[int] = frozenset()
+    model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor], evaluated: frozenset[int] = frozenset()
 ) -> list[Leg]:
     """A model and its heads, to be run in this order on token ids [B, L], each leg within its `hooked`."""
-    legs = [Leg(model, tuple(batches), judged)]
+    legs = [Leg(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
         if (shortest := min(own.shape[1] for own in tokens) + 1) < 3:
@@ -366,7 +366,9 @@ def legs_of(
         partial = head.model.partial
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         table = allocate((sum(sizes), width), partial.dtype, partial.device)
-        legs.append(Leg(head.model, tuple(own.view(like.shape) for own, like in numbers), judged, head, tokens, table))
+        legs.append(
+            Leg(head.model, tuple(own.view(like.shape) for own, like in numbers), evaluated, head, tokens, table)
+        )
         legs[-2].following = legs[-1]
     return legs
 

@@ -580,11 +580,11 @@ class Observers:
             {source: collector for (source, other), collector in self.collectors.items() if other is heldout}
             for heldout in (False, True)
         )
-        judged = self.needs & HELDOUT
-        heldout = combined(held, self.shares).finish(smaller) if judged else None
+        measured = self.needs & HELDOUT
+        heldout = combined(held, self.shares).finish(smaller) if measured else None
         whole = combined(fit, self.shares)
         several = self.per_source and len(fit) > 1
-        own = {n: held[n].finish(smaller) for n in held} if several and judged and len(held) > 1 else {}
+        own = {n: held[n].finish(smaller) for n in held} if several and measured and len(held) > 1 else {}
         parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()
         return whole.finish(smaller, heldout, parts)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
-from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
@@ -178,7 +178,7 @@ class CutFiles:
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
         try:
-            return layer_from_dict(told_of(self._path(layer)))
+            return layer_from_dict(facts_of(self._path(layer)))
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError, CompressionError):
             return None
 

@@ -33,7 +33,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Riding, Variants, accepts, require_enough
-from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import (
@@ -135,7 +135,7 @@ def measure(
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
     paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in model.architecture.layers if kept is not None}
-    if paths and all(told_of(path) is not None for path in paths.values()):
+    if paths and all(facts_of(path) is not None for path in paths.values()):
         return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
     constants: dict[str, LayerConstants] = {}
     for stats in collect(model, NEEDS, calibration, progress, seed):
@@ -504,7 +504,7 @@ class InOrder(RecordingVisitor):
     def before(self, unit: str, replay: Replay) -> None:
         """Record the loaded layer, refit it with its constants, and let the batches pass that."""
         layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
-        fresh = [layer for layer in layers if told_of(kept_at(self.folder, layer)) is None]
+        fresh = [layer for layer in layers if facts_of(kept_at(self.folder, layer)) is None]
         for layer, recording in zip(fresh, self.record(fresh, replay), strict=True):
             self._refit(layer, recording)
         partial = self.model.partial
@@ -517,7 +517,7 @@ class InOrder(RecordingVisitor):
             sliced = len(experts.down_proj) == len(kept)
             rows = {expert: row for row, expert in enumerate(kept)} if sliced else None
             substitute(experts, Substitutes(self.substitutes[layer.name].dropped, values, rows))
-            self.figures[layer.name] = told_of(path)
+            self.figures[layer.name] = facts_of(path)
         give_back()
 
     def passed(self, unit: str) -> None:

@@ -52,7 +52,7 @@ def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> str | None:
         return None
 
 
-def judged_batches(calibration: Calibration) -> frozenset[int]:
+def evaluated_batches(calibration: Calibration) -> frozenset[int]:
     """The batches that acceptance is measured on: those held out, or the last one where none is."""
     return calibration.heldout or frozenset({len(calibration.batches) - 1})
 
@@ -79,7 +79,7 @@ def acceptance_of(
     if calibration is None or not heads:
         return known
     known = {head.named.name: known.get(head.named.name, {}) for head in heads}
-    batches = [calibration.batches[number] for number in sorted(judged_batches(calibration))]
+    batches = [calibration.batches[number] for number in sorted(evaluated_batches(calibration))]
 
     def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
         for head, agreed in zip(heads, acceptances(measured, its_heads, batches), strict=True):
@@ -119,7 +119,7 @@ def statistics_with_heads(
         for head in heads:
             yield from (_named(stats, head) for stats in collect(head.model, needs, None, progress, seed))
         return
-    legs = legs_of(model, heads, calibration.batches, judged_batches(calibration))
+    legs = legs_of(model, heads, calibration.batches, evaluated_batches(calibration))
     for leg in legs:
         passing = replace(calibration, batches=leg.batches)
         with leg.hooked():

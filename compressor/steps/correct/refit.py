@@ -89,7 +89,7 @@ class _Guard:
         return self.cut.error(self.heldout)
 
     @torch.no_grad()
-    def judge(self, name: str) -> float:
+    def evaluate(self, name: str) -> float:
         """Keep the present state if it is better than the best so far, and go back to the best; returns its error."""
         error = self._error()
         better = error < self.best
@@ -112,13 +112,13 @@ def correct_layer(
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
 
-    Values are rounded to the dtype of `writing` (by default the experts' own) before they are judged and kept. Errors
+    Values are rounded to the dtype of `writing` (by default the experts' own) before they're evaluated and kept. Errors
     are shares of the base output's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
     fit, heldout = recording.positions(heldout=False), recording.positions(heldout=True)
-    fitted, judged = here().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
-    if not judged:
+    fitted, evaluated = here().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
+    if not evaluated:
         return {"kept": NONE, "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
@@ -136,6 +136,6 @@ def correct_layer(
                 refit_down(cut, fit, heldout)
             if name != "tune" and constants is not None:
                 refit_constants(cut, fit, heldout)
-            errors[name] = guard.judge(name)
+            errors[name] = guard.evaluate(name)
     tried = {f"heldout_error_{name}": round(error, 6) for name, error in errors.items()}
     return {"kept": guard.kept, "heldout_error": round(guard.best, 6), **tried}

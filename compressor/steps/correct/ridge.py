@@ -45,7 +45,7 @@ def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, s
 
 @dataclass(slots=True)
 class _Tokens:
-    """Tokens to fit on or to judge by: positions [T], routing by chunk, and what the layer still misses [T, H]."""
+    """Tokens to fit on or to evaluate on: positions [T], routing by chunk, and what the layer still misses [T, H]."""
 
     rows: torch.Tensor
     routes: list[tuple[torch.Tensor, torch.Tensor]]
@@ -168,27 +168,27 @@ def _best(
     return best
 
 
-def _change(fit: _Block, judge: _Block, penalties: Sequence[float]) -> tuple[torch.Tensor, float] | None:
+def _change(fit: _Block, heldout: _Block, penalties: Sequence[float]) -> tuple[torch.Tensor, float] | None:
     normal, right = _normal(fit)
 
     def missed(change: torch.Tensor | None) -> float:
-        """The squares of what the judged tokens miss, in all."""
+        """The squares of what the held-out tokens miss, in all."""
 
         def off(call: int) -> torch.Tensor:
             total = torch.zeros(1, dtype=torch.float64)
-            for places, phi in (judge.features(chunk) for chunk in judge.tokens.chunks[call]):
-                left = judge.tokens.residual[places]
+            for places, phi in (heldout.features(chunk) for chunk in heldout.tokens.chunks[call]):
+                left = heldout.tokens.residual[places]
                 total += float((left if change is None else left - phi @ change).square().sum())
             return total
 
-        return float(judge.layer.summed(torch.zeros(1, dtype=torch.float64), off))
+        return float(heldout.layer.summed(torch.zeros(1, dtype=torch.float64), off))
 
     return _best(normal, right, penalties, missed, math.gcd(right.shape[1], PARTS))
 
 
 @torch.no_grad()
-def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
-    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, judged by those at `judge_rows`.
+def refit_down(layer: CutLayer, fit_rows: torch.Tensor, heldout_rows: torch.Tensor) -> None:
+    """Refit the down projections of `layer.parameters` on the tokens at `fit_rows`, and evaluate on `heldout_rows`.
 
     Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
     """
@@ -196,7 +196,7 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
     step = -(-count // TOKENS)  # every step-th token
-    fit, judge = _Tokens.of(layer, layer.every(fit_rows, step)), _Tokens.of(layer, judge_rows)
+    fit, heldout = _Tokens.of(layer, layer.every(fit_rows, step)), _Tokens.of(layer, heldout_rows)
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
@@ -204,14 +204,14 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
     turns = blocks * (SWEEPS if len(blocks) > 1 else 1)  # one alone has nothing to see of others
     penalties: Sequence[float] = PENALTIES
     for number, (experts, part) in enumerate(turns, start=1):
-        fitted, judged = _Block(layer, fit, experts, part, nbytes / 8), _Block(layer, judge, experts, part)
-        solution = _change(fitted, judged, penalties)
+        fitted, held = _Block(layer, fit, experts, part, nbytes / 8), _Block(layer, heldout, experts, part)
+        solution = _change(fitted, held, penalties)
         if solution is None:
             continue
         change, penalties = solution[0], solution[1:]
         if number < len(turns):  # no other block asks what is left after the last
             fitted.take(change)
-            judged.take(change)
+            held.take(change)
         for expert in experts:
             down, own = layer.parameters[expert]["down_proj"], change[fitted.columns(expert)]
             if layer.experts.is_transposed:
@@ -221,18 +221,18 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor
 
 
 @torch.no_grad()
-def refit_constants(cut: CutLayer, fit_rows: torch.Tensor, judge_rows: torch.Tensor) -> None:
+def refit_constants(cut: CutLayer, fit_rows: torch.Tensor, heldout_rows: torch.Tensor) -> None:
     """Change the layer's constants in place by the weighted least squares of what it misses at `fit_rows`.
 
-    The penalty, or no change at all, is chosen at `judge_rows`.
+    The penalty, or no change at all, is chosen at `heldout_rows`.
     """
     assert cut.constants is not None
-    judged_normal, judged_right = _constants_normal(cut, judge_rows)
+    held_normal, held_right = _constants_normal(cut, heldout_rows)
 
     def missed(change: torch.Tensor | None) -> float:
-        """The squares of what the judged tokens miss, less ||r||^2."""
-        wide = torch.zeros_like(judged_right) if change is None else change.double()
-        return float((wide * (judged_normal @ wide)).sum() - 2 * (wide * judged_right).sum())
+        """The squares of what the held-out tokens miss, less ||r||^2."""
+        wide = torch.zeros_like(held_right) if change is None else change.double()
+        return float((wide * (held_normal @ wide)).sum() - 2 * (wide * held_right).sum())
 
     best = _best(*_constants_normal(cut, fit_rows), CONSTANT_PENALTIES, missed)
     if best is not None:

@@ -17,7 +17,7 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
 from compressor.files import write_whole
-from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.progress import Progress
 from compressor.recipe.step import Result
 from compressor.records import finite, read_as, read_json
@@ -133,7 +133,7 @@ class Training:
         except (OSError, CompressionError):
             return None
         steps, units = {state.step, state.best} - {0}, self.engine.layers
-        whole = all(told_of(file_of(self.folder(step), unit)) is not None for step in steps for unit in units)
+        whole = all(facts_of(file_of(self.folder(step), unit)) is not None for step in steps for unit in units)
         return state if whole else None
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
@@ -183,7 +183,7 @@ def distill(options: Distill, run: Run) -> Result:
     place = run.kept("distill")
     assert place is not None
     trained = place / "made"
-    if (figures := told_of(trained / FIGURES)) is None:  # else of an earlier run
+    if (figures := facts_of(trained / FIGURES)) is None:  # else of an earlier run
         if options.stream and not here().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {here().size} were started; start one")
         for layer in run.model.architecture.layers if options.contrastive else ():

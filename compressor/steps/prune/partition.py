@@ -69,12 +69,12 @@ def group_experts(
             "experts once"
         )
     generator = torch.Generator().manual_seed(seed)
-    judged = rounded(table, noise)
-    parts = [_group_block(judged, block, count // len(partition), alone, generator) for block in partition]
+    values = rounded(table, noise)
+    parts = [_group_block(values, block, count // len(partition), alone, generator) for block in partition]
     groups = tuple(sorted(group for inside, _ in parts for group in inside))
     objective, apart = (
         sum(float(measured[list(group)][:, list(group)].triu(1).sum()) for group in groups)
-        for measured in (table, judged)
+        for measured in (table, values)
     )
     return Grouping(groups, objective, all(proved for _, proved in parts) or apart == 0)
 

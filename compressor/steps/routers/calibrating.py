@@ -10,7 +10,7 @@ from torch import Tensor
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
-from compressor.kept import keep_tensors, kept_tensors, told_of
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.router_logits import router_weight
 from compressor.pathways.answering import average_pathway, checked_reference, text_reference
@@ -31,11 +31,11 @@ def calibrate_routers(options: Routers, state: State) -> Result:
     """
     place = state.kept("routers.safetensors")
     assert place is not None
-    if here().broadcast(lambda: told_of(place)) is None:
+    if here().broadcast(lambda: facts_of(place)) is None:
         calibrated = _calibrate(options, state)
         if here().is_first:
             keep_tensors(place, *calibrated)
-    figures = here().broadcast(lambda: told_of(place))
+    figures = here().broadcast(lambda: facts_of(place))
     return Result(figures, iter([kept_tensors(place)] if here().is_first else ()))
 
 

@@ -194,9 +194,9 @@ def parts_of(order: Tensor, parts: int) -> Tensor:
     return torch.empty_like(order, dtype=torch.int32).scatter_(1, order.long(), run.int().expand_as(order))
 
 
-def order_of_parts(dealt: Tensor) -> Tensor:
-    """The order that deals neurons out so, those of a part ascending: [E, I] -> [E, I] int32."""
-    return dealt.argsort(dim=1, stable=True).int()
+def order_of_parts(parts: Tensor) -> Tensor:
+    """The order of neurons that puts them into these parts, those of a part ascending: [E, I] -> [E, I] int32."""
+    return parts.argsort(dim=1, stable=True).int()
 
 
 def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenModel:
@@ -287,7 +287,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
     return 1, "; ".join(refused)
 
 
-def dealt(
+def partitioned(
     model: OpenModel,
     text: Calibration | None,
     by: str,

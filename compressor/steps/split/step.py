@@ -63,13 +63,13 @@ class Split(Step):
         return Needs(text=self.calibration is not None and not planned, passes=int(self.parts != 1), notes=notes)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
-        from compressor.steps.split.opening import dealt
+        from compressor.steps.split.opening import partitioned
 
         if self.parts == 1:
             return self._shapes(state.model)
         changed = any(step.name in ("correct", "distill") for step in state.steps)
         text = None if state.text is None else state.text.fit
-        split = dealt(state.model, text, self.by, state.progress, state.seed, changed).split or {}
+        split = partitioned(state.model, text, self.by, state.progress, state.seed, changed).split or {}
         return {**split, **self._shapes(state.model)}
 
     def take(self, decided: Mapping[str, Any], state: "State") -> None:

@@ -106,7 +106,9 @@ def test_measures_are_those_of_brute_force(seed: int) -> None:
     assert found["PageRank"] == pytest.approx(pagerank(nodes, routers, steering, routes, experts), rel=1e-6)
     for expert in experts:
         beside = [found["PageRank"][other] for other in experts if other.split()[0] == expert.split()[0]]
-        assert found["standing"][expert] == pytest.approx(found["PageRank"][expert] / (sum(beside) / len(beside)))
+        assert found["relative PageRank"][expert] == pytest.approx(
+            found["PageRank"][expert] / (sum(beside) / len(beside))
+        )
     for edge in steering:
         kind = graph.nodes[edge[0]]["kind"]
         alike = [
@@ -276,7 +278,7 @@ def test_the_picture_names_hubs_and_draws_the_heaviest_edges() -> None:
     graph, centrality = measured_graph(MADE)
     (axes,) = axes_of(graph_figure(graph, centrality))
     texts = {text.get_text() for text in axes.texts}
-    assert HUB in texts and {*ranking(centrality, "standing")[:8]} == texts - {""}
+    assert HUB in texts and {*ranking(centrality, "relative PageRank")[:8]} == texts - {""}
     assert len([text for text in axes.texts if not text.get_text()]) == EDGES_DRAWN
     assert [label.get_text() for label in axes.get_xticklabels()] == ["token", "L0", "L1", "L2", "L3"]
     routers = next(line for line in axes.lines if line.get_label() == "router")
