@@ -67,7 +67,8 @@ def _own_warnings() -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
-    handler.addFilter(lambda record: here().is_first)  # several ranks warn of the same
+    least = logging.WARNING if "--json" in sys.argv else logging.INFO  # what a run will do is for people
+    handler.addFilter(lambda record: here().is_first and record.levelno >= least)  # several ranks say the same
     loggers = [logging.getLogger(package) for package in {"compressor", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
