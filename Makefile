@@ -31,5 +31,5 @@ docs: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,quantized]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -7,6 +7,7 @@ grouping, a merge made early is never undone.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from compressor.plugins import LayerPlan, LayerStatistics, MergeOptions, blocks_of, merge_option, rounded
@@ -30,18 +31,18 @@ def needs(options: Options) -> frozenset[str]:
 def cluster(table: torch.Tensor, count: int) -> list[list[int]]:
     """Positions in `count` clusters, in the order of their lowest: [E, E] -> lists.
 
-    Nothing is random, and equally near pairs are joined in a fixed order: scikit-learn starts at the lowest position
-    and goes on to the lowest of the nearest. If all are equally far apart, the lowest ones become one large cluster.
+    Nothing is random, and equally near pairs are joined in a fixed order: SciPy starts at the lowest position and goes
+    on to the lowest of the nearest. If all are equally far apart, the lowest ones become one large cluster.
     """
-    if count == len(table):
-        return [[position] for position in range(count)]
-    from sklearn.cluster import AgglomerativeClustering
+    from scipy.cluster.hierarchy import linkage
 
-    model = AgglomerativeClustering(n_clusters=count, metric="precomputed", linkage="average")
-    clusters: dict[int, list[int]] = {}
-    for position, label in enumerate(model.fit_predict(table.numpy()).tolist()):
-        clusters.setdefault(label, []).append(position)
-    return list(clusters.values())
+    experts = len(table)
+    clusters = {position: [position] for position in range(experts)}
+    if count < experts:
+        pairs = table.numpy()[np.triu_indices(experts, 1)]
+        for made, (left, right, *_) in enumerate(linkage(pairs, "average")[: experts - count], experts):
+            clusters[made] = sorted(clusters.pop(int(left)) + clusters.pop(int(right)))
+    return sorted(clusters.values())
 
 
 @torch.no_grad()

@@ -170,10 +170,3 @@ def test_folders_that_cannot_be_run(
     folder = Path(shutil.copytree(mixtral, tmp_path / "copy"))
     change(folder)
     refused(run("generate", folder, prompt), re.escape(message))
-
-
-def test_an_onnx_model_without_onnx_runtime(run: Run, mixtral: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    folder = Path(shutil.copytree(mixtral, tmp_path / "copy"))
-    (folder / "model.safetensors").rename(folder / "model.onnx")
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    refused(run("generate", folder, "abc"), re.escape('pip install "moe-compressor[onnx]"'))

@@ -101,13 +101,6 @@ def test_unreadable_method_is_refused() -> None:
         dequantizer(configured(quant_method="gptq", bits=4))
 
 
-def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_compressed_tensors(tmp_path)
-    monkeypatch.setattr("transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False)
-    with pytest.raises(CompressionError, match="pip install compressed-tensors"):
-        dequantizer(AutoConfig.from_pretrained(tmp_path))
-
-
 def test_a_transform_is_refused() -> None:
     config = configured(quant_method="compressed-tensors", transform_config={"config_groups": {"R3": {}}})
     with pytest.raises(CompressionError, match="transform_config"):

@@ -13,6 +13,7 @@ from compressor.attribution.figures import Attribution
 from compressor.attribution.graph import RELATIVE, centralities, ranking, routing_graph
 from compressor.attribution.hubs import find_hubs
 from compressor.distributed import here
+from compressor.extras import require
 from compressor.steps.prune.planning import Planner
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def hubs(planner: Planner) -> list[tuple[str, int]]:
 
 def central(planner: Planner, count: int) -> list[tuple[str, int]]:
     """The `count` experts of highest centrality in the routing graph, see `graph.centralities`."""
+    require("networkx")
     attribution = _attribution(planner)
 
     def first() -> list[tuple[str, int]]:

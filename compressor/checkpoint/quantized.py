@@ -20,6 +20,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from compressor.errors import CompressionError
+from compressor.extras import require
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
@@ -33,6 +34,8 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     settings: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if settings is None or "dequantize" not in inspect.signature(settings).parameters:
         raise CompressionError(f"config.json: can't dequantise {method!r}; start from plain or fp8 weights.")
+    if method == "compressed-tensors":
+        require("compressed_tensors")
     if fields.get("transform_config"):
         raise CompressionError("config.json: transformers would ignore transform_config and be wrong.")
     kind: Any = AUTO_QUANTIZER_MAPPING[method]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
 from compressor.errors import CompressionError, reason_of
+from compressor.extras import require
 from compressor.model.architecture import build_stored, load_config, model_class
 from compressor.model.opened import pick_device, pick_dtype
 from compressor.progress import quiet_transformers
@@ -166,12 +167,9 @@ def onnx_decoder(folder: Path, device: str, dtype: str) -> OnnxDecoder:
     """Open the folder's graph; raises `CompressionError` if ONNX Runtime is not there or cannot read it."""
     if dtype != "auto":
         raise CompressionError(f"{folder} is an ONNX model, which computes in the dtype it has; leave out --dtype")
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise CompressionError(
-            f'{folder} is an ONNX model, and onnxruntime is not installed; run pip install "moe-compressor[onnx]"'
-        ) from error
+    require("onnxruntime")
+    import onnxruntime
+
     chosen = providers(device, onnxruntime.get_available_providers())
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3  # what fails is raised, too

@@ -25,7 +25,6 @@ from compressor.evaluation.tasks import (
     EvaluationOptions,
     EvaluationTask,
     quiet_lm_eval,
-    require_lm_eval,
 )
 from compressor.files import file_digest
 from compressor.formatting import human_bytes
@@ -180,7 +179,6 @@ class Evaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        require_lm_eval()
         Checkpoint(self.source.folder)  # whose errors name the file that is wrong
         label, options = self.source.label, self.options
         with quiet_lm_eval():

@@ -21,6 +21,7 @@ from unittest.mock import patch
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
+from compressor.extras import require
 from compressor.model.opened import DTYPES, pick_device
 from compressor.progress import quiet_transformers
 
@@ -74,15 +75,6 @@ class EvaluationOptions:
 def read_batch_size(text: str) -> int | str:
     """'auto' or a number, as the command line gives it."""
     return int(text) if text.strip().isdecimal() else text.strip()
-
-
-def require_lm_eval() -> None:
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise CompressionError(
-            f'lm-eval cannot be imported ({error}); install it with `pip install "lm-eval[hf]"`'
-        ) from error
 
 
 class _Relay(logging.Handler):
@@ -155,7 +147,7 @@ class EvaluationTask:
 
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
-    require_lm_eval()
+    require("lm_eval", "accelerate")
     owners, tasks = dict[str, str](), list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)

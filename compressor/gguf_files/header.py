@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from compressor.errors import CompressionError
+from compressor.extras import require
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -31,7 +32,6 @@ MOST_PARTS = 2**10
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-EXTRA = 'pip install "moe-compressor[gguf]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +126,9 @@ def padded(position: int, alignment: int) -> int:
 
 def type_sizes() -> Mapping[int, tuple[int, int]]:
     """For each quantisation: elements of a block, and its bytes."""
-    try:
-        from gguf.constants import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise CompressionError(f"GGUF files need the package gguf; {EXTRA}") from error
+    require("gguf")
+    from gguf.constants import GGML_QUANT_SIZES
+
     return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
 
 

@@ -16,6 +16,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_report import read_gate
 from compressor.evaluation.gate_verdict import GateResult
+from compressor.extras import require
 from compressor.files import TEMPLATES, file_digest
 from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
@@ -23,7 +24,6 @@ from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
 from compressor.recipe.recipe import RECIPE
-from compressor.recipe.registry import load_exporter
 from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
@@ -113,7 +113,7 @@ def _verify_graph(folder: Path) -> dict[str, int]:
     if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
         what = f"{folder / ONNX_RECORD} does not say that the graph agrees with the stock model"
         raise CompressionError(f"{what}; {AGAIN}")
-    load_exporter("onnx").require_packages()
+    require("onnx")
     import onnx
 
     try:

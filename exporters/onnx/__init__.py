@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +21,7 @@ from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import fits
+from compressor.extras import require
 from compressor.files import TOOL, new_folder
 from compressor.formatting import human_bytes
 from compressor.memory import give_back
@@ -185,9 +185,7 @@ class GraphFile:
 
 
 def require_packages() -> None:
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise CompressionError(f"ONNX export needs the package {missing[0]}; pip install 'moe-compressor[onnx]'")
+    require("onnx", "onnxscript", "onnxruntime")
 
 
 def export(

@@ -93,40 +93,44 @@ class Sizes:
         return qwen3_moe(self.hidden, self.inner, layers, self.experts, self.top_k, self.vocabulary, **more)
 
     def write(self, folder: Path, gigabytes: float) -> int:
-        """Write a sharded checkpoint of at least this size with a tokenizer, unless there is one; returns its layers.
-
-        All layers hold the weights of one, rolled by their number, so no more than two of them are in memory.
-        """
-        from safetensors.torch import save_file
-        from transformers import Qwen3MoeForCausalLM
-        from transformers.core_model_loading import revert_weight_conversion
-
+        """Write a checkpoint of at least this size with a tokenizer, unless there is one; returns its layers."""
         layers = int(gigabytes * 1e9 / (self.experts * 3 * self.hidden * self.inner * 2)) + 1
-        if (folder / "config.json").is_file():
-            return layers
-        folder.mkdir(parents=True, exist_ok=True)
-        self.config(layers).save_pretrained(folder)
-        save_tokenizer(folder)
-        with torch.device("meta"):
-            model = Qwen3MoeForCausalLM(self.config(1))
-        generator = torch.Generator().manual_seed(0)
-        state = {
-            name: (
-                torch.ones(value.shape) if "norm" in name else torch.randn(value.shape, generator=generator) * 0.02
-            ).bfloat16()
-            for name, value in model.state_dict().items()
-        }
-        stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, state).items()}
-        inside = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.0.")}
-        weight_map: dict[str, str] = {}
-        for layer in range(layers):
-            part = {name.replace(".0.", f".{layer}.", 1): tensor.roll(layer) for name, tensor in inside.items()}
-            part |= {name: tensor for name, tensor in stored.items() if name not in inside} if layer == 0 else {}
-            file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
-            save_file(part, folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(part, file))
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        if not (folder / "config.json").is_file():
+            write_layers(folder, self.config, layers)
         return layers
+
+
+def write_layers(folder: Path, config: Callable[[int], Any], layers: int) -> None:
+    """Write a Qwen3-MoE checkpoint of random bfloat16 weights, a file for each layer; `config` takes a layer count.
+
+    All layers hold the weights of one, rolled by their number, so no more than two of them are in memory.
+    """
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config(layers).save_pretrained(folder)
+    save_tokenizer(folder)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config(1))
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: (
+            torch.ones(value.shape) if "norm" in name else torch.randn(value.shape, generator=generator) * 0.02
+        ).bfloat16()
+        for name, value in model.state_dict().items()
+    }
+    stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, state).items()}
+    inside = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.0.")}
+    weight_map: dict[str, str] = {}
+    for layer in range(layers):
+        part = {name.replace(".0.", f".{layer}.", 1): tensor.roll(layer) for name, tensor in inside.items()}
+        part |= {name: tensor for name, tensor in stored.items() if name not in inside} if layer == 0 else {}
+        file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def warm(folder: Path) -> None:

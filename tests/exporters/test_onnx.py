@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -244,14 +242,3 @@ def test_equal_runs_give_equal_records_and_a_wrong_successor_replaces_none(
         export(source, tmp_path / "out", PLAIN)
     assert small.tree(tmp_path / "out") == trees[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
-
-
-def test_missing_packages_are_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "find_spec", lambda name: None if name == "onnxruntime" else name)
-    with pytest.raises(CompressionError, match=r"needs the package onnxruntime; pip install 'moe-compressor\[onnx\]'"):
-        export(source, tmp_path / "out")
-
-
-def test_the_package_imports_without_onnx() -> None:
-    program = "import sys; sys.modules.update(onnx=None, onnxruntime=None, onnx_ir=None, onnxscript=None)\n"
-    subprocess.run([sys.executable, "-c", f"{program}import exporters.onnx, compressor.cli.main"], check=True)

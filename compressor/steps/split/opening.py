@@ -147,13 +147,15 @@ def by_clusters(energy: Tensor, activity: Tensor, parts: int, seed: int = 0) -> 
     length 1, is clustered by k-means. A neuron goes to the nearest centre that has room, those first that would lose
     most by another one. Clusters and the neurons in them stand by falling energy. Without tokens it is `by_energy`.
     """
-    from sklearn.cluster import KMeans
+    from scipy.cluster.vq import kmeans2
+    from scipy.spatial.distance import cdist
 
     points = activity.abs() / activity.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if activity.shape[1] == 0 or len(points.unique(dim=0)) < parts:
         return by_energy(energy)
-    fitted = KMeans(parts, n_init=3, random_state=seed).fit(points.double().numpy())
-    labels = balanced(torch.from_numpy(np.asarray(fitted.transform(points.double().numpy()))))
+    positions = points.double().numpy()
+    tried = [cdist(positions, kmeans2(positions, parts, iter=100, minit="++", rng=seed + i)[0]) for i in range(3)]
+    labels = balanced(torch.from_numpy(min(tried, key=lambda distances: np.square(distances.min(axis=1)).sum())))
     order = by_energy(energy)
     weight = torch.zeros(parts, dtype=energy.dtype).index_add_(0, labels, energy)
     return torch.cat([order[labels[order] == cluster] for cluster in by_energy(weight)])

@@ -1,6 +1,5 @@
 """Which tasks are meant: groups, tags, versions, and names or options that are refused."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,3 @@ def test_options_that_cannot_be_meant_are_refused(settings: dict[str, Any], mess
 
 def test_batch_sizes_as_text() -> None:
     assert [read_batch_size(text) for text in ("auto", "16", "1.5")] == ["auto", 16, "1.5"]
-
-
-def test_lm_eval_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(CompressionError, match=r'lm-eval cannot be imported .*pip install "lm-eval\[hf\]"'):
-        resolve_tasks(EvaluationOptions(("moe_demo",)))

@@ -1,0 +1,95 @@
+"""Without the optional packages `compress` runs to the end, and each command that needs one names its extra."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from compressor.extras import EXTRAS
+from tests import gguf_models, quantized, small
+from tests.pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NOT_REQUIRED = {*EXTRAS, "PIL", "sklearn", "markupsafe", "onnx_ir", "peft", "evaluate", "sentence_transformers"}
+HIDDEN = f"""
+import json, sys
+from importlib.machinery import PathFinder
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {NOT_REQUIRED!r} else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
+from compressor.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["moe-compress", *words]
+    print("$", *words, file=sys.stderr)
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code or 0, file=sys.stderr)
+"""
+COMPRESS = "compress model -o out --experts 4 --calibration calibration.txt --samples 4 --sequence-length 32"
+RUNNING = ("--help", "--version", "list strategies", "list steps", "inspect model", f"{COMPRESS} --correct ridge")
+LACKING = {
+    "gate model out --tasks moe_demo": ("lm-eval", "eval"),
+    f"{COMPRESS.replace('out', 'gated')} --gate moe_demo": ("lm-eval", "eval"),
+    "reference model -o reference --tasks moe_demo": ("lm-eval", "eval"),
+    "report out": ("matplotlib", "report"),
+    "compare model --experts 4 --calibration calibration.txt": ("matplotlib", "report"),
+    "attribute model --calibration calibration.txt -o attribution": ("matplotlib", "report"),
+    f"{COMPRESS.replace('out', 'protected')} --protect graph:1": ("networkx", "report"),
+    "comoe evaluate model --adapters adapters --heldout items.jsonl -o evaluation": ("matplotlib", "report"),
+    "push out org/model --dry-run": ("matplotlib", "report"),
+    "export out -o graph": ("onnx", "onnx"),
+    f"{COMPRESS.replace('out', 'both')} --format safetensors,onnx": ("onnx", "onnx"),
+    "generate graph-only Hello": ("onnxruntime", "onnx"),
+    "inspect model.gguf": ("gguf", "gguf"),
+    "inspect packed": ("compressed-tensors", "quantized"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each command printed on stderr and its status, all run in one process without the optional packages."""
+    folder = tmp_path_factory.mktemp("extras")
+    small.text_file(small.save(folder / "model").parent)
+    graph = small.save(folder / "graph-only")
+    (graph / "model.safetensors").rename(graph / "model.onnx")
+    gguf_models.quantised(folder / "model.gguf")
+    quantized.save_compressed_tensors(folder / "packed")
+    words = json.dumps([command.split() for command in (*RUNNING, *LACKING)])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN, words], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    commands = dict(part.split("\n", 1) for part in done.stderr.removeprefix("$ ").split("\n$ "))
+    assert (folder / "out" / "model.safetensors").is_file(), done.stderr
+    assert not [name for name in ("gated", "protected", "both", "comparison") if (folder / name).exists()]
+    return {command: text.splitlines() for command, text in commands.items()}
+
+
+@pytest.mark.parametrize("command", RUNNING)
+def test_what_compressing_takes_is_enough(outcomes: dict[str, list[str]], command: str) -> None:
+    assert outcomes[command][-1] == "0", outcomes[command]
+
+
+@pytest.mark.parametrize(("command", "lacking"), LACKING.items())
+def test_a_command_that_lacks_a_package_names_its_extra(
+    outcomes: dict[str, list[str]], command: str, lacking: tuple[str, str]
+) -> None:
+    package, extra = lacking
+    assert outcomes[command][-2:] == [f"Error: {package} is missing; pip install 'moe-compressor[{extra}]'", "2"]
+
+
+def test_extras_install_what_they_name() -> None:
+    """Each package by the extra that errors name, and all of them by `all`."""
+    extras = PROJECT["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        required = " ".join(extras[extra]).replace("lm-eval[hf]", "lm-eval accelerate")
+        assert package.replace("_", "-") in required
+    assert extras["all"] == [f"moe-compressor[{','.join(dict.fromkeys(EXTRAS.values()))}]"]
