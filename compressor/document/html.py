@@ -8,8 +8,6 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup, escape
-
 from compressor.document import blocks
 from compressor.document.blocks import Block, Facts, Heading, Words
 from compressor.document.picture import inline_svgs
@@ -17,6 +15,7 @@ from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 PHONE = 3.9  # inches of a figure that fits on a phone
@@ -27,6 +26,8 @@ def page(title: str, kind: str, lead: str, tiles: Facts, document: Iterable[Bloc
 
     Each heading of level 2 begins a section; a figure directly below it stands beside or above the rest.
     """
+    from markupsafe import Markup
+
     sections: list[tuple[Heading, list[Block]]] = []
     for block in document:
         if isinstance(block, Heading) and block.level == 2:
@@ -37,8 +38,10 @@ def page(title: str, kind: str, lead: str, tiles: Facts, document: Iterable[Bloc
     return _template().render(**content, made_by=made_by, policy=POLICY, style=Markup(stylesheet())) + "\n"
 
 
-def words_html(words: Words) -> Markup:
+def words_html(words: Words) -> "Markup":
     """Words with their elements; all letters in them are data."""
+    from markupsafe import Markup, escape
+
     match words:
         case str():
             return escape(readable(words))
@@ -65,6 +68,7 @@ def stylesheet() -> str:
 @cache
 def _template() -> "Template":
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters: dict[str, Callable[..., Any]] = {

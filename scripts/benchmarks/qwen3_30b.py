@@ -81,7 +81,9 @@ def main() -> None:
     parser = options(__doc__, layers=4, samples=16, length=512, only=[*STEPS])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made, or lies already (kept)")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder and given.folder.parent) as temporary:
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         scratch = Path(temporary)
         out, recipe, text = (scratch / name for name in ("out", "recipe.yaml", "text.txt"))
         os.environ["MOE_COMPRESSOR_CACHE"] = str(scratch / "cache")
