@@ -87,7 +87,7 @@ def main() -> None:
         scratch = Path(temporary)
         out, recipe, text = (scratch / name for name in ("out", "recipe.yaml", "text.txt"))
         os.environ["MOE_COMPRESSOR_CACHE"] = str(scratch / "cache")
-        base = given.folder or scratch / "base"
+        base = (given.folder or scratch) / "base"
         if not (base / "config.json").is_file():
             write_layers(base, config, given.layers)
         warm(base)
