@@ -27,6 +27,7 @@ from compressor.steps.distill.contrastive import unit
 
 IGNORED = -100  # the label of tokens that have no loss
 Example = dict[str, list[int]]
+Question = tuple[Item, tuple[Row, ...]]  # with a row for each answer
 
 
 def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:
@@ -37,18 +38,16 @@ def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:
         return tokenizer, load_whole(source.folder, dtype=computed)
 
 
-def with_rows(
-    items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False
-) -> list[tuple[Item, tuple[Row, ...]]]:
+def with_rows(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False) -> list[Question]:
     """Items and their rows for a model of transformers; those without tokens are left out, or refused if `strict`."""
     most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
     # the last token of a row is an input, too, though no logits after it are needed
     return tokenised(items, tokenizer, vocabulary, most and most - 1, strict)
 
 
-def examples(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False) -> list[Example]:
+def examples(questions: Sequence[Question]) -> list[Example]:
     """For each item its prompt with the right answer; only the answer's tokens have labels."""
-    rows = [rows[0] for _, rows in with_rows([item.alone for item in items], model, tokenizer, strict)]
+    rows = [rows[item.right] for item, rows in questions]
     return [
         {"input_ids": list(row.tokens), "labels": [IGNORED] * row.start + list(row.tokens[row.start :])} for row in rows
     ]
@@ -119,7 +118,7 @@ def ask(
     without experts has no workload and no similarity.
     """
     listener, questions = progress or Silent(), with_rows(items, model, tokenizer, strict)
-    by_task: dict[str, list[tuple[Item, tuple[Row, ...]]]] = {}
+    by_task: dict[str, list[Question]] = {}
     for item, rows in questions:
         by_task.setdefault(item.task, []).append((item, rows))
     was_training, pad = model.training, pad_token(tokenizer)
@@ -135,7 +134,7 @@ def ask(
 def _task(
     model: Any,
     task: str,
-    questions: Sequence[tuple[Item, tuple[Row, ...]]],
+    questions: Sequence[Question],
     pad: int,
     batch_size: int,
     listener: Progress,

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.checkpoint.source import locate
-from compressor.comoe.evaluating import Example, collate, examples, load, pad_token
+from compressor.comoe.evaluating import Example, collate, examples, load, pad_token, with_rows
 from compressor.comoe.layer import (
     FACTS,
     TENSORS,
@@ -248,7 +248,8 @@ def train(
     the same: `identity` says what tells the model apart from others. Raises `CompressionError` for a loss that is no
     number.
     """
-    dataset = examples(items, model, tokenizer, strict)
+    questions = with_rows(items, model, tokenizer, strict)
+    items, dataset = [item for item, _ in questions], examples(questions)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
     inject_config(model, options.config)
     settings = {"options": options, "data": digest, "model": dict(identity or {"name": label})}
@@ -271,7 +272,7 @@ def train(
             if "loss" in line
         )
         training = {
-            "items": len(dataset),
+            "items": len(items),
             "tasks": Counter(item.task for item in items),
             "data": digest,
             "steps": trainer.state.global_step,

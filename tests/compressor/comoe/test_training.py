@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from compressor.comoe import comoe_layers, load_adapters, training
-from compressor.comoe.evaluating import IGNORED, collate, examples
+from compressor.comoe.evaluating import IGNORED, collate, examples, with_rows
 from compressor.comoe.layer import adapter_tensors, inject_config
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.comoe.training import Trained, train
@@ -39,7 +39,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_only_the_tokens_of_the_answer_have_a_loss() -> None:
     item = questions()[0]
-    (made,) = examples([item], dense(), small.tokenizer())
+    (made,) = examples(with_rows([item], dense(), small.tokenizer()))
     labelled = [token for token, label in zip(made["input_ids"], made["labels"], strict=True) if label != IGNORED]
     assert small.tokenizer().decode(labelled) == item.answer
     assert small.tokenizer().decode(made["input_ids"]).endswith(item.prompt + item.answer)
@@ -59,7 +59,7 @@ def test_without_weight_it_is_plain_tuning_bit_for_bit(tmp_path: Path, accumulat
         gradient_accumulation_steps=accumulation, learning_rate=OPTIONS.learning_rate, seed=OPTIONS.seed,
         data_seed=OPTIONS.seed, report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
     )  # fmt: skip
-    data: Any = examples(questions(), plain, small.tokenizer())
+    data: Any = examples(with_rows(questions(), plain, small.tokenizer()))
     Trainer(plain, arguments, train_dataset=data, data_collator=partial(collate, pad=0)).train()
     assert same(adapter_tensors(model), adapter_tensors(plain))
     assert any(layer.up.any() for layer in comoe_layers(model).values())
