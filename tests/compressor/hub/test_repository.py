@@ -92,7 +92,7 @@ def test_a_commit_of_somebody_else_in_between_is_not_overwritten(
 
     def late(*arguments: Any) -> Any:
         other = there.commit("theirs", "", (there.branches["main"],), there.commit_at("main").entries)
-        there.move("main", other.oid)
+        there.branches["main"] = other.oid
         return real(*arguments)
 
     monkeypatch.setattr(client.Repository, "commit", late)
