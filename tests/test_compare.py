@@ -173,6 +173,7 @@ def test_without_a_text_to_evaluate_on_reserved_calibration_text_is(
     assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
 
 
+@pytest.mark.full
 def test_per_source_rows_are_what_the_plans_of_each_source_give(
     home: Path, sources: tuple[Any, ...], run: Run, tmp_path: Path
 ) -> None:
@@ -194,6 +195,7 @@ def test_per_source_rows_are_what_the_plans_of_each_source_give(
     assert len({row["loss"] for row in rows if row["correction"] == "ridge"}) == 3
 
 
+@pytest.mark.full
 def test_all_installed_strategies_are_compared_a_third_partys_too(
     home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def test_only_a_comparison_is_overwritten(
     assert read(tmp_path / "comparison")["seed"] == 1
 
 
+@pytest.mark.full
 def test_splits_and_top_k_are_rows_whose_losses_are_those_of_what_compress_writes(
     home: Path, tmp_path: Path, run: Run, sources: tuple[Any, ...]
 ) -> None:

@@ -74,9 +74,9 @@ def plain_model(folder: Path, source: Path, scratch: Path) -> Any:
     ("name", "request_"),
     [
         ("mixtral", {"experts": 6}),
-        ("mixtral", {"experts_total": 9, "correct": "constants", "samples": 64}),
-        ("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge", "samples": 64}),
-        ("mixtral", {"ratio": 0.4, "correct": "tune", "samples": 32}),
+        zoo.full("mixtral", {"experts_total": 9, "correct": "constants", "samples": 64}),
+        zoo.full("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge", "samples": 64}),
+        zoo.full("mixtral", {"ratio": 0.4, "correct": "tune", "samples": 32}),
     ],
 )
 def test_what_is_written_computes_what_a_plain_model_with_constants_does(

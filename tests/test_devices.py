@@ -15,6 +15,7 @@ from tests import small
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("offline", "hasty")
 def test_compressing_on_a_device_keeps_its_tensors_apart_from_the_processors(tmp_path: Path) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)

@@ -15,7 +15,7 @@ from tests.command_line import Run, captured, names, refused, run_killed
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 onnx_ir = pytest.importorskip("onnx_ir")
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,6 @@ KILLED = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("format", "module", "function", "nth"), KILLED)
 def test_killed_with_an_export_and_run_again(
     format: str, module: str, function: str, nth: int, run: Run, checkpoint: Path, retraced: None, tmp_path: Path

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ REPRESENTATIVE = {  # one of every layout
 KEPT = ("bias", "scale", "norm", "A_log")  # parameters, of 2 dimensions too, that stay near what the code chose
 
 
+full = partial(pytest.param, marks=pytest.mark.full)  # of which `make test` leaves out a case
+
+
 def sweep(names: Iterable[str] = (*FAMILIES, *VARIANTS), but: Collection[str] = ()) -> list[Any]:
     """Parameters of a test of many families: `make test` runs it on the representative ones among them."""
-    found = [name for name in names if name not in but]
-    return [pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.full) for name in found]
+    return [name if name in REPRESENTATIVE else full(name) for name in names if name not in but]
 
 
 def family(name: str) -> Family:

@@ -142,8 +142,10 @@ def attributions(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     return seen
 
 
-@pytest.mark.parametrize("mass", ["gated-mass", "visits"])
-@pytest.mark.parametrize("exponent", [1, 0.5, 2])
+@pytest.mark.parametrize(
+    ("mass", "exponent"),
+    [("gated-mass", 0.5), zoo.full("gated-mass", 2), zoo.full("visits", 1)],
+)
 def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
     mass: str, exponent: float, run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path
 ) -> None:

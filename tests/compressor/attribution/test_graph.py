@@ -264,6 +264,7 @@ write_graph(measured_graph(WHOLE)[0], Path(sys.argv[1]))
 """
 
 
+@pytest.mark.full
 def test_files_are_the_same_in_every_process(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     for seed in ("1", "2"):

@@ -158,6 +158,7 @@ def test_the_rank_correlation_is_in_the_title() -> None:
     assert "no rank correlation" in flat.get_title()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
     made = MODELS[name]
