@@ -23,7 +23,6 @@ from exporters.onnx import ExportOptions, ExportSummary, export
 from tests import small, zoo
 from tests.exporters.answers import Runner, session_of
 
-FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 SHAPES = ((1, 1), (1, 9), (2, 5), (3, 21), (4, 2), (1, 200))
 LENGTH = 512  # of the context
 
@@ -41,7 +40,7 @@ class Made:
         return session_of(self.out)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["mixtral", *map(zoo.full, ("olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss"))])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     """One family after the other; that of two has its weights in a file of their own."""
     folder = tmp_path_factory.mktemp(request.param)
