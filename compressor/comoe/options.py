@@ -24,7 +24,7 @@ class ComoeConfig:
     rank: PositiveInt = option(16, "Of each expert.")
     experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "Beside each layer.")
     top_k: PositiveInt = option(2, "Experts that a token activates.")
-    targets: Targets = option(TARGETS, "How the names of the linear layers end.")
+    targets: Targets = TARGETS  # how the names of the linear layers end
     alpha: Annotated[float, Field(ge=-1e6, le=1e6)] | None = option(
         None, "What experts add is multiplied by alpha / rank (default: twice the rank)."
     )
