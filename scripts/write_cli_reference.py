@@ -16,6 +16,7 @@ import typer
 from compressor import Constants, Correct, Distill, Prune, Routers, Split, Step
 from compressor.cli.main import app
 from compressor.cli.options import PANELS
+from compressor.cli.settings import SHOWN, recipe_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}  # how a value is shown, by its type
@@ -36,11 +37,21 @@ command prints JSON instead. Errors are one sentence on stderr.
 | 130 | interrupted; the same command goes on where it stopped |
 """
 
+SHORTHANDS = """\
+## Shorthands of compress
+
+`compress` and `plan` take these options, too, which `--help` doesn't show. Each sets the field beside it, as `--set`
+does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--no-merge-routers` sets its field to false, and `--option
+NAME=VALUE` any field of `prune.options`, the options of the strategy. `--json` prints JSON, and `--imatrix FILE` names
+the importance matrix by which experts of a GGUF file are chosen.
+
+| option | field |
+|---|---|"""
 STEPS_INTRODUCTION = """\
 ## Steps of a recipe
 
 The built-in steps and their options, as a [recipe](../how-to/recipes.md) names them; on the command line
-`--set step.option=value` sets any of them. `moe-compress steps` lists these and those of [plugins](../plugins.md).
+`--set step.option=value` sets any of them. `moe-compress list steps` lists these and those of [plugins](../plugins.md).
 """
 STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
 
@@ -50,6 +61,8 @@ def commands() -> dict[str, Any]:
     group: Any = typer.main.get_command(app)
     found = dict[str, Any]()
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         inner = getattr(command, "commands", {})
         found |= {f"{name} {other}": each for other, each in inner.items()} if inner else {name: command}
     return found
@@ -58,7 +71,9 @@ def commands() -> dict[str, Any]:
 def page() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION, *(_section(name, command) for name, command in commands().items())]
-    return "\n".join([*parts, STEPS_INTRODUCTION, *(_step_section(step) for step in STEPS)])
+    rows = (f"| `--{option.name.replace('_', '-')}` | `{path}` |" for path, option in sorted(recipe_options()))
+    hidden = [row for row in rows if row.split("`")[1][2:].replace("-", "_") not in SHOWN]
+    return "\n".join([*parts, SHORTHANDS, *hidden, "", STEPS_INTRODUCTION, *map(_step_section, STEPS)])
 
 
 def _step_section(step: type[Step]) -> str:

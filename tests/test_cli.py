@@ -191,7 +191,7 @@ def test_every_command_prints_json(run: Run, model: Path, data: tuple[Any, ...],
         "plan": run("plan", model, "-o", plan, "--experts", 4, "--json", *data),
         "apply": run("apply", plan, "-o", tmp_path / "a", "--json"),
         "compress": run("compress", model, "-o", tmp_path / "b", "--experts", 4, "--json", *data),
-        "strategies": run("strategies", "--json"),
+        "strategies": run("list", "strategies", "--json"),
     }
     assert {name: result.status for name, result in printed.items()} == dict.fromkeys(printed, 0)
     parsed = {name: json.loads(result.out) for name, result in printed.items()}

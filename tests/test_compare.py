@@ -85,7 +85,7 @@ def compared(home: Path) -> dict[str, Any]:
     """Two counts, three strategies, two sources with weights, a text of one's own to evaluate on."""
     result = captured(
         "compare", home / "model", "-o", home / "comparison", "--experts", "6,4", "--json",
-        "--strategies", "auto,count-guided,model-centric:merge=max", "--evaluate", home / "e.jsonl",
+        "--strategies", "auto,count-guided,model-centric:merge=max", "--heldout", home / "e.jsonl",
         "--calibration", f"{home / 'a.jsonl'}=0.5", "--calibration", f"{home / 'b.jsonl'}=0.5", *SIZES,
     )  # fmt: skip
     assert result.status == 0, result.err
@@ -232,9 +232,9 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--strategies", ","], "--strategies names none; name some, or leave it out for the default"),
     (["--correct", "ridge,polish"], "correct: method is 'polish'; input should be 'auto', 'none', 'ridge', 'tune'"),
     (["--correct", ""], "--correct names none; name some, or leave it out"),
-    (["--evaluate", "gone.txt"], "evaluation file gone.txt does not exist"),
-    (["--evaluate", "/"], "evaluation / is a folder"),
-    (["--evaluate", "x" * 300], "evaluation data 'x+' is no file, .*; pass --evaluate with"),
+    (["--heldout", "gone.txt"], "evaluation file gone.txt does not exist"),
+    (["--heldout", "/"], "evaluation / is a folder"),
+    (["--heldout", "x" * 300], "evaluation data 'x+' is no file, .*; pass --heldout with"),
     (["--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
     (["--evaluation-samples", 0], "Invalid value for '--evaluation-samples'"),
     (["--random-seeds", 0], "Invalid value for '--random-seeds'"),
@@ -281,7 +281,7 @@ def test_splits_and_top_k_are_rows_whose_losses_are_those_of_what_compress_write
     home: Path, tmp_path: Path, run: Run, sources: tuple[Any, ...]
 ) -> None:
     out, model = tmp_path / "out", home / "model"
-    given = ("--strategies", "gated-mass", "--correct", "none", "--evaluate", home / "e.jsonl", "--dtype", "float32")
+    given = ("--strategies", "gated-mass", "--correct", "none", "--heldout", home / "e.jsonl", "--dtype", "float32")
     asked = ("compare", model, "--ratio", "0.25", "--split", "1,2", "--top-k", "2,1", *given, *sources, "-o", out)
     assert run(*asked, "--random-seeds", 1).status == 0
     content = json.loads((out / "comparison.json").read_text())

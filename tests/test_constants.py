@@ -135,8 +135,8 @@ def test_everything_says_that_stock_transformers_cannot_load_it(tmp_path: Path, 
     plan = run("plan", source, "-o", tmp_path / "plan.json", "--format", "mone", "--experts", "6", *text)
     assert plan.status == 0 and Plan.load(tmp_path / "plan.json").stage.constants is not None
     for option, told in {
-        "--routers router": "cannot stand after constants", "--strategy reap": "go with --strategy",
-        "--sequential": "go with --sequential",
+        "--routers router": "cannot stand after constants", "--strategy reap": "constants has no option 'strategy'",
+        "--sequential": "constants has no option 'sequential'",
         "--gate demo": "--gate", "--experts-total 3": "one of --experts", "--format mone,onnx": "written alone",
     }.items():  # fmt: skip
         arguments = ["--format", "mone", "--experts", "6", *text, *option.split()]

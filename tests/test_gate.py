@@ -210,7 +210,7 @@ def test_the_job_summary_gets_the_report(
         (("--confidence", 0.5), "--confidence 0.5"),
         (("--limit", 0), "--limit 0"),
         (("--batch-size", "many"), "--batch-size many"),
-        (("--inconclusive", "maybe"), "--inconclusive 'maybe'"),
+        (("--inconclusive", "maybe"), "inconclusive is 'maybe'; input should be 'pass' or 'fail'"),
         (("--include-path", "nowhere"), "nowhere is not a folder"),
     ],
 )
@@ -375,8 +375,8 @@ def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--experts", 8, "--keep-failed"), "go with --gate"),
-        (("--experts", 8, "--search"), "go with --gate"),
+        (("--experts", 8, "--keep-failed"), "goes with --gate"),
+        (("--experts", 8, "--search"), "goes with --gate"),
         (("--experts", 8, "--search", "--gate", EASY), "leave out --experts"),
         (("--search", "--keep-failed", "--gate", EASY), "leave out --keep-failed"),
         (("--experts", 8, "--gate", "nothing_like_it"), "no task"),

@@ -10,29 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import compressor
-from compressor.cli.options import (
-    GATE_OPTIONS,
-    PATHWAY_OPTIONS,
-    GateRun,
-    Publishing,
-    RoutingFlags,
-    Running,
-    UnderGate,
-    flag,
-    listed,
-    without_none,
-)
+from compressor.cli.options import GATE_OPTIONS, PATHWAY_OPTIONS, ROUTING, Running, flag, listed
 from compressor.cli.outputs import push_made
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
+from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import GateOptions, Recipe, validated
 from compressor.records import plain_json
 
 if TYPE_CHECKING:
-    from compressor.evaluation.gate import Outlook
+    from compressor.evaluation.gate import GateRequest, Outlook
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
@@ -40,8 +30,6 @@ DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for 
 
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
-    gate_run: GateRun,
-    routing_flags: RoutingFlags,
     pathways: Annotated[dict[str, Any], PATHWAY_OPTIONS],
     running: Running,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
@@ -58,6 +46,11 @@ def gate(
         ),
     ] = False,
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
+    routing: Annotated[str | None, flag("c3po: the compressed model answers on optimised pathways.", ROUTING)] = None,
+    reference: Annotated[
+        Path | None, flag("The compressed model's reference set, by `moe-compress reference`.", ROUTING)
+    ] = None,
+    embedding: Annotated[str | None, flag(f"How the reference set embeds prompts (default: {OWN}).", ROUTING)] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
@@ -65,10 +58,11 @@ def gate(
     from compressor.evaluation.gate_report import NAMES, write_gate
     from compressor.evaluation.tasks import resolve_tasks
 
-    requested = {"max_drop": DEMO_MAX_DROP if demo else None, **without_none(options)}
-    requested["tasks"] = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
-    wanted = gate_run.request(requested, running.device, running.dtype, cache_dir)
-    routing = routing_flags.read(pathways, of_two=compressed is not None)
+    named = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
+    requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
+    chosen = validated(GateOptions, requested, "the command line")
+    wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
+    routed = _routing(routing, reference, embedding, pathways, of_two=compressed is not None)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
         found = outlook(here().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
         if dry_run:
@@ -88,7 +82,7 @@ def gate(
             wanted,
             revision=running.revision,
             compressed_revision=compressed_revision,
-            routing=routing,
+            routing=routed,
             progress=progress,
             announce=announcer(running.as_json),
         )
@@ -99,14 +93,53 @@ def gate(
     raise typer.Exit(EXIT_STATUS[wanted.counted(result.verdict)])
 
 
-def compress_under_gate(
-    recipe: Recipe,
-    output: Path,
-    formats: Sequence[str],
-    under_gate: UnderGate,
-    publishing: Publishing,
-    running: Running,
-) -> NoReturn:
+def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir: Path | None = None) -> "GateRequest":
+    """What a gate tests."""
+    from compressor.evaluation.gate import GateRequest
+    from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
+
+    options = EvaluationOptions(
+        tasks=gate.tasks,
+        limit=gate.limit,
+        include_path=None if gate.include_path is None else Path(gate.include_path),
+        batch_size=read_batch_size(str(gate.batch_size)),
+        device=device,
+        dtype=dtype,
+        stream=gate.stream,
+    )
+    return GateRequest(
+        options,
+        max_drop=gate.max_drop,
+        max_task_drop=gate.max_task_drop,
+        confidence=gate.confidence,
+        inconclusive=gate.inconclusive or "inconclusive",
+        **({} if cache_dir is None else {"cache": cache_dir}),
+    )
+
+
+def _routing(
+    method: str | None, reference: Path | None, embedding: str | None, pathways: dict[str, Any], of_two: bool
+) -> Routing | None:
+    """Check and return the routing; None if both models answer as they are. `of_two`: two models are named."""
+    if method is None:
+        given = {"reference": reference, "embedding": embedding, **{f"pathway_{each}": 1 for each in pathways}}
+        if name := next((name for name, value in given.items() if value is not None), None):
+            option = f"--{name.replace('_', '-')}"
+            raise CompressionError(f"{option} goes with --routing {METHOD}; add that, or leave {option} out")
+        return None
+    if method != METHOD:
+        raise CompressionError(f"there is no routing {method!r}; known is {METHOD}")
+    if reference is None:
+        raise CompressionError(
+            f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
+            "reference` and name it with --reference"
+        )
+    if not of_two:
+        raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
+    return Routing(reference, PathwayOptions(**pathways), embedding or OWN)
+
+
+def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], running: Running) -> NoReturn:
     """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
     from compressor.cli.exporting import WRITER, additions
     from compressor.cli.rendering import show_gated
@@ -115,7 +148,7 @@ def compress_under_gate(
     from compressor.files import check_folder
 
     assert recipe.gate is not None
-    wanted = under_gate.request(recipe.gate.model_dump(), running.device)
+    wanted = gate_request(recipe.gate, running.device)
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
@@ -125,8 +158,8 @@ def compress_under_gate(
             recipe,
             output,
             wanted,
-            keep_failed=under_gate.keep_failed,
-            search=under_gate.search,
+            keep_failed=recipe.gate.keep_failed,
+            search=recipe.gate.search,
             after=additions(formats, progress),
             terms=",".join(formats),
             announce=announcer(running.as_json),
@@ -140,7 +173,7 @@ def compress_under_gate(
     summarise(result)
     if gated.outcome is not None and status == EXIT_STATUS["pass"]:
         report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
-        pushed = push_made(output, publishing, report, running.as_json)
+        pushed = push_made(output, recipe.output, report, running.as_json)
     show_gated(gated, running.as_json, written, pushed)
     raise typer.Exit(status)
 

@@ -1,5 +1,6 @@
 """What the commands do where the model is a GGUF file, and what they print of it."""
 
+import shlex
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.options import STRATEGY, flag, given
+from compressor.cli.options import flag, given
 from compressor.cli.terminal import print_report
 from compressor.distributed import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # loaded only where there is a GGUF file
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
 Imatrix = Annotated[
     Path | None,
-    flag("Of a GGUF model: an importance matrix of llama-imatrix, by which experts are chosen.", STRATEGY),
+    flag("Of a GGUF model: an importance matrix of llama-imatrix, by which experts are chosen."),
 ]
 
 
@@ -35,7 +36,7 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
         return False
     refuse_several("a GGUF file")
     options = {option.name: option.opts[0] for option in context.command.params}
-    if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "as_json", "overwrite"}):
+    if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "json", "overwrite"}):
         raise CompressionError(
             f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or compress the checkpoint and "
             "convert the result"
@@ -43,10 +44,10 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
     return True
 
 
-def choosing(step_flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
+def choosing(flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
     """How experts of a GGUF file are chosen."""
-    flags = {name: step_flags[name] for name in CHOOSING if name != "imatrix"}
-    return {**flags, "strategy": flags["strategy"] or "auto", "imatrix": imatrix}
+    chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING if name != "imatrix"}
+    return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
 
 
 def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
@@ -73,6 +74,7 @@ def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
+    from compressor.cli.rendering import next_blocks
     from compressor.pipeline.outcome import size_rows, size_table
     from compressor.recipe.document import protected_blocks_of
 
@@ -97,5 +99,6 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
             *protected_blocks_of(summary.plan.stage.protected),
             *([Text(f"{summary.note}.")] if summary.note else []),
             Text(f"Written to {summary.out[0]}{files}"),
+            *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),
         ),
     )

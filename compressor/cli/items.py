@@ -1,11 +1,11 @@
 """The commands on items with answers: `reference` keeps what a model answers right, `comoe train` and `comoe evaluate`
 tune a model by LoRA experts and ask it."""
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 import compressor
 from compressor.cli.options import (
@@ -14,40 +14,39 @@ from compressor.cli.options import (
     Model,
     Out,
     Running,
-    field_options,
     flag,
     listed,
+    options_of,
     spread,
     without_none,
 )
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
+from compressor.recipe.step import Options
 
-CONFIG = {"rank": "rank", "experts": "experts", "experts_per_token": "top_k", "alpha": "alpha", "dropout": "dropout"}
 ITEMS = "Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
 
 
-@dataclass(frozen=True, slots=True)
-class ItemFlags:
+class ItemFlags(Options):
     """Which items a model answers."""
 
-    tasks: Annotated[
-        str | None,
-        flag("lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."),
-    ] = None
-    calibration: Annotated[Path | None, flag(ITEMS)] = None
-    heldout: Annotated[Path | None, flag(ITEMS)] = None
-    limit: Annotated[int | None, flag("Items of each task, the first ones (default: all).")] = None
-    include_path: Annotated[Path | None, flag("A folder with lm-eval task files of your own.")] = None
-    strict: Annotated[bool, flag("End at an item that cannot be used, instead of leaving it out.")] = False
+    tasks: str | None = Field(
+        None,
+        description="lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits.",
+    )
+    calibration: Path | None = Field(None, description=ITEMS)
+    heldout: Path | None = Field(None, description=ITEMS)
+    limit: int | None = Field(None, description="Items of each task, the first ones (default: all).")
+    include_path: Path | None = Field(None, description="A folder with lm-eval task files of your own.")
+    strict: bool = Field(False, description="End at an item that cannot be used, instead of leaving it out.")
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a function that reads items."""
-        return without_none({**asdict(self), "tasks": listed(self.tasks, "--tasks")})
+        return without_none({**dict(self), "tasks": listed(self.tasks, "--tasks")})
 
 
-Items = Annotated[ItemFlags, ("tasks", "calibration", "limit", "include_path", "strict")]
-HeldoutItems = Annotated[ItemFlags, ("tasks", "heldout", "limit", "include_path", "strict")]
+Items = Annotated[ItemFlags, options_of(ItemFlags, without=("heldout",))]
+HeldoutItems = Annotated[ItemFlags, options_of(ItemFlags, without=("calibration",))]
 app = typer.Typer(
     help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
 )
@@ -87,8 +86,10 @@ def train(
     model: Model,
     output: Out,
     running: Running,
-    config: Annotated[dict[str, Any], field_options(ComoeConfig, EXPERTS, CONFIG)],
-    options: Annotated[dict[str, Any], field_options(TuningOptions, TRAINING)],
+    config: Annotated[
+        dict[str, Any], options_of(ComoeConfig, EXPERTS, names={"top_k": ("experts_per_token", "top_k")})
+    ],
+    options: Annotated[dict[str, Any], options_of(TuningOptions, TRAINING)],
     items: Items,
     targets: Annotated[str, flag("How the names of the linear layers end.", EXPERTS)] = ",".join(TARGETS),
 ) -> None:
@@ -100,8 +101,7 @@ def train(
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
 
-    experts = {CONFIG[name]: value for name, value in config.items()}
-    experts |= {"targets": tuple(listed(targets, "--targets") or ()), "seed": options["seed"]}
+    experts = {**config, "targets": tuple(listed(targets, "--targets") or ()), "seed": options.get("seed", 0)}
     with progress_bars(running.as_json) as progress:
         trained = compressor.train_comoe(
             model,

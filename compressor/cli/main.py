@@ -11,6 +11,7 @@ import typer
 
 from compressor.cli import compress, gate, items, measure, outputs
 from compressor.cli.options import spread
+from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
 from compressor.distributed import here
 from compressor.entry_points import packages
@@ -109,6 +110,7 @@ def about(
     """Make Mixture-of-Experts checkpoints smaller; the output loads with stock transformers."""
 
 
+REST = "All other options: --set step.option=value; see `moe-compress list steps`."
 for command in (
     alone(measure.inspect),
     on_ranks(compress.plan),
@@ -125,9 +127,12 @@ for command in (
     alone(outputs.generate),
     alone(outputs.report),
     alone(outputs.push),
-    alone(measure.steps),
-    alone(measure.strategies),
+    alone(measure.installed),
     alone(measure.demo),
 ):
-    app.command()(spread(command))
+    brief = command.__name__ in ("compress", "plan")
+    name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
+    app.command(name, epilog=REST if brief else None)(spread(command, SHOWN if brief else None))
+for kind in measure.LISTS:  # as the lists were called
+    app.command(kind, hidden=True)(spread(measure.listing(kind)))
 app.add_typer(items.app, name="comoe")

@@ -1,7 +1,7 @@
-"""The commands that change no model: `inspect`, `compare`, `attribute`, and `steps`, `strategies` and `demo`."""
+"""The commands that change no model: `inspect`, `compare`, `attribute`, `list` and `demo`."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -9,22 +9,85 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.options import CALIBRATION, KEEP, Model, Printing, Running, Text, flag, listed, numbers
+from compressor.cli.options import (
+    CALIBRATION,
+    KEEP,
+    RUNNING,
+    Model,
+    Printing,
+    Running,
+    Seed,
+    Text,
+    described,
+    flag,
+    listed,
+    numbers,
+    options_of,
+)
+from compressor.cli.settings import MONE
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
 from compressor.document.blocks import Table
-from compressor.entry_points import STEPS, helps, working
+from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
-from compressor.formatting import human_bytes, human_count
+from compressor.formatting import human_bytes, human_count, known_names
 
-MONE = "mone"
+Listed = Iterator[tuple[str, str, list[str], Any]]  # name, summary, statistics needed, class of options
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+def _steps() -> Listed:
+    from compressor.recipe.recipe import step_class
+
+    for step in working(STEPS, step_class):
+        yield step.name, _first_line(step.__doc__), [], step
+
+
+def _strategies() -> Listed:
+    from compressor.recipe.registry import working_strategies
+
+    for each in working_strategies():
+        yield each.name, each.summary, sorted(each.needs), each.options and type(each.options)
+
+
+def _exporters() -> Listed:
+    from compressor.recipe.registry import load_exporter
+
+    yield "safetensors", "A checkpoint of transformers, as `compress` writes it.", [], None
+    yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", [], None
+    for name, module in working(EXPORTERS, lambda name: (name, load_exporter(name))):
+        yield name, _first_line(module.__doc__), [], getattr(module, "Options", None)
+
+
+def _optimizers() -> Listed:
+    from compressor.steps.distill.step import Distill
+
+    for name in described(Distill)["optimizer"].type_name.split(" | "):
+        yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", [], None
+    yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", [], None
+    yield "adamw", "comoe train; --learning-rate is its learning rate.", [], None
+
+
+def listing(kind: str) -> Callable[..., None]:
+    """`list` of one kind as a command of its own."""
+
+    def command(running: Printing, needs: bool = False) -> None:
+        installed(kind, running, needs)
+
+    return command
+
+
+LISTS = {"steps": _steps, "strategies": _strategies, "exporters": _exporters, "optimizers": _optimizers}
 
 
 def inspect(
     context: typer.Context,
     model: Model,
-    running: Annotated[Running, ("revision", "as_json")],
-    experts: Annotated[int | None, flag("Show what keeping this many would leave.")] = None,
+    running: Annotated[Running, options_of(Running, RUNNING, ("revision", "as_json"))],
+    experts: Annotated[int | None, flag("Show the sizes with this many experts left.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
     from compressor.cli import rendering
@@ -45,22 +108,24 @@ def compare(
     experts: Annotated[str | None, flag("Experts to keep, one count or several: 6,4.", KEEP)] = None,
     protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
     ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
-    split: Annotated[str, flag("Sub-experts that each expert becomes first, such as 1,2,4.", KEEP)] = "1",
-    split_by: Annotated[str, flag("How its neurons are partitioned: energy or clusters.", KEEP)] = "energy",
-    top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: as now).", KEEP)] = None,
+    split: Annotated[str, flag("Sub-experts to split each expert into first, such as 1,2,4.", KEEP)] = "1",
+    split_by: Annotated[str, flag("How to partition its neurons: energy or clusters.", KEEP)] = "energy",
+    top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: unchanged).", KEEP)] = None,
     strategies: Annotated[
         str | None, flag("Comma-separated names, options as name:option=value (default: all installed).")
     ] = None,
     correct: Annotated[str | None, flag("Corrections, such as none,ridge,tune (default: none and its own).")] = None,
-    evaluate: Annotated[
-        list[str] | None, flag("Text to measure on; may be repeated (default: calibration text that no plan saw).")
+    heldout: Annotated[
+        list[str] | None, flag("Text to measure on. May be repeated (default: calibration text that no plan saw).")
     ] = None,
+    evaluate: Annotated[list[str] | None, flag("The same.", hidden=True)] = None,
     evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
-    random_seeds: Annotated[int, flag("Random drops to compare with.", min=1)] = 3,
+    random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
     per_source: Annotated[bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION)] = False,
+    seed: Seed = 0,
 ) -> None:
-    """Show what each strategy costs on this model and data: one calibration pass, many plans, one table."""
+    """Compare strategies on a model and text: one calibration pass, many plans, one table."""
     from compressor.cli.rendering import show_comparison
     from compressor.report.comparison_report import NAMES, write_reports
 
@@ -81,11 +146,12 @@ def compare(
             constants=format == MONE,
             strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"),
-            evaluate=evaluate or (),
+            evaluate=[*(heldout or ()), *(evaluate or ())],
             evaluation_samples=evaluation_samples,
             random_seeds=random_seeds,
             per_source=per_source,
-            **text.arguments(),
+            calibration=text,
+            seed=seed,
             **running.reading(progress),
         )
         written = write_reports(comparison, output, running.overwrite) if here().is_first else []
@@ -98,14 +164,15 @@ def attribute(
     running: Running,
     output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
-    threshold: Annotated[float, flag("Modified z-score in a layer above which an expert is a hub.", min=0)] = 3.5,
-    keys: Annotated[int, flag("Sequences on which the strongest heads are split by key token.", min=0)] = 0,
+    threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,
+    keys: Annotated[int, flag("Sequences on which to split the strongest heads by key token.", min=0)] = 0,
     edges: Annotated[
-        str, flag("What the graph's edges lead to: routers, or every later expert's score, too: experts.")
+        str, flag("Targets of the graph's edges: routers, or experts (every later expert's score, too).")
     ] = "routers",
     edges_kept: Annotated[int, flag("Strongest edges to experts' scores to keep.", min=1)] = 2000,
+    seed: Seed = 0,
 ) -> None:
-    """Show what steers each layer's router, and the experts that are routing hubs; nothing is compressed."""
+    """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
     from compressor.attribution.report import NAMES, findings, write_attribution
     from compressor.cli.rendering import show_attribution
 
@@ -117,7 +184,8 @@ def attribute(
             keys=keys,
             top=top,
             edges_kept=edges_kept if edges == "experts" else 0,
-            **text.arguments(),
+            calibration=text,
+            seed=seed,
             **running.reading(progress),
         )
         results, written = findings(attribution, threshold, top), list[Path]()
@@ -126,50 +194,40 @@ def attribute(
     show_attribution(results, running.as_json, written)
 
 
-def steps(running: Printing) -> None:
-    """List the steps of a recipe that are installed, built-in and third-party, with their options."""
-    from compressor.recipe.recipe import step_class
-
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    for step in working(STEPS, step_class):
-        summary = (step.__doc__ or "").strip().split("\n")[0]
-        defaults, help = dict[str, Any](), dict[str, str]()
-        rows.append((step.name, "", "", summary))
-        for name, entry in step.model_fields.items():
-            default = None if entry.is_required() else entry.get_default(call_default_factory=True)
-            defaults[name], help[name] = default, " ".join((entry.description or "").split())
-            shown = default if isinstance(default, str) else json.dumps(default)
-            rows.append(("", name, "-" if default in (None, {}) else shown, help[name]))
-        content.append({"name": step.name, "summary": summary, "options": defaults, "help": help})
-    _show_catalogue(running.as_json, content, "Steps", ("step", "option", "default", "what it is"), rows)
-
-
-def strategies(
+def installed(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(LISTS)}.")],
     running: Printing,
-    needs: Annotated[bool, flag("List the statistics that a strategy may ask for instead.")] = False,
+    needs: Annotated[bool, flag("With strategies: list the statistics that a strategy may ask for instead.")] = False,
 ) -> None:
-    """List the strategies that are installed, built-in and third-party."""
-    from compressor.recipe.registry import working_strategies
-    from compressor.statistics.statistics import STATISTICS
-
+    """List what is installed, built-in and third-party, with the type, default and meaning of every option."""
+    if kind not in LISTS:
+        raise CompressionError(f"there is no list {kind!r}; {known_names(kind, LISTS)}")
     content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
+    columns: tuple[str, ...] = ("name", "option", "type", "default", "meaning")
     if needs:
+        from compressor.statistics.statistics import STATISTICS
+
         content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in STATISTICS.items()]
+        columns = ("name", "shape", "meaning")
         rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
-        return _show_catalogue(running.as_json, content, "Statistics", ("name", "shape", "meaning"), rows)
-    for each in working_strategies():
-        options, needed = asdict(each.options) if each.options else {}, sorted(each.needs)
-        entry = {"name": each.name, "summary": each.summary, "needs": needed, "options": options}
-        content.append({**entry, "help": helps(each.options)})
-        defaults = ", ".join(f"{name}={value}" for name, value in options.items())
-        rows.append((each.name, each.summary, ", ".join(needed), defaults or "-"))
-    _show_catalogue(running.as_json, content, "Strategies", ("name", "what it does", "needs", "options"), rows)
-
-
-def _show_catalogue(
-    as_json: bool, content: Any, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]
-) -> None:
-    print_report(as_json, content, [Table(title, columns, tuple(rows), frozenset(columns))])
+    else:
+        for name, summary, needed, options in LISTS[kind]():
+            about = f"{summary} Needs {', '.join(needed)}." if needed else summary
+            rows.append((name, "", "", "", about))
+            entry: dict[str, Any] = {
+                "name": name,
+                "summary": summary,
+                **({"needs": needed} if kind == "strategies" else {}),
+            }
+            known = described(options) if options else {}
+            for option, each in known.items():
+                shown = each.default if isinstance(each.default, str) else json.dumps(each.default, default=str)
+                rows.append(("", option, each.type_name, "-" if each.default in (None, {}) else shown, each.text))
+            entry |= {"options": {option: each.default for option, each in known.items()}}
+            entry |= {"types": {option: each.type_name for option, each in known.items()}}
+            content.append({**entry, "help": {option: each.text for option, each in known.items()}})
+    title = "Statistics" if needs else kind.capitalize()
+    print_report(running.as_json, content, [Table(title, columns, tuple(rows), frozenset(columns))])
 
 
 def demo(

@@ -1,85 +1,164 @@
-"""Options of the command line, from annotations and from the fields of steps: named, documented and defaulted once."""
+"""Options of the command line, made of the fields of option classes: named, documented and defaulted once."""
 
 import inspect
-import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
+from typer.models import OptionInfo
 
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
-from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
+from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
-from compressor.recipe.recipe import GateOptions, Recipe
+from compressor.recipe.recipe import GateOptions, ModelOptions, validated
 from compressor.recipe.step import TextOptions
-
-if TYPE_CHECKING:
-    from compressor.evaluation.gate import GateRequest
-
-logger = logging.getLogger(__name__)
 
 Parameter = inspect.Parameter
 Number = TypeVar("Number", int, float)
-KEEP, STRATEGY, CALIBRATION, STEPS = "What to keep", "Strategy", "Calibration", "Steps"
-EXPERTS, TRAINING = "Experts", "Training"
-GATE, ROUTING, PUBLISHING, RUNNING = "Gate", "Routing", "Publishing", "Running"
-PANELS = (KEEP, STRATEGY, CALIBRATION, STEPS, EXPERTS, TRAINING, GATE, ROUTING, PUBLISHING, RUNNING)  # in this order
+Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
+KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
+GATE, ROUTING, RUNNING = "Gate", "Routing", "Running"
+PANELS = (KEEP, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, ROUTING, RUNNING)  # in this order
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A field of a class of options."""
+
+    annotation: Any
+    default: Any
+    text: str
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """Types that a value may have, None apart."""
+        union = get_origin(self.annotation) in (Union, UnionType)
+        kinds = get_args(self.annotation) if union else (self.annotation,)
+        return tuple(kind for kind in kinds if kind is not type(None))
+
+    @property
+    def type_name(self) -> str:
+        """Its values in words: `int`, `auto | cpu`, `yes | no`."""
+        names = list[str]()
+        for kind in self.kinds:
+            if get_origin(kind) is Literal:
+                names += map(str, get_args(kind))
+            else:
+                plain = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
+                names.append(plain.get(get_origin(kind) or kind, "list or mapping"))
+        return " | ".join(map(str, self.choices) if self.choices else dict.fromkeys(names))
+
+
+def described(model: Any) -> dict[str, Described]:
+    """The fields of a pydantic model or a dataclass; those without a text are not for users."""
+
+    def default_of(entry: Any) -> Any:
+        missing = isinstance(entry, FieldInfo) and entry.is_required()
+        factory = entry.default_factory
+        return None if missing else entry.default if factory in (None, MISSING) else factory()
+
+    if issubclass(model, BaseModel):
+        return {
+            name: Described(entry.annotation, default_of(entry), entry.description or "")
+            for name, entry in model.model_fields.items()
+        }
+    hints = get_type_hints(model)
+    return {
+        entry.name: Described(
+            hints[entry.name], default_of(entry), entry.metadata.get("help", ""), entry.metadata.get("choices", ())
+        )
+        for entry in fields(model)
+    }
 
 
 def flag(text: str, panel: str | None = None, *names: str, **more: Any) -> Any:
     """Describe an option: its help, its panel, and its names where they are not the parameter's."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+    option = typer.Option(help=text, rich_help_panel=panel, **more)
+    option.param_decls = names or None
+    return option
 
 
-def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of its dataclass parameters.
+def options_of(
+    model: Any,
+    panel: str | None = None,
+    only: Collection[str] | None = None,
+    without: Collection[str] = ("calibration",),
+    names: Mapping[str, str | tuple[str, ...]] = MappingProxyType({"as_json": "json"}),
+    mention: bool = True,
+) -> Choices:
+    """Make an option of each described field of a class of options; its value is None where it is not given.
 
-    `Annotated[Shape, NAMES]` takes these fields alone, and `Annotated[dict[str, Any], OPTIONS]` the listed options.
-    The function gets an instance of the dataclass, or the dict.
+    `names` are those of options that are not called like their field; of several, all but the first are hidden. The
+    help mentions defaults, or does not.
+    """
+    options = Choices()
+    for field, entry in described(model).items():
+        if not entry.text or field in without or (only is not None and field not in only):
+            continue
+        kind: Any = str  # what else it is, the field itself checks
+        if len(entry.kinds) == 1 and entry.kinds[0] in (bool, int, float):
+            kind = entry.kinds[0]
+        elif entry.kinds and get_origin(entry.kinds[0]) is tuple:
+            kind = list[str]
+        text, called = entry.text, names.get(field, field)
+        if mention and entry.default is not False and entry.default not in (None, {}, ()):
+            shown = ",".join(entry.default) if isinstance(entry.default, tuple) else entry.default
+            first, dot, more = text.rstrip(".").partition(". ")
+            text = f"{first} (default: {shown}){dot}{more}."
+        for number, name in enumerate((called,) if isinstance(called, str) else called):
+            spelt = f"--{name.replace('_', '-')}"
+            both = f"{spelt}/--no-{spelt[2:]}" if entry.annotation == bool | None else spelt
+            several = {"metavar": "<str>"} if kind == list[str] else {}
+            option: Any = Annotated[kind | None, flag(text, panel, both, hidden=number > 0, **several)]
+            options.append((field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
+    return options
+
+
+def spread(function: Callable[..., None], shown: Collection[str] | None = None) -> Callable[..., None]:
+    """Return the command with an option for each field of the option classes among its parameters.
+
+    `Annotated[Shape, options]` takes the listed options alone; a dict gets those that are given, by field. Only options
+    in `shown`, if that is given, are not hidden, in that order and with one sentence of help each.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
-    shapes: dict[str, tuple[Any, list[str]]] = {}
+    shapes: dict[str, tuple[Any, Choices]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         shape, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if issubclass(get_origin(shape) or shape, dict):
-            options = more[0]
-        elif is_dataclass(shape):
-            annotations, chosen = get_type_hints(shape, include_extras=True), more[0] if more else ()
-            options = [
-                Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=annotations[each.name])
-                for each in fields(shape)
-                if not chosen or each.name in chosen
-            ]
+        if isinstance(shape, type) and issubclass(shape, BaseModel) and not more:
+            more = [options_of(shape, RUNNING if issubclass(shape, Running) else None)]
+        if more and isinstance(more[0], list):
+            shapes[name] = (shape, more[0])
+            parameters += [option for _, option in more[0]]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
-            continue
-        shapes[name] = (shape, [option.name for option in options])
-        parameters += options
-    for parameter in parameters:  # no `--no-` beside a switch, `-o` for an output
-        kind, *more = get_args(parameter.annotation) or (None,)
-        if kind is bool and more[0].default is ...:  # where typer keeps an explicit name
-            more[0].param_decls = (f"--{parameter.name.replace('_', '-')}",)
-        elif parameter.name == "output":
-            more[0].param_decls = ("--output", "-o")
+    parameters = [_spelt(parameter, shown) for parameter in parameters]
+
+    order = {name: number for number, name in enumerate(shown or ())}
 
     def place(parameter: Parameter) -> int:
         """Panels in their order, after what is in none."""
         panels = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
         return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
 
-    parameters.sort(key=place)
+    parameters.sort(key=place if shown is None else lambda parameter: order.get(parameter.name, -1))
 
     def command(**values: Any) -> None:
-        built = {
-            name: shape(**{option: value for option in options if (value := values.pop(option)) != []})
-            for name, (shape, options) in shapes.items()
-        }
+        built = dict[str, Any]()
+        for name, (shape, options) in shapes.items():
+            given = [(field, values.pop(option.name)) for field, option in options]
+            chosen = {field: value for field, value in given if value is not None and value != []}
+            is_model = isinstance(shape, type) and issubclass(shape, BaseModel)
+            built[name] = validated(shape, chosen, "the command line") if is_model else chosen
         function(**values, **built)
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -88,39 +167,20 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def field_options(
-    model: Any,
-    panel: str | None = None,
-    only: Mapping[str, str] | None = None,
-    bare: bool = False,
-    mention: bool = False,
-) -> list[Parameter]:
-    """Make options of the described fields of a pydantic model or a dataclass; `only` maps options to fields.
-
-    With `bare` an option that is not given is None, whatever the field's default; with `mention` its help names that.
-    """
-    described: dict[str, tuple[Any, Any, str | None]]
-    if issubclass(model, BaseModel):
-        described = {
-            name: (each.annotation, each.default, each.description) for name, each in model.model_fields.items()
-        }
-    else:
-        hints = get_type_hints(model)
-        described = {each.name: (hints[each.name], each.default, each.metadata.get("help")) for each in fields(model)}
-    wanted = only or {name: name for name, (_, _, text) in described.items() if text and name != "calibration"}
-    options = []
-    for name, field in wanted.items():
-        annotation, default, text = described[field]
-        kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-        kind: Any = kinds[0] if kinds in ([bool], [int], [float]) else str  # what else it is, the field itself checks
-        kind = list[str] if get_origin(kinds[0]) is tuple else kind
-        if mention and default is not None:
-            text = f"{str(text).rstrip('.')} (default: {default})."
-        default = None if bare else default
-        described_flag = flag(str(text), panel, f"--{name.replace('_', '-')}", show_default=default is not None)
-        annotated: Any = Annotated[kind | None if default is None else kind, described_flag]
-        options.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated))
-    return options
+def _spelt(parameter: Parameter, shown: Collection[str] | None) -> Parameter:
+    """The option with its names: no `--no-` beside a switch, `-o` for an output; hidden if it is not to be shown."""
+    kind, *more = get_args(parameter.annotation) or (None,)
+    if not more or not isinstance(more[0], OptionInfo):
+        return parameter
+    option = copy(more[0])
+    if parameter.name == "output":
+        option.param_decls = ("--output", "-o")
+    elif kind is bool and option.param_decls is None:
+        option.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+    if shown is not None:
+        option.rich_help_panel, option.hidden = None, option.hidden or parameter.name not in shown
+        option.help = f"{str(option.help).partition('. ')[0].rstrip('.')}."
+    return parameter.replace(annotation=Annotated[kind, option])
 
 
 def given(context: typer.Context) -> set[str]:
@@ -134,43 +194,12 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
-Out = Annotated[Path, flag("Where to write.")]
-GATE_OPTIONS = field_options(
-    GateOptions,
-    GATE,
-    {name: name for name in ("max_drop", "max_task_drop", "confidence", "limit", "include_path", "batch_size")},
-    bare=True,
-    mention=True,
-)
-TEXT_FIELDS = {"calibration": "data", "samples": "samples", "sequence_length": "sequence_length"}
-TEXT = [
-    *field_options(TextOptions, CALIBRATION, TEXT_FIELDS, bare=True, mention=True),
-    *field_options(Recipe, CALIBRATION, {"seed": "seed"}, bare=True, mention=True),
-]
-PATHWAY_OPTIONS = field_options(
-    PathwayOptions,
-    ROUTING,
-    {
-        f"pathway_{entry.name}" if entry.name in ("layers", "experts", "tokens") else entry.name: entry.name
-        for entry in fields(PathwayOptions)
-    },
-    bare=True,
-    mention=True,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(ModelOptions):
     """Where and in which dtype a model computes, and how a command writes and prints."""
 
-    device: Annotated[str, flag("auto, cpu, cuda, cuda:1 ...", RUNNING)] = "auto"
-    dtype: Annotated[str, flag("For computing: auto (the checkpoint's), float32, bfloat16 or float16.", RUNNING)] = (
-        "auto"
-    )
-    revision: Annotated[str | None, flag("Branch, tag or commit of a Hub id.", RUNNING)] = None
-    overwrite: Annotated[bool, flag("Replace an existing output once the new one is complete.", RUNNING)] = False
-    as_json: Annotated[bool, flag("Print JSON instead of a table.", RUNNING, "--json")] = False
+    device: str = Field("auto", description="cpu, cuda, cuda:1 or another device.")
+    overwrite: bool = Field(False, description="Replace an existing output. It goes once the new one is complete.")
+    as_json: bool = Field(False, description="Print JSON instead of a table.")
 
     def reading(self, progress: Progress) -> dict[str, Any]:
         """Arguments of a function that reads a model and computes."""
@@ -184,154 +213,24 @@ class Running:
         return {**shared, "command": (PROGRAM, *sys.argv[1:]) if ours else None}
 
 
-Writing = Annotated[Running, ("revision", "overwrite", "as_json")]  # of what computes nothing, or elsewhere
-Printing = Annotated[Running, ("as_json",)]
-
-
-class TextFlags(dict[str, Any]):
-    """Calibration text: sources and sizes by the fields of their model, and the seed."""
-
-    def given(self) -> dict[str, Any]:
-        """Sources and sizes, as far as they were given."""
-        return without_none({field: self.get(name) for name, field in TEXT_FIELDS.items()})
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of a function that reads calibration text."""
-        recipe = Recipe.of({"calibration": self.given(), "seed": self["seed"] or 0}, "the command line")
-        return {"calibration": recipe.calibration, "seed": recipe.seed}
-
-
-Text = Annotated[TextFlags, TEXT]
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeFlags:
-    """Options of the strategy (any by --option, some by a flag of their own), and of steps."""
-
-    merge: Annotated[str | None, flag("How a group is merged: uniform, max, frequency or learned.", STRATEGY)] = None
-    no_merge_routers: Annotated[bool, flag("Keep one member's router row instead of merging rows.", STRATEGY)] = False
-    representation: Annotated[str | None, flag("model-centric: surrogate or vectorized weights.", STRATEGY)] = None
-    similarity: Annotated[str | None, flag("data-centric: linear-cka, rbf-cka or mean-output.", STRATEGY)] = None
-    option: Annotated[list[str] | None, flag("name=value of a strategy's option; may be repeated.", STRATEGY)] = None
-
-    settings: Annotated[
-        list[str] | None,
-        flag("step.option=value for any option of a step, see `moe-compress steps`; may be repeated.", STEPS, "--set"),
-    ] = None
-
-    def strategy_options(self, strategy: str) -> dict[str, Any]:
-        """The options that were given; the strategy refuses what it does not have."""
-        from compressor.entry_points import read_option
-        from compressor.recipe.registry import option_fields
-        from compressor.steps.prune.choose import METHODS
-
-        named: dict[str, Any] = {"representation": self.representation, "similarity": self.similarity}
-        if self.merge is not None and self.merge not in METHODS:
-            raise CompressionError(f"there is no merge {self.merge!r}; known are {', '.join(METHODS)}")
-        if self.merge is not None or self.no_merge_routers:
-            if "merge" in option_fields(strategy):
-                named |= {"merge": self.merge, "merge_routers": False if self.no_merge_routers else None}
-            else:
-                logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
-        named |= dict(read_option(text, f"--option {text!r} should be name=value") for text in self.option or ())
-        return without_none(named)
-
-
-@dataclass(frozen=True, slots=True)
-class GateRun:
-    """How a gate evaluates, and what it counts as where it decides nothing."""
-
-    stream: Annotated[
-        bool | None,
-        flag(
-            "Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model "
-            "does not fit into memory).",
-            GATE,
-            "--stream/--no-stream",
-        ),
-    ] = None
-    inconclusive: Annotated[
-        str | None, flag("Take an undecided gate as pass or fail (default: exit status 3).", GATE)
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.inconclusive not in (None, "pass", "fail"):
-            raise CompressionError(
-                f"--inconclusive {self.inconclusive!r} should be pass or fail; leave it out for exit status 3"
-            )
-
-    def request(
-        self, gate: Mapping[str, Any], device: str, dtype: str = "auto", cache_dir: Path | None = None
-    ) -> "GateRequest":
-        """Check and return what a gate tests; `gate` holds fields of a recipe's gate, None where not given."""
-        from compressor.evaluation.gate import GateRequest
-        from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
-
-        include = gate.get("include_path")
-        options = EvaluationOptions(
-            tasks=tuple(gate["tasks"]),
-            limit=gate.get("limit"),
-            include_path=None if include is None else Path(include),
-            batch_size=read_batch_size(str(gate.get("batch_size") or "auto")),
-            device=device,
-            dtype=dtype,
-            stream=self.stream,
-        )
-        limits = {name: gate.get(name) for name in ("max_drop", "max_task_drop", "confidence")}
-        return GateRequest(options, **without_none({**limits, "inconclusive": self.inconclusive, "cache": cache_dir}))
-
-
-@dataclass(frozen=True, slots=True)
-class UnderGate(GateRun):
-    """How `compress` goes through a gate."""
-
-    gate: Annotated[str | None, flag("Comma-separated lm-eval tasks that the output has to pass.", GATE)] = None
-    keep_failed: Annotated[bool, flag("With --gate: leave the output in place also if it fails.", GATE)] = False
-    search: Annotated[bool, flag("With --gate: find the smallest number of experts that passes.", GATE)] = False
-
-
-@dataclass(frozen=True, slots=True)
-class Publishing:
-    """Where `compress` publishes its output."""
-
-    push_to_hub: Annotated[
-        str | None, flag("Publish the output; with --gate if it passes.", PUBLISHING, metavar="REPO_ID")
-    ] = None
-    private: Annotated[bool, flag("With --push-to-hub: to a private repository.", PUBLISHING)] = False
-
-    def __post_init__(self) -> None:
-        if self.push_to_hub is None and self.private:
-            raise CompressionError("--private goes with --push-to-hub; name the repository")
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingFlags:
-    """How the compressed model is routed, apart from the options of pathways."""
-
-    routing: Annotated[str | None, flag("c3po: the compressed model answers on optimised pathways.", ROUTING)] = None
-    reference: Annotated[
-        Path | None, flag("The compressed model's reference set, by `moe-compress reference`.", ROUTING)
-    ] = None
-    embedding: Annotated[str | None, flag(f"How the reference set embeds prompts (default: {OWN}).", ROUTING)] = None
-
-    def read(self, pathways: Mapping[str, Any], of_two: bool) -> Routing | None:
-        """Check and return the routing; None if both models answer as they are. `of_two`: two models are named."""
-        if self.routing is None:
-            if given := without_none({**asdict(self), **pathways}):
-                name = f"--{next(iter(given)).replace('_', '-')}"
-                raise CompressionError(f"{name} goes with --routing {METHOD}; add that, or leave {name} out")
-            return None
-        if self.routing != METHOD:
-            raise CompressionError(f"there is no routing {self.routing!r}; known is {METHOD}")
-        if self.reference is None:
-            raise CompressionError(
-                f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
-                "reference` and name it with --reference"
-            )
-        if not of_two:
-            raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
-        options = {name.removeprefix("pathway_"): value for name, value in without_none(pathways).items()}
-        return Routing(self.reference, PathwayOptions(**options), self.embedding or OWN)
+Printing = Annotated[Running, options_of(Running, RUNNING, ("as_json",))]
+Writing = Annotated[Running, options_of(Running, RUNNING, ("overwrite", "as_json"))]
+Making = Annotated[Running, options_of(Running, RUNNING, ("device", "overwrite", "as_json"))]
+Fetching = Annotated[Running, options_of(Running, RUNNING, ("revision", "overwrite", "as_json"))]
+Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
+Out = Annotated[Path, flag("Where to write.")]
+Seed = Annotated[int, flag("Seed of everything that is drawn, such as calibration text.", CALIBRATION, min=0)]
+TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
+Text = Annotated[TextOptions, TEXT]
+GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
+PATHWAY_OPTIONS = options_of(
+    PathwayOptions,
+    ROUTING,
+    names={
+        **{name: f"pathway_{name}" for name in ("layers", "experts", "tokens")},
+        **{name: (f"pathway_{name}", name) for name in ("optimizer", "steps")},  # which mean other things elsewhere
+    },
+)
 
 
 def listed(text: str | None, option: str) -> list[str] | None:

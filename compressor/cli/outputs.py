@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compressor.cli.options import (
+    RUNNING,
     TEXT,
+    Fetching,
     Model,
     Out,
     Printing,
-    Publishing,
     Running,
-    TextFlags,
-    Writing,
-    field_options,
     flag,
+    options_of,
     without_none,
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars
@@ -28,6 +27,7 @@ from compressor.evaluation.options import GenerationOptions
 from compressor.files import alone
 from compressor.formatting import readable
 from compressor.hub.repository import AGAIN
+from compressor.recipe.recipe import OutputOptions
 
 if TYPE_CHECKING:
     from compressor.hub.push import PushSummary
@@ -39,15 +39,15 @@ ONNX = "ONNX"
 def export(
     checkpoint: Model,
     output: Out,
-    running: Writing,
+    running: Fetching,
     format: Annotated[str, flag("onnx, or the name of another exporter that is installed.")] = "onnx",
     option: Annotated[list[str] | None, flag("name=value for an option of the exporter; may be repeated.")] = None,
     opset: Annotated[int | None, flag("Version of the ONNX operators (default: 20).", ONNX)] = None,
-    dtype: Annotated[str | None, flag("Of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
+    dtype: Annotated[str | None, flag("Data type of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
     quantize: Annotated[
         str | None, flag("Experts' weights: none (default), int8 (by row) or int4 (by 32).", ONNX)
     ] = None,
-    no_past: Annotated[bool, flag("No cache as inputs and outputs.", ONNX)] = False,
+    no_past: Annotated[bool, flag("Leave out the KV cache as inputs and outputs.", ONNX)] = False,
     stream: Annotated[
         bool | None,
         flag(
@@ -83,8 +83,8 @@ def export(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    running: Annotated[Running, ("device", "dtype", "revision", "as_json")],
-    options: Annotated[dict[str, Any], field_options(GenerationOptions)],
+    running: Annotated[Running, options_of(Running, RUNNING, without=("overwrite",))],
+    options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": ("sampling_top_k", "top_k")})],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
     from compressor.evaluation.generate import prepare
@@ -134,17 +134,17 @@ def collect(pieces: Iterable[str], show: bool) -> tuple[list[str], bool]:
 
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
-    text: Annotated[TextFlags, TEXT[:1]],
+    text: Annotated[dict[str, Any], TEXT[:1]],
     running: Running,
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
-    model: Annotated[str | None, flag("The source checkpoint, if it is not where it was.")] = None,
+    model: Annotated[str | None, flag("Source checkpoint, if it has moved.")] = None,
     samples: Annotated[int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")] = None,
     sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
     hubs: Annotated[Path | None, flag("A hubs.json made by `moe-compress attribute`.")] = None,
     gate: Annotated[
         Path | None, flag("The gate's result (default: gate.json in the folder).", metavar="GATE.JSON")
     ] = None,
-    no_measure: Annotated[bool, flag("Run no text: show what the folder and the record of the run say.")] = False,
+    no_measure: Annotated[bool, flag("Run no model: show what the folder and the record of the run hold.")] = False,
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
 ) -> None:
     """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
@@ -165,7 +165,7 @@ def report(
                     checkpoint,
                     model,
                     running.revision,
-                    text.get("calibration"),
+                    text.get("data"),
                     samples,
                     sequence_length,
                     progress,
@@ -215,13 +215,13 @@ def push(
     print_report(running.as_json, published(summary)["push"], push_blocks(summary))
 
 
-def push_made(output: Path, publishing: Publishing, require_gate: Path | None, as_json: bool) -> "PushSummary | None":
+def push_made(output: Path, place: OutputOptions, require_gate: Path | None, as_json: bool) -> "PushSummary | None":
     """Push a finished output where --push-to-hub says; an error says that the output is whole and how to push it."""
-    if publishing.push_to_hub is None:
+    if place.push_to_hub is None:
         return None
     from compressor.hub.push import push as publish
 
-    repo_id, private = publishing.push_to_hub, publishing.private
+    repo_id, private = place.push_to_hub, place.private
     try:
         with hub_bars(as_json):
             return publish(output, repo_id, private=private, require_gate=require_gate)

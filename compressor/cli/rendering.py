@@ -1,11 +1,12 @@
 """What the commands print."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.cli.terminal import print_report
+from compressor.cli.terminal import PROGRAM, print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.evaluation.gate_report import full_content, gate_brief
 from compressor.evaluation.gate_verdict import GateResult
@@ -17,6 +18,7 @@ from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.report.comparison_report import Comparison, comparison_brief
+from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.attribution.report import Findings
@@ -123,7 +125,8 @@ def show_dry_run(run: "DryRun", as_json: bool) -> None:
 
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
     """What a run did, and where it was published."""
-    print_report(as_json, {**outcome.to_dict(), **published(pushed)}, outcome_blocks(outcome, pushed))
+    blocks = () if as_json else (*outcome_blocks(outcome, pushed), *next_commands(outcome, pushed))
+    print_report(as_json, {**outcome.to_dict(), **published(pushed)}, blocks)
 
 
 def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> list[Block]:
@@ -154,6 +157,29 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         each = span(len(layer.groups) for layer in stage.layers)
         blocks.append(Text(f"constants for {gone}; the layers keep {each} each; {NOT_STOCK}"))
     return [*blocks, Text(f"Written to {outcome.out}"), *(push_blocks(pushed) if pushed is not None else ())]
+
+
+def next_commands(
+    outcome: "Outcome", pushed: "PushSummary | None" = None, result: GateResult | None = None
+) -> list[Block]:
+    """The commands that make sense next: test the output against its base, try it, publish it."""
+    folder, commands = Path(outcome.out), list[str]()
+    if not any(folder.glob("*.safetensors")):  # it is another exporter's
+        return []
+    if outcome.stage.constants is None:
+        if result is None:
+            record, plan = read_record(folder), outcome.plan
+            base = (record and (record.base or record.source)) or (plan.base or plan.source).model
+            commands.append(f"{PROGRAM} gate {shlex.quote(base)} {shlex.quote(outcome.out)}")
+        commands.append(f"{PROGRAM} generate {shlex.quote(outcome.out)} 'Once upon a time'")
+    if pushed is None:
+        commands.append(f"{PROGRAM} push {shlex.quote(outcome.out)} NAMESPACE/NAME")
+    return next_blocks(commands)
+
+
+def next_blocks(commands: Sequence[str]) -> list[Block]:
+    """Commands to copy, each on a line of its own."""
+    return [Text("Next:"), *(Text(f"  {command}") for command in commands)] if commands else []
 
 
 def published(pushed: "PushSummary | None") -> dict[str, Any]:
@@ -226,8 +252,11 @@ def show_gated(
     if len(attempts) > 1:
         rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in attempts)
         blocks.insert(0, Table("Models tried", ("experts per layer", "verdict", "accepted"), rows))
-    missing = [Text(f"{result.compressed} was not written.")]
-    print_report(as_json, content, [*blocks, *(missing if outcome is None else outcome_blocks(outcome, pushed))])
+    if outcome is None:
+        blocks.append(Text(f"{result.compressed} was not written."))
+    elif not as_json:
+        blocks += [*outcome_blocks(outcome, pushed), *next_commands(outcome, pushed, result)]
+    print_report(as_json, content, blocks)
 
 
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:

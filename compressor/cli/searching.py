@@ -192,7 +192,7 @@ def compress_gated(
         if (opened := ready.opened) is None:
             passes(recipe)
             return Gated(outcomes.get(0), tuple(attempts))
-        plain = recipe.model_dump(mode="json", exclude={"steps", "model"})
+        plain = recipe.model_dump(mode="json", exclude={"steps", "model", "gate"})
         texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
         of_recipe = [plain, texts, [[step.name, step.to_dict()] for step in recipe.steps]]
         facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), of_recipe]

@@ -15,12 +15,14 @@ class GenerationOptions:
     """How a prompt is continued."""
 
     max_new_tokens: PositiveInt = option(128, "Tokens to generate, at most.")
-    temperature: Annotated[FiniteFloat, Field(ge=0)] = option(0.0, "0 takes the most probable token; more samples.")
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = option(
+        0.0, "Sampling temperature. 0 takes the most probable token."
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = option(
-        None, "Sample from the fewest tokens that hold this probability."
+        None, "Sample from the smallest set of tokens with this total probability."
     )
     top_k: PositiveInt | None = option(None, "Sample from this many of the most probable tokens.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "For sampling.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "Random seed for sampling.")
     chat: bool = option(False, "Put the prompt into the chat template, as a user's message.")
     device: str = "auto"
     dtype: str = "auto"  # of a safetensors checkpoint; an ONNX graph has its own
@@ -29,4 +31,4 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
+            raise CompressionError("--top-p and --sampling-top-k have no effect without sampling; add --temperature 1")

@@ -257,7 +257,7 @@ def again(plan: Plan, out: str) -> Again | None:
 
 
 def cited(name: str) -> str:
-    """A strategy and, in brackets, what `moe-compress strategies` says of it with its paper, if it is installed."""
+    """A strategy and, in brackets, what `list strategies` says of it with its paper, if it is installed."""
     try:
         summary = load_strategy(name).summary.rstrip(".")
     except CompressionError:

@@ -9,10 +9,10 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compressor.data.sources import GIVEN, TEXT_SUFFIXES, Address, local_name, without_folders
 from compressor.entry_points import STEPS, load
@@ -42,10 +42,18 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def separated(value: Any) -> Any:
+    """'a, b', or such texts in a list -> names."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        return value
+    return tuple(name for text in texts for part in text.split(",") if (name := part.strip()))
+
+
 class GateOptions(Options):
     """What the output has to show before it is put in place."""
 
-    tasks: tuple[str, ...] = Field(min_length=1, description="lm-eval tasks.")
+    tasks: tuple[str, ...] = Field(min_length=1, description="lm-eval tasks to pass, comma-separated.")
     max_drop: float = Field(
         0.01, ge=0, description="Largest drop over all items that passes (of a perplexity, its rise)."
     )
@@ -56,27 +64,65 @@ class GateOptions(Options):
     limit: int | None = Field(None, ge=1, description="Items of each task, the first ones (default: all).")
     include_path: str | None = Field(None, description="A folder with lm-eval task files of your own.")
     batch_size: str | int = Field("auto", description="Batch size of the evaluation: auto or a number.")
+    stream: bool | None = Field(
+        None,
+        description="Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the "
+        "model does not fit into memory).",
+    )
+    inconclusive: Literal["pass", "fail"] | None = Field(
+        None, description="Count an undecided gate as pass or fail (default: exit status 3)."
+    )
+    keep_failed: bool = Field(False, description="Leave the output in place even if it fails.")
+    search: bool = Field(  # of a command, not of its output
+        False, exclude=True, description="Find the smallest number of experts that passes."
+    )
+
+    _split = field_validator("tasks", mode="before")(separated)
 
 
 class OutputOptions(Options):
-    """What is written."""
+    """What is written, and where it is published."""
 
-    formats: tuple[str, ...] = Field(("safetensors",), min_length=1, description="safetensors, onnx or others.")
+    formats: tuple[str, ...] = Field(
+        ("safetensors",),
+        min_length=1,
+        description="safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the "
+        "subfolder onnx. mone replaces dropped experts by constants, which vLLM serves. Exporters add formats.",
+    )
     max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes; a tensor is never cut.")
+    push_to_hub: str | None = Field(  # what publishes an output is no part of its recipe
+        None,
+        exclude=True,
+        description="Publish on the Hub as NAMESPACE/NAME. With a gate only if it passes.",
+    )
+    private: bool = Field(False, exclude=True, description="Publish to a private repository.")
+
+    _split = field_validator("formats", mode="before")(separated)
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.private and self.push_to_hub is None:
+            raise ValueError("--private goes with --push-to-hub; name the repository")
+        return self
 
 
-class Recipe(Options):
+class ModelOptions(Options):
+    """Which version of a model is read, and how it computes."""
+
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    dtype: str = Field("auto", description="For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
+
+
+class Recipe(ModelOptions):
     """Everything that decides an output."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     model: str | None = None
-    revision: str | None = None
-    base: str | None = None  # what the result is compared with, where that is not the model
-    base_revision: str | None = None
+    base: str | None = Field(None, description="Model to compare the result with (default: the model).")
+    base_revision: str | None = Field(None, description="Branch, tag or commit of the base.")
     calibration: TextOptions = TextOptions()
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn, such as calibration text.")
-    dtype: str = "auto"
     steps: tuple[Step, ...] = ()
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()
@@ -91,7 +137,7 @@ class Recipe(Options):
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
         """A recipe from plain values; raises `CompressionError` naming the place of what is wrong."""
-        return _validated(cls, content, f"{where} has no field", where)
+        return validated(cls, content, where, f"{where} has no field")
 
 
 def step_class(name: str, place: str = "") -> type[Step]:
@@ -105,10 +151,13 @@ def step_class(name: str, place: str = "") -> type[Step]:
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
     """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
-    return _validated(step_class(name, place), options, f"step {name} has no option", where, at)
+    return validated(step_class(name, place), options, where, f"step {name} has no option", at)
 
 
-def _validated(kind: type[Model], content: Mapping[str, Any], unknown: str, where: str, at: str = "") -> Model:
+def validated(
+    kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
+) -> Model:
+    """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")

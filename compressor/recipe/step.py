@@ -57,11 +57,11 @@ class TextOptions(Options):
     data: tuple[Source, ...] | None = Field(
         None,
         max_length=MOST_SOURCES,
-        description="A text, JSONL or parquet file, a data set as ID[:config][@split][#column] (default: C4), or "
-        "'demo'; repeat it for several sources, each with =WEIGHT if they should not count alike.",
+        description="Text, JSONL or parquet file, data set or 'demo' (default: C4). A data set is ID[:config][@split]"
+        "[#column]. Repeat it for several sources, each with =WEIGHT if they should not count alike.",
     )
     samples: int = Field(128, ge=1, description="Calibration sequences.")
-    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each of them.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each sequence.")
     strict: bool = Field(  # which changes no output, so that no record holds it
         False, exclude=True, description="End at a row of text that cannot be read, instead of leaving it out."
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
+from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import fits
 from compressor.extras import require
@@ -56,14 +57,16 @@ RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "ro
 class ExportOptions:
     """What to make of a checkpoint."""
 
-    opset: int = 20
-    dtype: str = "fp32"
-    quantize: str = "none"
-    past: bool = True  # the cache as inputs and outputs
-    overwrite: bool = False
-    external_bytes: int = EXTERNAL_BYTES
-    tokens: int = TOKENS  # greedy tokens that are compared
-    stream: bool | None = None  # whether weights are mapped to verify; None: where the model does not fit into memory
+    opset: int = option(20, "Version of the ONNX operators.")
+    dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.")
+    quantize: str = option("none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).")
+    past: bool = option(True, "Have the KV cache as inputs and outputs.")
+    overwrite: bool = option(False, "Replace an existing output.")
+    external_bytes: int = option(EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own.")
+    tokens: int = option(TOKENS, "Greedy tokens to compare with the checkpoint's.")
+    stream: bool | None = option(
+        None, "Map the weights from their file to verify (default: where the model does not fit into memory)."
+    )
 
     def __post_init__(self) -> None:
         for name, value, known in (("--dtype", self.dtype, DTYPES), ("--quantize", self.quantize, FORMATS)):

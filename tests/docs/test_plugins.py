@@ -57,9 +57,9 @@ def test_the_table_of_statistics_is_that_of_the_meters(run: Run) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", TEXT, re.MULTILINE)
     written = [(name, "" if shape == "-" else shape, meaning) for name, shape, meaning in rows if name in ALL]
     assert written == [(name, each.shape, each.meaning) for name, each in STATISTICS.items()]
-    printed = json.loads(run("strategies", "--needs", "--json").out)
+    printed = json.loads(run("list", "strategies", "--needs", "--json").out)
     assert [(row["name"], row["shape"], row["meaning"]) for row in printed] == written
-    table = run("strategies", "--needs").out
+    table = run("list", "strategies", "--needs").out
     assert all(name in table for name, _, _ in written) and "[E, S, H]" in table
 
 
@@ -73,7 +73,7 @@ def test_plugins_import_from_one_module_alone() -> None:
 def test_the_template_strategy_compresses_and_compares(package: Path, tmp_path: Path, run: Run) -> None:
     check_strategy(__import__("moe_loudest.strategy").strategy)
     assert load_strategy("loudest", {"visits": 0.5}).options.visits == 0.5
-    assert "loudest" in run("strategies").out
+    assert "loudest" in run("list", "strategies").out
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     data = ("--calibration", text, "--samples", 8, "--sequence-length", 16)
     made = run(

@@ -27,8 +27,9 @@ class Correct(Step):
 
     method: Literal["auto", "none", "ridge", "tune", "constants"] = Field(
         "tune",
-        description="none, ridge (down projections in closed form), tune (then router, gate, up and down by gradient "
-        "steps), constants (the constants alone), or auto: what the strategy asks for.",
+        description="Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in closed "
+        "form. tune then trains router, gate, up and down projections by gradient steps. auto is what the strategy "
+        "asks for, and constants refits constants alone.",
     )
     steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
     tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")

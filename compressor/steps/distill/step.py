@@ -31,27 +31,32 @@ class Distill(Step):
     not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
 
     train: Literal["experts", "router", "lora", "all", "none"] = Field(
-        "experts", description="What is trained: experts (and routers), router, lora or all."
+        "experts", description="Train experts (and routers), router, lora or all toward the base."
     )
     steps: int = Field(400, ge=1, le=10**6, description="Optimizer steps.")
-    tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens of each of them.")
-    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence of the text.")
+    tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens in each step.")
+    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence.")
     learning_rate: float | None = Field(
-        None, ge=1e-12, le=1e12, description="At its highest (default: experts and all 1e-3, lora 2e-3, router 3e-3)."
+        None,
+        ge=1e-12,
+        le=1e12,
+        description="Peak learning rate (default: 1e-3, lora 2e-3, router 3e-3).",
     )
-    optimizer: Literal["adam", "adafactor"] | None = Field(None, description="Default: adam, with stream adafactor.")
+    optimizer: Literal["adam", "adafactor"] | None = Field(
+        None, description="adam or adafactor (default: adam; with stream adafactor)."
+    )
     rank: int = Field(16, ge=1, le=10**5, description="Rank of LoRA's factors.")
     stream: bool = Field(False, description="Train with one decoder layer in memory at a time.")
-    kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the divergence from the base's next token.")
-    cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the loss of the text's own next token.")
-    hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's last states.")
-    contrastive: float = Field(0.0, ge=0, le=1e6, description="Weight of CoMoE's contrastive loss of the experts.")
+    kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the KL divergence from the base's next token.")
+    cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the text's own next-token loss.")
+    hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's hidden states.")
+    contrastive: float = Field(0.0, ge=0, le=1e6, description="Weight of CoMoE's contrastive loss between experts.")
     temperature: float = Field(0.07, ge=1e-3, le=1e3, description="Temperature of the contrastive loss.")
     negatives: int = Field(8, ge=1, le=10**6, description="Inactive experts that the contrastive loss samples.")
     evaluate_every: int | None = Field(
         None, ge=1, le=10**6, description="Steps between evaluations on held-out text (default: an eighth of them)."
     )
-    patience: int = Field(8, ge=1, le=10**6, description="Evaluations without a better one before it stops.")
+    patience: int = Field(8, ge=1, le=10**6, description="Evaluations without improvement before training stops.")
 
     @model_validator(mode="after")
     def _learns(self) -> Self:

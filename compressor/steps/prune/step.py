@@ -53,11 +53,11 @@ class Prune(Step):
         "quantize": "experts are pruned before they are quantized",
     }
 
-    strategy: str = Field("auto", description="How experts are chosen and merged; see `moe-compress strategies`.")
+    strategy: str = Field("auto", description="Pruning strategy. See `moe-compress list strategies`.")
     experts: int | None = Field(
-        None, description="Experts to keep in every MoE layer; they are those of the source, also after `split`."
+        None, description="Experts to keep in each MoE layer. They are those of the source, also after `split`."
     )
-    ratio: float | None = Field(None, description="Share of the experts to remove; no more than this goes.")
+    ratio: float | None = Field(None, description="Share of the experts to remove. No more than this goes.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the strategy.")
     protect: Protect = Field(
         None,

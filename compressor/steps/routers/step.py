@@ -30,17 +30,18 @@ class Routers(Step):
     not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
 
     method: Literal["router", "bias", "auto", "none"] = Field(
-        "router", description="What is moved: router (weights), bias (one for each expert) or auto (the better one)."
+        "router",
+        description="Calibrate router weights (router), a bias per expert (bias) or the better one (auto).",
     )
-    rounds: int = Field(4, ge=1, le=1000, description="Gradients, each on its share of the text.")
-    sequences: int = Field(400, ge=1, le=10**6, description="Sequences of text.")
-    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each of them.")
+    rounds: int = Field(4, ge=1, le=1000, description="Gradient rounds, each on its share of the text.")
+    sequences: int = Field(400, ge=1, le=10**6, description="Calibration sequences.")
+    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence.")
     optimizer: Literal["own", "mode", "kernel", "ngd"] = Field(
         "own",
-        description="What optimises the pathways that a bias averages: own (each answer), mode, kernel or ngd.",
+        description="How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd.",
     )
     reference: str | None = Field(
-        None, description="Reference set of the checkpoint, of whose optimised pathways a bias is the average."
+        None, description="Reference set of the checkpoint, whose optimised pathways a bias averages."
     )
 
     @model_validator(mode="after")

@@ -1,23 +1,38 @@
-"""The command line as a whole: version, help in panels, what it loads, and warnings of plugins."""
+"""The command line as a whole: version, help on one screen, lists, what it loads, and warnings of plugins."""
 
+import json
 import logging
+import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compressor.cli import main as cli
 from tests import small
-from tests.command_line import Run
+from tests.command_line import Run, refused
+from tests.pages import options, parse
 from tests.plugins import REAP, install
 
 COMMANDS = (
-    "inspect", "plan", "apply", "compress", "compare", "attribute", "gate", "export", "generate", "report", "push",
-    "steps", "strategies", "demo",
+    "inspect", "plan", "apply", "compress", "split", "calibrate-router", "distill", "compare", "attribute", "gate",
+    "export", "generate", "report", "push", "list", "demo",
 )  # fmt: skip
-PANELS = ("What to keep", "Strategy", "Calibration", "Steps", "Gate", "Publishing", "Running")
+SHOWN = {
+    "--output", "--ratio", "--experts", "--strategy", "--correct", "--distill", "--calibration", "--samples",
+    "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite", "--help",
+}  # fmt: skip
+HIDDEN = shlex.split("""
+    --split 2 --split-by energy --protect auto --sequential --top-k 2 --mtp drop --budget even --experts-total 5
+    --deterministic --routers bias --merge max --no-merge-routers --representation surrogate --similarity rbf-cka
+    --option align=true --max-drop 0.02 --confidence 0.9 --limit 5 --include-path tasks --batch-size 4 --stream
+    --no-stream --search --keep-failed --inconclusive pass --private --seed 1 --revision main --dtype float32 --json
+    --imatrix matrix.gguf
+""")  # as issues spell them
 
 
 def test_version(run: Run) -> None:
@@ -25,17 +40,45 @@ def test_version(run: Run) -> None:
     assert (result.status, result.out, result.err) == (0, f"moe-compress {version('moe-compressor')}\n", "")
 
 
-def test_help_of_compress_comes_in_panels(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_help_of_compress_fits_a_screen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     text = run("compress", "--help").out
-    places = [text.index(f"─ {panel} ─") for panel in PANELS]
-    assert places == sorted(places)
-    ends = [*places[1:], len(text)]
-    for panel, option in zip(
-        PANELS, ("--ratio", "--merge", "--samples", "--correct", "--max-drop", "--private", "--device"), strict=True
-    ):
-        assert places[PANELS.index(panel)] < text.index(f"{option} ") < ends[PANELS.index(panel)]
-    assert text.index("--output") < places[0]
+    assert len(text.rstrip().splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
+    assert set(re.findall(r"--[a-z][a-z-]*", text.rpartition("╰")[0])) == SHOWN | (
+        {"--dry-run"} if "--dry-run" in options("compress") else set()
+    )
+    last = text.rstrip().splitlines()[-1]
+    assert "--set" in last and "moe-compress list steps" in last
+
+
+def test_what_is_not_shown_is_taken_all_the_same() -> None:
+    values = parse(["compress", "model", "-o", "out", *HIDDEN])
+    assert values["top_k"] == 2 and values["max_drop"] == 0.02 and values["no_merge_routers"] and not values["stream"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "option"),
+    [
+        ("steps", "prune", ("protect", "text | list or mapping", None, "Experts that are neither merged")),
+        ("steps", "distill", ("steps", "int", 400, "Optimizer steps.")),
+        ("strategies", "data-centric", ("merge", "uniform | max | frequency | learned", "uniform", "how a group")),
+        ("exporters", "onnx", ("opset", "int", 20, "Version of the ONNX operators.")),
+        ("optimizers", "adafactor", None),
+    ],
+)
+def test_lists_document_every_option(kind: str, name: str, option: Any, run: Run, monkeypatch: Any) -> None:
+    entry = next(each for each in json.loads(run("list", kind, "--json").out) if each["name"] == name)
+    monkeypatch.setenv("COLUMNS", "200")
+    table = run("list", kind).out
+    assert entry["summary"][:40] in table
+    if option is not None:
+        field, kind_of, default, text = option
+        assert (entry["types"][field], entry["options"][field]) == (kind_of, default)
+        assert entry["help"][field].startswith(text) and text in table and field in table
+
+
+def test_a_wrong_list_is_refused(run: Run) -> None:
+    refused(run("list", "strategy"), "there is no list 'strategy'; did you mean 'strategies'\\? known are steps")
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
@@ -73,5 +116,5 @@ def test_warnings_of_a_plugin_are_text_on_one_line(run: Run, tmp_path: Path, mon
 def test_a_plugin_s_summary_is_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "their-reap", REAP.replace('"""REAP: keep', '"""[bold]REAP[/bold] [/nothing] keep'))
     monkeypatch.setenv("COLUMNS", "200")
-    result = run("strategies")
+    result = run("list", "strategies")
     assert result.status == 0 and "[bold]REAP[/bold] [/nothing] keep" in result.out

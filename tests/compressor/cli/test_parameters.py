@@ -1,89 +1,102 @@
-"""Options made from the fields of dataclasses and of steps."""
+"""Options made from the fields of option classes."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import pytest
 import typer
+from pydantic import Field
 from typer.testing import CliRunner
 
-from compressor.cli.options import KEEP, RUNNING, STEPS, field_options, flag, given, spread
-from compressor.cli.step_flags import PANELS
-from compressor.entry_points import STEPS as GROUP
-from compressor.entry_points import names
-from compressor.recipe.recipe import FIELDS, step_class
+from compressor.cli.options import KEEP, RUNNING, STEP, described, flag, given, options_of, spread
+from compressor.entry_points import STEPS, names, option
+from compressor.recipe.recipe import step_class
+from compressor.recipe.step import Options
 from compressor.steps.distill.step import Distill
 
 
+class Shape(Options):
+    number: int = Field(3, ge=1, description="A number. Of something.")
+    words: tuple[str, ...] = Field((), description="Words.")
+    switch: bool = Field(False, description="A switch.")
+    either: bool | None = Field(None, description="Yes, no or neither.")
+    kind: Literal["a", "b"] | None = Field(None, description="One of two.")
+    plain: int = 0  # which is not for users
+
+
 @dataclass(frozen=True)
-class Shape:
-    number: Annotated[int, flag("A number.", RUNNING, min=1)] = 3
-    words: Annotated[list[str] | None, flag("Words.", KEEP, "--word")] = None
+class Plain:
+    rate: float | None = option(None, "A rate (default: none).")
+    name: str = option("x", "A name.", ("x", "y"))
 
 
-def call(*arguments: str, only: tuple[str, ...] = ()) -> Any:
-    """What a command with these options gets; its exit status where it gets nothing."""
+def call(*arguments: str, **more: Any) -> Any:
+    """What a command with these options gets; its output where it gets nothing."""
     seen: list[Any] = []
+    spelt = options_of(Shape, RUNNING, names={"number": ("count", "number")})
 
     def command(
         context: typer.Context,
         place: Annotated[str, typer.Argument()],
-        shape: Annotated[Shape, only],
-        plain: bool = False,
+        shape: Annotated[Shape, spelt],
+        named: Annotated[dict[str, Any], options_of(Plain, KEEP)],
+        output: Annotated[str, flag("Where.")] = "",
     ) -> None:
         """Say it."""
-        seen.append((place, shape, plain, given(context)))
+        seen.append((place, shape, named, given(context)))
 
     app = typer.Typer()
-    app.command()(spread(command))
-    status = CliRunner().invoke(app, list(arguments)).exit_code
-    return seen[0] if seen else status
+    app.command()(spread(command, **more))
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+    return seen[0] if seen else done.output or str(done.exception)
 
 
-def test_a_dataclass_becomes_its_options() -> None:
-    assert call("here") == ("here", Shape(), False, {"place"})
-    place, shape, plain, named = call("here", "--number", "5", "--word", "a", "--word", "b", "--plain")
-    assert (place, shape, plain) == ("here", Shape(5, ["a", "b"]), True)
-    assert named == {"place", "number", "words", "plain"}
-    assert call("here", "--number", "0") == 2
+def test_fields_become_options() -> None:
+    assert call("here") == ("here", Shape(), {}, {"place"})
+    place, shape, named, found = call(
+        "here", "--count", "5", "--words", "a", "--words", "b", "--no-either", "--name", "y"
+    )
+    assert (place, shape, named) == ("here", Shape(number=5, words=("a", "b"), either=False), {"name": "y"})
+    assert found == {"place", "count", "words", "either", "name"}
+    assert call("here", "--number", "3", "--switch")[1] == Shape(switch=True)  # by the hidden name
+    assert call("here", "--rate", "0.5", "-o", "x")[2] == {"rate": 0.5}
 
 
-def test_some_of_its_fields() -> None:
-    assert call("here", "--number", "5", only=("number",))[1] == Shape(5)
-    assert call("here", "--word", "a", only=("number",)) == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--count", "0"), "number is 0; input should be greater than or equal to 1"),
+        (("--kind", "c"), "kind is 'c'; input should be 'a' or 'b'"),
+        (("--count", "many"), "Invalid value for '--count'"),
+        (("--plain", "1"), "No such option: --plain"),
+    ],
+)
+def test_fields_check_what_is_given(arguments: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(call("here", *arguments).split())
 
 
-def test_a_default_that_is_given_counts_as_given() -> None:
-    assert call("here", "--number", "3")[3] == {"place", "number"}
+def test_help_has_panels_in_their_order_and_defaults_after_the_first_sentence() -> None:
+    shown = " ".join(call("--help").replace("│", " ").split())
+    assert shown.index("Arguments") < shown.index(KEEP) < shown.index("--rate") < shown.index(RUNNING)
+    assert "A number (default: 3). Of something." in shown and "(default: x)" in shown
+    assert "--number" not in shown and "--no-switch" not in shown and "--no-either" in shown
 
 
-def test_panels_stand_in_their_order() -> None:
-    def command(place: Annotated[str, typer.Argument()], shape: Shape) -> None:
-        """Say it."""
-
-    app = typer.Typer()
-    app.command()(spread(command))
-    shown = CliRunner().invoke(app, ["--help"]).output
-    assert shown.index("Arguments") < shown.index(KEEP) < shown.index("--word") < shown.index(RUNNING)
+def test_shown_options_are_brief_and_in_order_and_the_others_hidden() -> None:
+    shown = " ".join(call("--help", shown=("name", "output", "count")).replace("│", " ").split())
+    assert shown.index("--name") < shown.index("--output") < shown.index("--count")
+    assert "A number (default: 3)." in shown and "Of something" not in shown
+    assert "--switch" not in shown and RUNNING not in shown
+    assert call("here", "--switch", shown=("name",))[1] == Shape(switch=True)
 
 
-def test_every_option_of_a_step_is_described_and_every_flag_is_one() -> None:
-    for name in names(GROUP):
-        assert all(str(entry.description).endswith((".", "...")) for entry in step_class(name).model_fields.values())
-    for step, _, flags in PANELS:
-        assert {FIELDS.get(flag, ("", flag))[1] for flag in flags} <= set(step.model_fields)
+def test_fields_are_described() -> None:
+    found = {name: (each.type_name, each.default) for name, each in described(Shape).items()}
+    assert found["number"] == ("int", 3) and found["either"] == ("yes | no", None) and found["kind"] == ("a | b", None)
+    assert {name: each.type_name for name, each in described(Plain).items()} == {"rate": "float", "name": "x | y"}
+    for name in names(STEPS):
+        assert all(each.text.endswith((".", "...")) for each in described(step_class(name)).values())
 
 
-def test_a_step_s_fields_are_options_with_their_defaults() -> None:
-    seen: list[dict[str, Any]] = []
-
-    def command(options: Annotated[dict[str, Any], field_options(Distill, STEPS)]) -> None:
-        """Say it."""
-        seen.append(options)
-
-    app = typer.Typer()
-    app.command()(spread(command))
-    assert CliRunner().invoke(app, []).exit_code == 0
-    assert CliRunner().invoke(app, ["--train", "lora", "--learning-rate", "0.5", "--stream"]).exit_code == 0
-    assert CliRunner().invoke(app, ["--steps", "many"]).exit_code == 2
-    plain = {name: value for name, value in dict(Distill()).items() if name != "calibration"}
-    assert seen == [plain, {**plain, "train": "lora", "learning_rate": 0.5, "stream": True}]
+def test_a_command_s_options_are_the_step_s_fields() -> None:
+    assert [field for field, _ in options_of(Distill, STEP)] == [*Distill.model_fields][1:]

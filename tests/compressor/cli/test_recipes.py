@@ -10,6 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from compressor.cli.settings import recipe_of, recipe_options
+from compressor.errors import CompressionError
 from tests import small
 from tests.command_line import Run, captured, names, refused
 from tests.small import tree
@@ -31,12 +33,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(folder: Path) -> Any:
+def written(folder: Path) -> Any:
     return yaml.safe_load((folder / "recipe.yaml").read_text())
 
 
 def test_an_output_has_its_recipe(made: Path) -> None:
-    assert recipe_of(made / "out") == {
+    assert written(made / "out") == {
         "model": "model",
         "calibration": {"data": ["calibration.txt"], "samples": 4, "sequence_length": 64},
         "seed": 3,
@@ -107,7 +109,7 @@ def test_protected_experts_stand_in_the_recipe(run: Run, made: Path, tmp_path: P
     ask = ("--experts", 4, "--strategy", "reap", "--split", 1, "--calibration", made / "calibration.txt", *SIZES)
     assert run("compress", made / "model", "-o", tmp_path / "out", *ask, "--protect", hubs).status == 0
     hubs.unlink()
-    (step,) = recipe_of(tmp_path / "out")["steps"]
+    (step,) = written(tmp_path / "out")["steps"]
     assert step["prune"]["protect"] == [{"layer": 0, "expert": 2}, {"layer": 1, "expert": 5}]
     assert run("compress", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
@@ -135,7 +137,7 @@ def test_what_is_compressed_again_has_the_recipe_and_the_plan_of_both(
 ) -> None:
     ask = ("--experts", 3, "--strategy", "model-centric")
     assert run("compress", made / "out", "-o", tmp_path / "smaller", *ask).status == 0
-    content = recipe_of(tmp_path / "smaller")
+    content = written(tmp_path / "smaller")
     assert content["model"] == "model"
     assert [step["prune"].get("experts") for step in content["steps"]] == [None, 3]
     plan = json.loads((tmp_path / "smaller" / "compression.json").read_text())["plan"]
@@ -143,6 +145,53 @@ def test_what_is_compressed_again_has_the_recipe_and_the_plan_of_both(
     shutil.copy(made / "calibration.txt", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert run("apply", "plan.json", "--model", made / "model", "-o", tmp_path / "at-once").status == 0
-    assert recipe_of(tmp_path / "at-once") == content
+    assert written(tmp_path / "at-once") == content
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("smaller", "at-once"))
     assert one.keys() == two.keys() and all(torch.equal(two[key], value) for key, value in one.items())
+
+
+VALUES: dict[str, Any] = {
+    "split.parts": 2, "split.by": "clusters", "prune.strategy": "reap", "prune.experts": 5, "prune.ratio": 0.25,
+    "prune.protect": "graph:2", "prune.sequential": True, "prune.top_k": 1, "prune.mtp": "drop",
+    "correct.method": "tune", "correct.deterministic": True, "routers.method": "bias", "distill.train": "lora",
+    "calibration.data": "a.txt",
+    "calibration.samples": 3, "calibration.sequence_length": 9, "gate.max_drop": 0.02, "gate.confidence": 0.9,
+    "gate.limit": 5, "gate.include_path": "tasks", "gate.batch_size": 4, "gate.stream": False, "gate.search": True,
+    "gate.inconclusive": "fail", "gate.keep_failed": True, "output.formats": "safetensors,onnx", "output.private": True,
+    "output.max_shard_bytes": 5, "output.push_to_hub": "me/small", "revision": "main", "dtype": "float32", "seed": 7,
+    "base": "whole", "base_revision": "v1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
+    flags = {"gate.tasks": ["a,b", "c"]} if path.startswith("gate.") else {}
+    hub = ["output.push_to_hub=me/other"] if path.startswith("output.") else []
+    value = VALUES[path]
+    by_flag = recipe_of("model", {**flags, path: value}, hub if path != "output.push_to_hub" else [])
+    by_set = recipe_of("model", flags, [*hub, f"{path}={value if isinstance(value, str) else json.dumps(value)}"])
+    assert by_flag == by_set and by_flag != recipe_of("model", flags, hub)
+
+
+def test_every_shorthand_is_tried() -> None:
+    constants = {"constants.experts_total", "constants.budget"}
+    paths = {path for path, _ in recipe_options() if not path.startswith("prune.options")}
+    assert paths == VALUES.keys() | constants | {"gate.tasks"}
+
+
+def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
+    flags = {"prune.strategy": "data-centric", "prune.options.merge": "max", "prune.options.no_merge_routers": True}
+    (_, prune, _) = recipe_of("model", {**flags, "prune.options": ["align=true"]}, []).steps
+    assert prune.options == {"merge": "max", "merge_routers": False, "align": True}  # type: ignore[attr-defined]
+    for setting, message in {
+        "gate.max_drop=0.02": "--max-drop goes with --gate; name the tasks to pass",
+        "output.private=true": "--private goes with --push-to-hub",
+        "seeds=3": "'seeds' names no option of a step; did you mean 'seed'",
+        "distil.steps=3": "there is no step 'distil'; did you mean 'distill'",
+        "distill.stepz=3": "step distill has no option 'stepz'; did you mean 'steps'",
+        "constants.budget=even": "pass --format mone",
+        "prune.options=fast": "options is 'fast'",
+        "model.name=x": "model is {'name': 'x'}",
+    }.items():
+        with pytest.raises(CompressionError, match=message):
+            recipe_of("model", {}, [setting])

@@ -1,6 +1,7 @@
 """What the commands print of plans, models, pushes and exports: every figure, and names as they are written."""
 
 import json
+import shlex
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from compressor.recipe.steps_plan import Plan
 from exporters.onnx import ExportSummary
 from exporters.onnx.moe import LayerRoute
 from exporters.onnx.verify import Verification
+from tests.pages import parse
 from tests.plans import by_hand
 
 HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"
@@ -77,6 +79,24 @@ def test_an_outcome_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
     rendering.show_outcome(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
     text = out()
     assert "left out" not in text and "protected" not in text
+
+
+def test_a_run_ends_with_commands_that_make_sense_next(out: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a smaller model"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    made = Outcome(str(folder), a_plan(), 20, 2, Size(1000, 4000), Size(250, 1000), {}, 0)
+    rendering.show_outcome(made, False)
+    lines = out().partition("Next:\n")[2].splitlines()
+    commands = [shlex.split(line) for line in lines]
+    assert [words[:2] for words in commands] == [["moe-compress", name] for name in ("gate", "generate", "push")]
+    values = [parse(words[1:]) for words in commands]  # the command line takes them as they stand
+    assert values[0]["base"] == "folder" and str(folder) in (values[0]["compressed"], values[1]["model"])
+    assert str(values[2]["checkpoint"]) == str(folder)
+    rendering.show_outcome(made, False, pushed())
+    assert "moe-compress push" not in out()
+    rendering.show_outcome(made, True)
+    assert "Next" not in out()
 
 
 def test_an_inspection_tells_every_figure(out: Any) -> None:

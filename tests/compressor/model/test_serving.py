@@ -165,7 +165,7 @@ def test_the_commands_warn_and_do_as_asked(run: Run, tmp_path: Path) -> None:
 
 def test_a_split_is_judged_by_its_own_numbers(run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", num_local_experts=8, intermediate_size=256)
-    done = run("split", model, "-o", tmp_path / "out", "--split", 4)
+    done = run("split", model, "-o", tmp_path / "out", "--parts", 4)
     warned = [line for line in done.err.splitlines() if line.startswith("WARNING")]
     assert done.status == 0 and warned == [
         "WARNING: vLLM pads experts of 64 neurons to a multiple of 128",

@@ -158,7 +158,7 @@ def test_a_new_field_of_a_step_is_an_option_everywhere(
     ask = ("compress", path, "-o", tmp_path / "out", "--set")
     assert "gentleness is 0; input should be greater than or equal to 1" in run(*ask, "thinned.gentleness=0").err
     assert "no option 'gentlenes'; did you mean 'gentleness'" in run(*ask, "thinned.gentlenes=2").err
-    assert "gentleness" in run("steps").out
+    assert "gentleness" in run("list", "steps").out
     install(tmp_path / "other", monkeypatch, "prune", THINNED, group=STEPS)
     with pytest.raises(CompressionError, match="two packages offer 'prune'"):
         make_step("prune", {})

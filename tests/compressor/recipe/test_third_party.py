@@ -107,7 +107,7 @@ def test_the_others_are_listed_and_described_without_a_broken_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     install(tmp_path, monkeypatch, "broken", "raise RuntimeError('no GPU here')")
-    shown = run("strategies", "--json")
+    shown = run("list", "strategies", "--json")
     listed = json.loads(shown.out)
     assert shown.status == 0 and len(listed) == 12
     assert all(set(each["help"]) == set(each["options"]) and all(each["help"].values()) for each in listed)

@@ -1,0 +1,152 @@
+"""From the options of `compress` and `plan` to a recipe.
+
+Each option sets a field of the recipe, named by its path as for `--set`: `--split 2` is `--set split.parts=2`. `--help`
+shows few of them. The others are made of every field of the recipe, its text, gate and output, and of those fields of
+steps that Python's `compress` takes by name.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel
+
+from compressor.cli.options import Choices, Parameter, flag, options_of
+from compressor.entry_points import read_option
+from compressor.errors import CompressionError
+from compressor.formatting import did_you_mean
+from compressor.recipe.recipe import (
+    FIELDS,
+    GateOptions,
+    OutputOptions,
+    Recipe,
+    default_steps,
+    read_recipe,
+    refuse_missing,
+    separated,
+    step_class,
+    with_options,
+)
+from compressor.recipe.step import Step, TextOptions
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".yaml", ".yml")
+SHOWN = (  # by `compress --help`
+    "output", "ratio", "experts", "strategy", "correct", "distill", "calibration", "samples", "sequence_length", "gate",
+    "format", "push_to_hub", "device", "settings", "dry_run", "overwrite", "per_source",
+)  # fmt: skip
+NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
+OF_STRATEGIES = {f"prune.options.{name}": name for name in ("merge", "representation", "similarity")}
+NO_ROUTERS, MERGING = "prune.options.no_merge_routers", ("prune.options.merge", "prune.options.merge_routers")
+MONE = "mone"  # the format in which constants stand for experts
+COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
+Settings = Annotated[
+    list[str] | None,
+    flag("Any other option, as step.option=value. May be repeated.", None, "--set", metavar="<str>"),
+]
+
+
+def recipe_options() -> Choices:
+    """An option for each field of a recipe, by the field's path."""
+    options = Choices()
+    for name, (step, field) in FIELDS.items():
+        named = options_of(step_class(step), only=(field,), names={field: name}, mention=False)
+        options += [(f"{step}.{field}", option) for _, option in named]
+    sections: dict[str, type[BaseModel]] = {"prune": step_class("prune"), "calibration": TextOptions}
+    for section, model in {**sections, "gate": GateOptions, "output": OutputOptions, "": Recipe}.items():
+        prefix = f"{section}." if section else ""
+        names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
+        named = options_of(model, without=("calibration", "options"), names=names)
+        options += [(f"{prefix}{field}", option) for field, option in named]
+    kinds: dict[str, Any] = {"no_merge_routers": bool, "option": list[str]}
+    for path, name in {**OF_STRATEGIES, NO_ROUTERS: "no_merge_routers", "prune.options": "option"}.items():
+        text = "Option of the strategy" + (" as name=value. May be repeated." if name == "option" else ".")
+        option: Any = Annotated[kinds.get(name, str) | None, flag(text, None, f"--{name.replace('_', '-')}")]
+        options.append((path, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
+    return options
+
+
+def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
+    """The recipe that a command line asks for; `model` is one, or a recipe's file, which flags and settings change."""
+    if model is None:
+        raise CompressionError("Missing argument 'MODEL'; see moe-compress compress --help")
+    values = {path: value for path, value in flags.items() if path not in ("prune.options", NO_ROUTERS)}
+    if NO_ROUTERS in flags:
+        values["prune.options.merge_routers"] = False
+    for text in flags.get("prune.options", ()):
+        name, value = read_option(text, f"--option {text!r} should be name=value")
+        values[f"prune.options.{name}"] = value
+    for text in settings or ():
+        path, value = read_option(text, f"--set {text!r} should be step.option=value, such as distill.steps=100")
+        values[path] = value
+    constants = MONE in (separated(values.get("output.formats")) or ())
+    is_file = model.endswith(SUFFIXES)
+    recipe = read_recipe(Path(model)) if is_file else Recipe(model=model, steps=default_steps(constants))
+    changed = _changed(recipe, values)
+    if changed.model is None:
+        raise CompressionError("no model is named; give MODEL, or a recipe with one")
+    if constants and changed.output.formats != (MONE,):
+        raise CompressionError(f"--format {','.join(changed.output.formats)}: {MONE} is written alone; name one format")
+    if constants and not any(step.name == "constants" for step in changed.steps):
+        raise CompressionError(f"--format {MONE} writes what the step constants has made, which {model} lacks")
+    if is_file:
+        refuse_missing(Path(model), changed)
+    return changed
+
+
+def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values, by path; a step that it lacks is put in its usual place."""
+    steps = {step.name: step for step in recipe.steps}
+    of_constants = [path for path in values if path.startswith("constants.")]
+    if "constants" not in steps and (of_constants or values.get("correct.method") == "constants"):
+        option = f"--{of_constants[0].removeprefix('constants.')}" if of_constants else "--correct constants"
+        option = option.replace("_", "-")
+        raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")
+    content, of_steps = dict(recipe), dict[str, dict[str, Any]]()
+    for path, value in _without_merging(steps, values).items():
+        head, _, field = path.partition(".")
+        if head in Recipe.model_fields and head != "steps":
+            old = content[head] if isinstance(content[head], BaseModel | dict) else {}
+            content[head] = {**dict(old), field: value} if field else value
+            continue
+        if not field:
+            hint = did_you_mean(head, [name for name in Recipe.model_fields if name != "steps"])
+            raise CompressionError(f"--set {path!r} names no option of a step; {hint}write step.option=value")
+        step_class(head)  # which refuses an unknown name
+        if head == "prune" and "constants" in steps and head not in steps:
+            head = "constants"  # which has the same names
+        field, _, inner = field.partition(".")
+        options = of_steps.setdefault(head, {})
+        options[field] = {**options.get(field, {}), inner: value} if inner else value
+    if isinstance(content["gate"], dict) and "tasks" not in content["gate"]:
+        name = next(iter(content["gate"])).replace("_", "-")
+        raise CompressionError(f"--{name} goes with --gate; name the tasks to pass")
+    changed = list(recipe.steps)
+    for name, options in of_steps.items():  # a step's together, since one may only do with another
+        if options.keys() & {*COUNTS}:
+            options = {**dict.fromkeys(COUNTS & step_class(name).model_fields.keys()), **options}
+        if "strategy" in options:
+            options = {"options": {}, **options}  # the recipe's were another strategy's
+        elif isinstance(chosen := options.get("options"), dict):
+            options = {**options, "options": {**getattr(steps.get(name), "options", {}), **chosen}}
+        changed = with_options(changed, name, options)
+    return Recipe.of({**content, "steps": changed}, "the command line")
+
+
+def _without_merging(steps: Mapping[str, Step], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those on merging where the strategy merges nothing, with a warning."""
+    if not values.keys() & {*MERGING}:
+        return dict(values)
+    from compressor.recipe.registry import option_fields
+    from compressor.steps.prune.choose import METHODS
+
+    merge = values.get("prune.options.merge")
+    strategy = str(values.get("prune.strategy") or getattr(steps.get("prune"), "strategy", "auto"))
+    if "merge" in option_fields(strategy):
+        return dict(values)
+    if merge is not None and merge not in METHODS:
+        raise CompressionError(f"there is no merge {merge!r}; known are {', '.join(METHODS)}")
+    logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
+    return {path: value for path, value in values.items() if path not in MERGING}
