@@ -87,7 +87,8 @@ def train(
     output: Out,
     running: Running,
     config: Annotated[
-        dict[str, Any], options_of(ComoeConfig, EXPERTS, names={"top_k": ("experts_per_token", "top_k")})
+        dict[str, Any],
+        options_of(ComoeConfig, EXPERTS, without=("targets", "seed"), names={"top_k": ("experts_per_token", "top_k")}),
     ],
     options: Annotated[dict[str, Any], options_of(TuningOptions, TRAINING)],
     items: Items,
