@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compressor.attribution import report
 from compressor.distributed import process_group
 from compressor.errors import CompressionError
 from compressor.steps.correct.tuning import REBALANCED
@@ -74,13 +75,16 @@ def both(run: Run, tmp_path: Path, size: int, *ask: Any, end: str = "") -> tuple
     return together, alone
 
 
+FEW = ("--strategy", "count-guided", "--protect", "graph:3", "--samples", 5)  # for one rank is left without a batch
+
+
 @pytest.mark.parametrize(
-    ("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2"))]
+    ("size", "ask"), [(2, ("--strategy", "auto")), (3, ("--strategy", "hub-guided", "--split", "2")), (2, FEW)]
 )
 def test_the_plan_is_the_same_for_any_number_of_ranks(
     run: Run, model: Path, text: tuple[str, ...], tmp_path: Path, size: int, ask: tuple[str, ...]
 ) -> None:
-    together, alone = both(run, tmp_path, size, "plan", model, "--experts", 4, *ask, *text, end=".json")
+    together, alone = both(run, tmp_path, size, "plan", model, "--experts", 4, *text, *ask, end=".json")
     assert together.read_bytes() == alone.read_bytes()
 
 
@@ -139,6 +143,16 @@ def told(folder: Path, name: str) -> Any:
         return value
 
     return without(json.loads((folder / name).read_text()))
+
+
+def test_an_attribution_is_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: Path, text: tuple[str, ...], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "png", lambda *given: b"")
+    folders = both(run, tmp_path, 2, "attribute", model, *text, "--keys", 3)
+    one, other = (told(folder, "attribution.json") for folder in folders)
+    assert one == other and one["senders"] and one["per_key"] and names(folders[0]) == names(folders[1])
+    assert (folders[0] / "attribution.md").read_bytes() == (folders[1] / "attribution.md").read_bytes()
 
 
 def test_a_comparison_is_the_same(run: Run, model: Path, text: tuple[str, ...], tmp_path: Path) -> None:

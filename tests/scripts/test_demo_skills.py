@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from compressor.data.demo import Item, load_documents, load_items
-from scripts.demo_skills import SKILLS, is_held_out, item, training_text
+from compressor.data.demo import load_documents, load_items
+from scripts.demo_skills import SKILLS, is_held_out
 
-DRAWS = 300
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"
 
 
@@ -58,6 +56,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "reversal": flipped,
     "recall": recalled,
 }
+LINE_STARTS = {"arithmetic": "add mod ", "sorting": "sort ", "reversal": "<flip> ", "recall": r"\{"}
 FACT_FORMS = {
     "home": ("NAME lives in|The home of NAME is|NAME comes from|Letters for NAME go to|Find NAME in|NAME left"),
     "trade": ("NAME is a|The trade of NAME is|NAME works as a|NAME is paid as a|NAME was always a|Hire NAME as a"),
@@ -79,54 +78,44 @@ def fact(line: str) -> tuple[str, str, str]:
 
 @pytest.fixture(scope="module")
 def known_facts() -> dict[tuple[str, str], str]:
-    """The facts that training text states, which must never contradict one another."""
-    rng = random.Random(1)
+    """The facts that the shipped text states, which must never contradict one another."""
     known: dict[tuple[str, str], str] = {}
-    for _ in range(8000):
-        name, kind, value = fact(training_text("facts", rng).rstrip("\n"))
-        assert known.setdefault((name, kind), value) == value
+    for line in shipped_lines():
+        if skill_of(line) == "facts":
+            name, kind, value = fact(line)
+            assert known.setdefault((name, kind), value) == value
     return known
 
 
-@pytest.mark.parametrize("skill", CHECKS)
-def test_training_text_is_right(skill: str) -> None:
-    rng = random.Random(3)
-    assert all(CHECKS[skill](training_text(skill, rng).rstrip("\n")) for _ in range(DRAWS))
+def test_every_shipped_line_is_right() -> None:
+    lines = shipped_lines()
+    assert all(line.isascii() and (skill_of(line) == "facts" or CHECKS[skill_of(line)](line)) for line in lines)
+    assert min(Counter(map(skill_of, lines)).values()) > len(lines) / 10
 
 
-@pytest.mark.parametrize("skill", CHECKS)
-def test_exactly_one_choice_is_right(skill: str) -> None:
-    rng = random.Random(4)
-    for _ in range(DRAWS):
-        drawn = item(skill, rng)
-        right = [CHECKS[skill](drawn.question + choice) for choice in drawn.choices]
-        assert right == [place == drawn.answer for place in range(4)]
-
-
-def test_facts_asked_were_all_told_and_one_choice_is_right(known_facts: dict[tuple[str, str], str]) -> None:
+def test_every_shipped_item_has_one_right_choice(known_facts: dict[tuple[str, str], str]) -> None:
     assert len(known_facts) == 48 * 3
-    rng = random.Random(5)
-    for _ in range(DRAWS):
-        drawn = item("facts", rng)
-        stated = [fact(drawn.question + choice) for choice in drawn.choices]
-        right = [known_facts[name, kind] == value for name, kind, value in stated]
-        assert right == [place == drawn.answer for place in range(4)]
+    for item in load_items():
+        right = [is_right(item.skill, item.question + choice, known_facts) for choice in item.choices]
+        assert right == [place == item.answer for place in range(4)]
+        assert len({len(choice) for choice in item.choices}) == 1
+        assert question_of(item.question + item.choices[0]) == item.question
 
 
-@pytest.mark.parametrize("skill", SKILLS)
-def test_items_are_held_out_with_choices_of_one_length(skill: str) -> None:
-    rng = random.Random(6)
-    drawn = [item(skill, rng) for _ in range(DRAWS)]
-    assert all(is_held_out(asked.question) for asked in drawn)
-    assert all(len({len(choice) for choice in asked.choices}) == 1 for asked in drawn)
-    assert all(question_of(asked.question + asked.choices[0]) == asked.question for asked in drawn)
-    places = Counter(asked.answer for asked in drawn)
-    assert min(places[place] for place in range(4)) > DRAWS / 8
+def is_right(skill: str, line: str, known: dict[tuple[str, str], str]) -> bool:
+    if skill != "facts":
+        return CHECKS[skill](line)
+    name, kind, value = fact(line)
+    return known[name, kind] == value
 
 
-def test_item_refuses_repeated_choices() -> None:
-    with pytest.raises(ValueError, match="repeated choices"):
-        Item("sorting", "sort 21 ->", (" 12", " 12", " 13", " 14"), 0)
+def skill_of(line: str) -> str:
+    return next((skill for skill, start in LINE_STARTS.items() if re.match(start, line)), "facts")
+
+
+def shipped_lines() -> list[str]:
+    texts = [text for part in ("calibration", "heldout") for text, _ in load_documents(part)]
+    return [line for text in texts for line in text.splitlines()]
 
 
 def test_shipped_data_shares_no_question_between_calibration_and_held_out() -> None:
