@@ -360,11 +360,12 @@ class Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         length, body = int(headers.get("content-length", "0")), b""
         with suppress(ConnectionError):
-            body = self.rfile.read(length)
+            body = self.rfile.read(length if fault is None or fault.after_bytes is None else fault.after_bytes)
+        is_cut = (fault is None and len(body) < length) or (fault is not None and fault.reset and not fault.half)
         reply: Answer | None = None
-        if fault is not None and not fault.half:
-            reply = Answer(fault.status, fault.body)
-        elif len(body) == length:  # half a body must not be taken for a whole one
+        if fault is not None and not fault.reset and not fault.half:
+            reply = Answer(fault.status or 500, fault.body, fault.headers)
+        elif not is_cut:  # half a body must not be taken for a whole one
             with self.hub.lock:
                 reply = answer(self.hub, self.command, path, query, headers, body)
         sent = 0 if reply is None or self.command == "HEAD" else len(reply.body)
@@ -374,8 +375,9 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.requests.append(Request(self.command, path, query, headers, len(body), sent, status))
         if reply is not None:
             self._send(reply, sent)
-        if reply is None or (fault is not None and fault.half):
-            self.close_connection = True
+            if fault is None or not fault.half:
+                return
+        self.close_connection = True
         if fault is not None and fault.reset:  # closed here, as the server would say goodbye properly first
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             os.close(self.connection.detach())
