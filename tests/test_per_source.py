@@ -69,6 +69,10 @@ def test_plans_for_each_source_are_refused(
     plan = ("plan", home / "single", "--strategy", "count-guided", "-o", tmp_path / "plan.json", "--per-source")
     one = ("--experts", 4, "--calibration", home / "other.txt", *SIZES)
     refused(run(*plan, *one), "--per-source needs several calibration sources; repeat --calibration for each")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a text"}\n{"prompt": "no answer"}\n')
+    bad = ("--calibration", tmp_path / "bad.jsonl", "--strict")
+    refused(run(*plan, *several, *bad), "bad.jsonl, line 2 has no text, messages")
+    (tmp_path / "bad.jsonl").unlink()
     refused(
         run(*plan, *several, "--sequential"),
         "--per-source plans what a strategy prunes from one pass, without --sequential",

@@ -18,13 +18,10 @@ from compressor.cli.options import (
     listed,
     options_of,
     spread,
-    without_none,
 )
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
 from compressor.recipe.step import Options
-
-ITEMS = "Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
 
 
 class ItemFlags(Options):
@@ -34,19 +31,20 @@ class ItemFlags(Options):
         None,
         description="lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits.",
     )
-    calibration: Path | None = Field(None, description=ITEMS)
-    heldout: Path | None = Field(None, description=ITEMS)
+    file: Path | None = Field(
+        None, description="Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
+    )
     limit: int | None = Field(None, description="Items of each task, the first ones (default: all).")
     include_path: Path | None = Field(None, description="A folder with lm-eval task files of your own.")
     strict: bool = Field(False, description="End at an item that cannot be used, instead of leaving it out.")
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of a function that reads items."""
-        return without_none({**dict(self), "tasks": listed(self.tasks, "--tasks")})
+    def arguments(self, file: str) -> dict[str, Any]:
+        """Arguments of a function that reads items, with its name for their file."""
+        return {**self.model_dump(exclude={"file"}), "tasks": listed(self.tasks, "--tasks") or (), file: self.file}
 
 
-Items = Annotated[ItemFlags, options_of(ItemFlags, without=("heldout",))]
-HeldoutItems = Annotated[ItemFlags, options_of(ItemFlags, without=("calibration",))]
+Items = Annotated[ItemFlags, options_of(ItemFlags, names={"file": ("calibration", "data")})]
+HeldoutItems = Annotated[ItemFlags, options_of(ItemFlags, names={"file": ("heldout", "data")})]
 app = typer.Typer(
     help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
 )
@@ -70,7 +68,7 @@ def reference(
         reference_set = compressor.reference(
             model,
             output,
-            **items.arguments(),
+            **items.arguments("calibration"),
             embedding=embedding,
             overwrite=running.overwrite,
             **running.reading(progress),
@@ -107,7 +105,7 @@ def train(
         trained = compressor.train_comoe(
             model,
             output,
-            **items.arguments(),
+            **items.arguments("calibration"),
             options=TuningOptions(ComoeConfig(**experts), **options),
             overwrite=running.overwrite,
             **running.reading(progress),
@@ -136,7 +134,7 @@ def evaluate(
         evaluation = compressor.evaluate_comoe(
             model,
             adapters,
-            **items.arguments(),
+            **items.arguments("heldout"),
             with_base=with_base,
             batch_size=batch_size,
             **running.reading(progress),
