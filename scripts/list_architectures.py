@@ -41,25 +41,23 @@ SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10
 INDEX_HEADS = 32  # as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
 HEADER = """# Architectures
 
-Written by `scripts/list_architectures.py`, which compresses a tiny random model of every family: eight experts are
-merged into four, and stock transformers {version} reloads the result. `tests/test_architectures.py` then compares
-dropping and merging with a surgery in memory, weight by weight.
+{supported} families of transformers {version} have its uniform experts interface, and all of them are supported. Other
+Mixture-of-Experts families are refused with the message in the last table. So is a model with two MoE parts that count
+their experts separately, such as the whole `Qwen3OmniMoeForConditionalGeneration` (its thinker alone is supported).
 
-{supported} families of transformers {version} carry its uniform experts interface, and all of them are supported.
-Other Mixture-of-Experts families are refused with the message in the last table; no weight is read for that. A model
-that holds two Mixture-of-Experts parts with a count of their own each is refused too, such as the whole
-`Qwen3OmniMoeForConditionalGeneration` (thinker and talker); its thinker alone is supported.
+`scripts/list_architectures.py` writes this page: it merges eight experts of a tiny random model of each family into
+four and reloads the result with stock transformers {version}. `tests/test_architectures.py` compares dropping and
+merging with surgery in memory, weight by weight.
 
-Attribution says how far the sub-scores of `moe-compress attribute` miss the routers' logits at most, as a share of the
-largest logit, in float32; or why a family cannot be attributed. ONNX is the largest difference of any logit between
-`moe-compress export` in ONNX Runtime and the stock model, with the cache unless it says no cache, and what stands for
-an MoE layer where it is not one node; or why a family cannot be exported. Both are roundings, which differ from
-processor to processor, so each is given as a power of ten that is at least twice what was found. Where an indexer
-chooses the tokens that are attended to, the graph is of a model with {heads} index heads: with 2, many tokens score
-exactly 0, and which of equals is chosen is nobody's promise.
+- **Attribution**: the largest difference between the sum of sub-scores and a router's logits, relative to the largest
+  logit, in float32; or why the family can't be attributed.
+- **ONNX**: the largest difference of a logit between ONNX Runtime and the stock model, with the cache unless noted, and
+  what replaces the MoE node where a layer needs more; or why the family can't be exported.
+- **Split**: whether a split leaves the function of the family's stock MoE block unchanged, or why not; variants that
+  differ are in parentheses.
 
-Split says whether `moe-compress split` leaves the function of the family's stock block as it is, found by running it,
-or why not; variants for which it is otherwise are in parentheses.
+Differences are rounding errors and vary by processor, so each is given as a power of ten of at least twice the value
+found. Models with an indexer were exported with {heads} index heads, because with 2 many tokens tie at a score of 0.
 """
 
 

@@ -1,7 +1,7 @@
-"""Write the table of servers' rules in docs/how-to/serving.md from the rules themselves.
+"""Write the table of servers' rules in docs/reference/servers.md from the rules themselves.
 
 python -m scripts.write_serving_rules            # print the table
-python -m scripts.write_serving_rules --write    # put it into docs/how-to/serving.md
+python -m scripts.write_serving_rules --write    # put it into docs/reference/servers.md
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from compressor.model.serving import RULES, Served, said
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "serving.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "servers.md"
 BEGIN, END = "<!-- rules: begin -->", "<!-- rules: end -->"
 EXAMPLE = Served("mixtral", 44, 12, 96)  # what the last column speaks of
 
@@ -40,7 +40,7 @@ def with_table(text: str) -> str:
 def main() -> None:
     """Print the table, or write it into the page."""
     parser = argparse.ArgumentParser(description="List what servers ask of a model.")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/how-to/serving.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/servers.md")
     if not parser.parse_args().write:
         print(table())
         return

@@ -235,7 +235,7 @@ RULES = (
     ),
 )
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
-PAGE = "docs/how-to/serving.md"
+PAGE = "docs/reference/servers.md"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class DryRun:
 
     @property
     def memory(self) -> int:
-        """Bytes in memory, by the rule of docs/how-to/big-models.md."""
+        """Bytes in memory, by the rule of docs/how-to/large-models.md."""
         return max(self.layers_memory + min(self.activations, DEFAULT_ACTIVATION_BUDGET), self.whole_memory)
 
     def to_dict(self) -> dict[str, Any]:

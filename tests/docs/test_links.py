@@ -25,12 +25,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short_and_reaches_every_part() -> None:
     readme = ROOT / "README.md"
-    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 130
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 100
     reached = {target.relative_to(DOCS).parts[0] for target, _ in links(readme) if DOCS in target.parents}
     assert {"tutorial.md", "how-to", "reference", "explanation", "results.md", "index.md"} <= reached
 
 
 def test_the_readme_shows_the_measured_table() -> None:
     readme, results = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
-    rows = re.findall(r"^\|.*\|$", readme, re.MULTILINE)
-    assert len(rows) > 5 and all(row in results for row in rows)
+    rows = re.findall(r"^\|.*%.*\|$", readme, re.MULTILINE)
+    assert len(rows) == 5 and all(row in results for row in rows)

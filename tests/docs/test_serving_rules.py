@@ -1,4 +1,4 @@
-"""docs/how-to/serving.md shows the rules that the program goes by."""
+"""docs/reference/servers.md shows the rules that the program goes by."""
 
 from compressor.model.serving import RULES
 from scripts.write_serving_rules import BEGIN, END, PAGE, with_table

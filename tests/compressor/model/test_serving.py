@@ -116,7 +116,7 @@ def test_warnings_are_one_line_for_each_server_and_leave_out_what_the_source_doe
     lines = warnings(advise(replace(source, experts=45), range(2, 60)), broken(source))
     assert lines == [
         "SGLang cannot spread 45 experts over 2, 4 and 8 GPUs with expert parallelism",
-        "the nearest number of experts that suits all servers is 32; see docs/how-to/serving.md",
+        "the nearest number of experts that suits all servers is 32; see docs/reference/servers.md",
     ]
     every = warnings(advise(replace(source, experts=45)))
     assert [line.split()[0] for line in every] == ["vLLM", "SGLang", "aiter", "llama.cpp"]
@@ -151,7 +151,7 @@ def test_the_commands_warn_and_do_as_asked(run: Run, tmp_path: Path) -> None:
     made = run("compress", model, "-o", tmp_path / "out", *arguments)
     expected = [
         "WARNING: SGLang cannot spread 6 experts over 4 GPUs with expert parallelism (over 2 it can)",
-        "WARNING: the nearest number of experts that suits all servers is 8; see docs/how-to/serving.md",
+        "WARNING: the nearest number of experts that suits all servers is 8; see docs/reference/servers.md",
     ]
     assert planned.err.splitlines() == made.err.splitlines() == expected
     summary = json.loads(made.out)
