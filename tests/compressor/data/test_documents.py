@@ -23,13 +23,6 @@ def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -
     assert sorted(found.split("</s>")) == ["", "one\ntwo\n", "three\n"]
 
 
-def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    lines = [json.dumps({"text": "plain"}), "", json.dumps({"messages": talk})]
-    found = decode(run(write(tmp_path, "\n".join(lines), "data.jsonl"), samples=1, length=100))
-    assert sorted(found.split("</s>")) == ["", "<user>hi\n<assistant>yo\n", "plain"]
-
-
 def texts_of(source: str) -> list[str]:
     return list(documents(WeightedSource(source, 1.0), 0, TOKENIZER))
 

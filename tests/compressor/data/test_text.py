@@ -182,11 +182,6 @@ def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
         change(stored)
         with pytest.raises(CompressionError, match=message):
             repeat_text(stored, Numbers(), VOCAB)
-    path = Path(made.identity["sources"][0]["source"])
-    number = stream_of(str(path))[150]  # of a part, behind the calibration and the reserve
-    path.write_text(re.sub(rf"\b{number}\b", "9999", path.read_text()))
-    with pytest.raises(CompressionError, match=r"s0.txt no longer gives the tokens"):
-        repeat_text(made.identity, Numbers(), VOCAB)
 
 
 @pytest.mark.parametrize(
