@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import small, zoo
 from tests.command_line import Result
 from tests.hub import Hub, serve
 
+pytestmark = pytest.mark.full  # each starts the command in a process of its own
 REPOSITORY = "org/tiny-moe"
 
 

@@ -148,6 +148,7 @@ def whole(source: Path) -> Path:
     return source.parent / "whole"
 
 
+@pytest.mark.full
 def test_without_a_cache(source: Path, whole: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(source).eval()
     session = session_of(whole)
@@ -159,6 +160,7 @@ def test_without_a_cache(source: Path, whole: Path) -> None:
         torch.testing.assert_close(found, stock_logits(stock, tokens), rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_half_precision(source: Path, tmp_path: Path) -> None:
     summary = export(source, tmp_path / "out", ExportOptions(dtype="fp16", opset=18, tokens=16))
     stock = AutoModelForCausalLM.from_pretrained(source).eval().half().float()

@@ -118,6 +118,7 @@ def test_a_minimum_of_a_length_stays_in_the_graph(monkeypatch: pytest.MonkeyPatc
     assert [program(torch.zeros(2, length)).shape[1] for length in (2, 4, 9)] == [2, 4, 4]
 
 
+@pytest.mark.full
 def test_a_recurrent_hybrid_is_right_for_one_chunk_and_for_many(tmp_path: Path) -> None:
     model = zoo.build("granitemoehybrid", mamba_chunk_size=8)
     model.save_pretrained(tmp_path / "model")

@@ -9,6 +9,7 @@ from scripts import golden
 from tests import small
 
 
+@pytest.mark.full
 def test_a_drop_is_recorded_alike_twice_and_a_changed_tensor_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in found.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wanted", "extra"),
     [
@@ -115,6 +116,7 @@ def changed(folder: str, out: str, step: Step, base: str = "checkpoint", **text:
     compressor.change(step.name, folder, out, base=base, options=options, text=TextOptions(**text), seed=3)
 
 
+@pytest.mark.full
 def test_steps_of_later_runs_follow_in_their_order(place: Path) -> None:
     """One of them twice: a run of the recipe does them all at once, and gives the same bytes."""
     compressor.compress("checkpoint", "small", **SMALL, strategy="count-guided", calibration="demo", seed=3)
