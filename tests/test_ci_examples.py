@@ -209,25 +209,6 @@ def test_only_what_passed_is_published_and_only_that_job_has_a_token() -> None:
     assert handed["gate-report"] == "${{ !cancelled() && steps.gate.outputs.report }}"
 
 
-def test_actions_are_pinned_by_major_version() -> None:
-    used = [step["uses"] for _, step in steps_of(read(WORKFLOW)) if "uses" in step]
-    assert len(used) >= 7
-    assert all(re.fullmatch(r"actions/[\w/-]+@v\d+|\./examples/ci/gate-action", name) for name in used)
-
-
-def test_results_of_the_gate_are_cached_where_it_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compressor.files import default_folder
-
-    content = read(WORKFLOW)
-    environment = content["jobs"]["gate"]["env"]
-    monkeypatch.setenv(*next(iter(environment.items())))
-    assert default_folder() == Path(environment["MOE_COMPRESSOR_CACHE"])
-    caches = [step for _, step in steps_of(content) if step.get("uses", "").startswith("actions/cache")]
-    kept = [step["uses"] for step in caches if step["with"]["path"] == "${{ env.MOE_COMPRESSOR_CACHE }}"]
-    assert [name.split("@")[0] for name in kept] == ["actions/cache/restore", "actions/cache/save"]
-    assert not any("," in step["with"]["key"] for step in caches)  # which GitHub refuses in keys
-
-
 def test_commands_of_the_readme_are_accepted() -> None:
     lines = re.findall(r"^moe-compress .*$", README.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) == 2

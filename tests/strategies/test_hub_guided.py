@@ -1,4 +1,4 @@
-"""Hub-guided: by hand, beside its two ends, on a planted hub from attribute's own figures, and who shares those."""
+"""Hub-guided: by hand, beside its two ends, from the figures that attribute writes, and who shares those."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compressor.attribution import measure
@@ -32,7 +32,7 @@ from tests.strategies.test_reap import naive_scores
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-LAYERS, SENDER, HUB = 4, 1, 5
+LAYERS = 4
 SIZES = ("--samples", 12, "--sequence-length", 32)
 
 
@@ -87,45 +87,21 @@ def test_without_later_routers_or_exponent_it_is_gated_mass_or_count_guided(grou
                 assert made.groups == count_guided.plan(found, keep, protected).groups
 
 
-# --- a planted hub ----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def plant(model: nn.Module) -> None:
-    """One expert, seldom visited, writes a little where all later routers look; the other experts hardly move them.
-
-    The first coordinate is that expert's alone. The second is the same for all tokens: what routers go by otherwise.
-    """
-    parts: Any = model.model
-    parts.embed_tokens.weight[:, :2] = torch.tensor([0.0, 0.5])
-    generator = torch.Generator().manual_seed(3)
-    for number, layer in enumerate(parts.layers):
-        layer.self_attn.o_proj.weight[:2] = 0
-        layer.mlp.experts.down_proj[:, :2] = 0
-        if number > SENDER:
-            layer.mlp.gate.weight[:, :2] = torch.tensor([300.0, 30.0]) * torch.randn(8, 2, generator=generator)
-    sender = parts.layers[SENDER].mlp
-    sender.experts.down_proj[HUB] *= 0.1
-    sender.experts.down_proj[HUB, 0] = torch.randn(sender.experts.down_proj.shape[-1], generator=generator)
-    others = [expert for expert in range(8) if expert != HUB]
-    sender.gate.weight[HUB] = 3 * sender.gate.weight[others].mean(0)
+# --- from what attribute writes ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("planted")
-    model = zoo.build("mixtral", vocab_size=small.VOCABULARY, num_hidden_layers=LAYERS)
-    plant(model)
-    model.save_pretrained(folder / "model")
-    small.tokenizer().save_pretrained(folder / "model")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("originals")
+    small.save(folder / "model", num_hidden_layers=LAYERS)
     small.text_file(folder)
     small.save(folder / "zaya", "zaya")
     return folder
 
 
 @pytest.fixture
-def data(planted: Path) -> tuple[Any, ...]:
-    return ("--calibration", planted / "calibration.txt", *SIZES)
+def data(originals: Path) -> tuple[Any, ...]:
+    return ("--calibration", originals / "calibration.txt", *SIZES)
 
 
 @pytest.fixture
@@ -147,21 +123,21 @@ def attributions(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     [("gated-mass", 0.5), zoo.full("gated-mass", 2), zoo.full("visits", 1)],
 )
 def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
-    mass: str, exponent: float, run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path
+    mass: str, exponent: float, run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    assert run("attribute", planted / "model", "-o", tmp_path / "attribution", *data).status == 0
+    assert run("attribute", originals / "model", "-o", tmp_path / "attribution", *data).status == 0
     content = json.loads((tmp_path / "attribution" / "attribution.json").read_text())
     changes = {
         (sender["module"], sender["number"]): sum(value or 0.0 for value in sender["rank_change"])
         for sender in content["senders"] if sender["kind"] == "expert"
     }  # fmt: skip
     options = ("--strategy", "hub-guided", "--option", f"mass={mass}", "--option", f"exponent={exponent}")
-    made = run("plan", planted / "model", "-o", tmp_path / "plan.json", "--experts", 4, *options, *data)
+    made = run("plan", originals / "model", "-o", tmp_path / "plan.json", "--experts", 4, *options, *data)
     assert made.status == 0, made.err
-    stock = AutoModelForCausalLM.from_pretrained(planted / "model")
-    model = open_model(locate(str(planted / "model")), "float32", "cpu")
+    stock = AutoModelForCausalLM.from_pretrained(originals / "model")
+    model = open_model(locate(str(originals / "model")), "float32", "cpu")
     read = calibrate(
-        parse_sources([str(planted / "calibration.txt")]), load_tokenizer(planted / "model"), samples=12, length=32,
+        parse_sources([str(originals / "calibration.txt")]), load_tokenizer(originals / "model"), samples=12, length=32,
         seed=0, vocab=model.vocabulary,
     )  # fmt: skip
     calls = plain_calls(stock, model.architecture, (torch.cat(read.batches),))
@@ -173,8 +149,6 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
         factor = [effect**exponent if any(effects) else 1.0 for effect in effects]
         ranked = sorted(range(8), key=lambda e: (-heavy[e] * factor[e], e))
         assert [group["members"] for group in layer["groups"]] == [[expert] for expert in sorted(ranked[:4])]
-        if layer["layer"] == SENDER:
-            assert HUB in ranked[:4] and HUB not in sorted(range(8), key=lambda e: -heavy[e])[:4]
         assert any(effects) == (layer["layer"] < LAYERS - 1)
 
 
@@ -182,9 +156,9 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
 
 
 def test_one_attribution_serves_hubs_strategies_and_all_rows(
-    run: Run, planted: Path, data: tuple[Any, ...], attributions: list[Calibration], tmp_path: Path
+    run: Run, originals: Path, data: tuple[Any, ...], attributions: list[Calibration], tmp_path: Path
 ) -> None:
-    model, made = planted / "model", tmp_path / "plan.json"
+    model, made = originals / "model", tmp_path / "plan.json"
     plain = ("plan", model, "-o", made, "--overwrite", "--experts", 4, *data, "--strategy")
     assert run(*plain, "gated-mass").status == 0
     assert run(*plain, "hub-guided", "--option", "exponent=0").status == 0 and not attributions
@@ -201,20 +175,20 @@ def test_one_attribution_serves_hubs_strategies_and_all_rows(
     assert result.status == 0 and len(attributions) == before + 1 and not attributions[-1].heldout
 
 
-def test_what_cannot_be_attributed_is_refused(run: Run, planted: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
+def test_what_cannot_be_attributed_is_refused(run: Run, originals: Path, data: tuple[Any, ...], tmp_path: Path) -> None:
     said = "strategy 'hub-guided' needs routing attribution, which others do not: ZayaForCausalLM cannot be attributed"
     arguments = ("--experts", 4, "--strategy", "hub-guided", *data)
-    result = run("compress", planted / "zaya", "-o", tmp_path / "out", *arguments)
+    result = run("compress", originals / "zaya", "-o", tmp_path / "out", *arguments)
     refused(result, f"{said}: model.layers.0: its router's logits are not linear")
     more = ("--experts", 4, "--strategies", "hub-guided", "--evaluation-samples", 2, *data)
-    refused(run("compare", planted / "zaya", "-o", tmp_path / "out", *more), said)
+    refused(run("compare", originals / "zaya", "-o", tmp_path / "out", *more), said)
     assert names(tmp_path) == []
-    assert run("compress", planted / "zaya", "-o", tmp_path / "out", *arguments, "--option", "exponent=0").status == 0
+    assert run("compress", originals / "zaya", "-o", tmp_path / "out", *arguments, "--option", "exponent=0").status == 0
 
 
-def test_all_plans_of_a_run_see_the_original_on_all_sources(planted: Path) -> None:
+def test_all_plans_of_a_run_see_the_original_on_all_sources(originals: Path) -> None:
     """In order, and for each source alone: the same figures, those of the attribution itself."""
-    model = open_model(locate(str(planted / "model")), "float32", "cpu")
+    model = open_model(locate(str(originals / "model")), "float32", "cpu")
     rows = batches(zoo.build("mixtral"), (2, 2, 1, 1), length=24)
     data = Calibration(tuple(rows), {"source": "random tokens"}, (0, 0, 1, 1), (0.5, 0.5), frozenset({1, 3}))
     fit = calibration([rows[0], rows[2]])

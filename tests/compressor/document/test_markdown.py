@@ -114,9 +114,3 @@ def test_a_table_aligns_numbers_to_the_right_and_is_called_by_its_caption() -> N
 @pytest.mark.parametrize("text", ["- x", "1. x", "12) x", "> x", "+ x", "# x", "=== ", "--- "])
 def test_a_paragraph_does_not_become_something_else(text: str) -> None:
     assert _texts(_read(Text(text))) == [("p", text.strip())]
-
-
-def test_nested_items_and_folds() -> None:
-    text = markdown([Facts((("parts", Items(("a", "b"))),)), Details("more", (Heading("H", 3), Text("t")))])
-    assert text.splitlines()[:3] == ["- parts:", "  - a", "  - b"]
-    assert text.splitlines()[4:] == ["<details>", "<summary>more</summary>", "", "### H", "", "t", "", "</details>"]
