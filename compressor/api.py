@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.checkpoint.source import locate
+from compressor.checkpoint.source import find_model, locate
 from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
@@ -18,7 +20,8 @@ from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, 
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder
-from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
+from compressor.model.in_memory import LoadedModel, given
+from compressor.model.opened import OpenModel, how_resident, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
 from compressor.pathways.reference import (
@@ -31,7 +34,7 @@ from compressor.pathways.reference import (
 )
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.task import HELDOUT, find_model, first_state, open_run, prepare, sources_of
+from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.registry import working_strategies
@@ -59,13 +62,15 @@ logger = logging.getLogger(__name__)
 
 # sources by name, or texts: a `datasets.Dataset`, or strings and dicts such as {"messages": [...]}
 Calibrating = str | Sequence[str] | Iterable[Any] | TextOptions | None
+ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel  # a folder, a Hub id, or a model in memory
 
 
 def compress(
-    model: str | Recipe,
+    model: ModelLike | Recipe,
     out: str | Path,
     steps: Sequence[Step] | None = None,
     *,
+    tokenizer: Any = None,
     calibration: Calibrating = None,
     samples: int | None = None,
     sequence_length: int | None = None,
@@ -75,6 +80,7 @@ def compress(
     base_revision: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    resident: str = "auto",
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
     accept: Callable[[Path], None] | None = None,
@@ -85,19 +91,23 @@ def compress(
 ) -> Outcome:
     """Carry out steps on a model and write what comes out; an interrupted run goes on when called again.
 
-    `model` is a folder, a Hub id, or a whole `Recipe` (or the path of a recipe.yaml). Without `steps` those of
-    `default_steps(**options)` are taken: `experts=12`, `ratio=0.25`, `strategy="reap"`, `correct="tune"` and so on.
+    `model` is a folder, a Hub id, a whole `Recipe` (or the path of a recipe.yaml), or a transformers model in memory
+    with its `tokenizer`. That one stays as it is and where it is, and computes there; a copy of its weights lies in the
+    temporary folder meanwhile. Without `steps` those of `default_steps(**options)` are taken: `experts=12`,
+    `ratio=0.25`, `strategy="reap"`, `correct="tune"` and so on.
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that;
     where the output of this very request is in place already, nothing is written or accepted; with `accept` that
     needs `terms`, which say what it does.
     """
-    if isinstance(model, Recipe) or str(model).endswith((".yaml", ".yml")):
-        recipe = model if isinstance(model, Recipe) else read_recipe(Path(model))
+    if isinstance(model, Recipe):
+        recipe = model
+    elif isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml")):
+        recipe = read_recipe(Path(model))
     else:
         recipe = make_recipe(
-            model, default_steps(**options) if steps is None else steps, calibration, samples, sequence_length,
-            seed=seed, revision=revision, base=base, base_revision=base_revision, dtype=dtype,
-            output={"max_shard_bytes": max_shard_bytes},
+            given(model, tokenizer), default_steps(**options) if steps is None else steps, calibration, samples,
+            sequence_length, seed=seed, revision=revision, base=base, base_revision=base_revision, dtype=dtype,
+            resident=resident, output={"max_shard_bytes": max_shard_bytes},
         )  # fmt: skip
     return run(
         recipe,
@@ -109,7 +119,7 @@ def compress(
 
 
 def make_recipe(
-    model: str,
+    model: str | LoadedModel,
     steps: Sequence[Step],
     calibration: Calibrating = None,
     samples: int | None = None,
@@ -132,11 +142,13 @@ def apply(
     plan: Plan | str | Path,
     out: str | Path,
     *,
-    model: str | None = None,
+    model: ModelLike | None = None,
+    tokenizer: Any = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
     device: str = "auto",
+    resident: str = "auto",
     command: Sequence[str] | None = None,
 ) -> Outcome:
     """Carry out a plan (an object or a JSON file) and write the checkpoint; `model` overrides its source.
@@ -145,9 +157,10 @@ def apply(
     written.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    recipe = recipe_of_plan(loaded).model_copy(update={"model": model} if model else {})
-    recipe = Recipe.of({**dict(recipe), "revision": None if model else loaded.source.revision,
-                        "output": {"max_shard_bytes": max_shard_bytes}}, "the plan")  # fmt: skip
+    changed: dict[str, Any] = {"output": {"max_shard_bytes": max_shard_bytes}, "resident": resident}
+    if model is not None:
+        changed |= {"model": given(model, tokenizer), "revision": None}
+    recipe = Recipe.of({**dict(recipe_of_plan(loaded)), **changed}, "the plan")
     terms = Terms(Path(out), overwrite, terms="", command=command)
     return run(recipe, terms, plan=loaded, device=device, progress=progress, observer=RunStats())
 
@@ -176,7 +189,8 @@ def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress 
 
 @contextmanager
 def _planning(recipe: Recipe, device: str, progress: Progress | None, per_source: bool = False) -> Iterator[State]:
-    with open_run(str(recipe.model), recipe.revision, recipe.dtype, device, progress) as opened:
+    assert recipe.model is not None
+    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if per_source:
             refuse_per_source(task.steps, recipe.calibration.data or ())
@@ -185,7 +199,7 @@ def _planning(recipe: Recipe, device: str, progress: Progress | None, per_source
 
 def change(
     name: str,
-    checkpoint: str,
+    checkpoint: ModelLike,
     out: str | Path,
     *,
     options: dict[str, Any],
@@ -202,8 +216,9 @@ def change(
 
 
 def compare(
-    model: str,
+    model: ModelLike,
     *,
+    tokenizer: Any = None,
     experts: Sequence[int] = (),
     ratios: Sequence[float] = (),
     splits: Sequence[int] = (1,),
@@ -221,6 +236,7 @@ def compare(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    resident: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -252,7 +268,7 @@ def compare(
         stock = [method for method in corrections if method != CONSTANTS] or ["none"]
     contenders = _contenders(strategies, stock, random_seeds)
     methods = tuple(correction(method) for method in corrections or ("none", CONSTANTS)) if constants else ()
-    with open_run(model, revision, dtype, device, progress) as run:
+    with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         opened = run.model
         seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
         wanted = list[int | None](dict.fromkeys(top_ks)) or [None]
@@ -295,6 +311,7 @@ def _read_calibration(
     spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve, strict=text.strict)
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     here().assert_same_on_all(data.identity["sha256"], "calibration text")
+    logger.info("%s", how_resident(model))
     return data
 
 
@@ -340,8 +357,9 @@ def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], p
 
 
 def attribute(
-    model: str,
+    model: ModelLike,
     *,
+    tokenizer: Any = None,
     calibration: Calibrating = None,
     keys: int = 0,
     top: int = 10,
@@ -349,6 +367,7 @@ def attribute(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    resident: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Attribution:
@@ -358,7 +377,7 @@ def attribute(
     `edges_kept` strongest edges to single experts' scores are kept.
     """
     text = _text_options(calibration)
-    with open_run(model, revision, dtype, device, progress) as run:
+    with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         data = _read_calibration(run.model, text, seed)
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 

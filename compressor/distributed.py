@@ -241,12 +241,15 @@ def _joined(ranks: Ranks) -> Any:
         store: Any = next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=JOINING)))[0]
         store.set(f"joined/{ranks.rank}", "1")
         store.wait([f"joined/{rank}" for rank in range(ranks.size)], JOINING)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(ranks.local % torch.cuda.device_count())
+        kind, count = torch.accelerator.current_accelerator(check_available=True), torch.accelerator.device_count()
+        if kind is not None:
+            torch.accelerator.set_device_index(ranks.local % count)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.size)
-        own_gpu = torch.cuda.is_available() and local <= torch.cuda.device_count()  # nccl wants one for each rank
+        backends = "gloo"  # nccl and its like want a device for each rank
+        if kind is not None and local <= count:
+            backends = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            backends,
             store=dist.distributed_c10d.PrefixStore("group", store),
             rank=ranks.rank,
             world_size=ranks.size,

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compressor.devices import float64_device
+
 ROUNDING = 2.0**-18  # of a value: more than float32 sums and products lose, less than any quality hangs on
 MANTISSA = 24  # bits of a rounded value: float64 sums of many such are exact, in whatever order
 COUNTED = 2.0**24  # whole numbers up to here are counts, which are exact
@@ -25,10 +27,10 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     what should be 0 may come out, for each value or for all: what is not above it is 0, and differences not above the
     least noise do not count. Whole numbers stay exact, infinite values and NaN what they are.
     """
-    exact = values.detach().to("cpu", torch.float64)
+    exact = values.detach().cpu().double()
     counted = not values.is_floating_point() or bool(((exact == exact.round()) & (exact.abs() <= COUNTED)).all())
     if counted or not exact.numel():
-        return exact.to(values.device, copy=True)
+        return exact.to(float64_device(values.device), copy=True)
     limits = torch.as_tensor(noise, dtype=torch.float64).cpu().expand_as(exact)
     known = exact.isfinite()
     numbers = exact[known].masked_fill(exact[known].abs() <= limits[known], 0)
@@ -47,7 +49,7 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         coarse = np.ldexp(np.rint(mantissa * 2.0**MANTISSA), exponent - MANTISSA)
     grid = torch.from_numpy(np.where(np.isfinite(coarse), coarse, least))
     result[known] = numbers.index_copy(0, order, grid[of])
-    return result.to(values.device)
+    return result.to(float64_device(values.device))
 
 
 def stable_argmin(values: Iterable[float], noise: float = 0.0) -> int:

@@ -27,7 +27,8 @@ LIMIT_SHARE = 0.45  # of the model's size: all the address space that the proces
 
 def compress_command(folder: Path, out: Path, strategy: str) -> list[str]:
     """The command line that compresses to `KEEP` experts, in a process of its own."""
-    return [*COMMAND, "compress", str(folder), "-o", str(out), "--experts", str(KEEP), "--strategy", strategy, "--json"]
+    how = ["--experts", str(KEEP), "--strategy", strategy, "--resident", "no", "--json"]
+    return [*COMMAND, "compress", str(folder), "-o", str(out), *how]
 
 
 def copy_bytes(folder: Path, target: Path, size: int) -> float:

@@ -23,7 +23,7 @@ CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arro
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors kept for "
-    "a resumed run (`kept.py`), memory, progress, versions, entry points, several processes, formatting of reports",
+    "a resumed run (`kept.py`), devices, memory, progress, versions, entry points, several processes, formatting",
     "document": "blocks of a report, a renderer for each medium, one kit for every picture",
     "checkpoint": "files on disk or on the Hub, read lazily",
     "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",

@@ -8,6 +8,7 @@ the highest are removed. Two things are our reading: biases do not count, and an
 
 import torch
 
+from compressor.devices import as_float64
 from compressor.plugins import LayerPlan, LayerStatistics, LayerWeights, keep_best, projections
 
 NEEDS = frozenset({"weights"})
@@ -20,8 +21,8 @@ def ratios(weights: LayerWeights, count: int) -> torch.Tensor:
     for expert in range(count):
         view = projections(weights.experts, expert)
         parts = [part for part in (view.gate, view.up, view.down) if part is not None]
-        absolute = sum(float(torch.linalg.vector_norm(part, 1, dtype=torch.float64)) for part in parts)
-        squared = sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+        absolute = sum(float(torch.linalg.vector_norm(as_float64(part), 1)) for part in parts)
+        squared = sum(float(torch.linalg.vector_norm(as_float64(part))) ** 2 for part in parts)
         if squared != 0:  # NaN goes on, and is refused
             values[expert] = absolute / (sum(part.numel() for part in parts) * squared) ** 0.5
     return values

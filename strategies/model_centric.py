@@ -45,7 +45,7 @@ def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor
                 inner = inner * view.gate[:, columns]
             torch.mm(down.copy_(view.down), inner, out=block[expert])
         squared += fast_squared_distances(block.flatten(1)).cpu()
-        energies += torch.linalg.vector_norm(block.flatten(1), dim=1).double().square().cpu()
+        energies += torch.linalg.vector_norm(block.flatten(1), dim=1).cpu().double().square()
         del block  # before the next one is made
     return squared.sqrt(), energies.sqrt()
 

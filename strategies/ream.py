@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from compressor.devices import as_float64, float64_device
 from compressor.plugins import (
     FLOAT32,
     CompressionError,
@@ -48,10 +49,10 @@ class Options:
 
 def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
     """How alike the experts are, for a report too: a label, and [E, E] from 0 to 1."""
-    logits, outputs = stats.router_logits.double(), stats.expert_outputs
+    logits, outputs = as_float64(stats.router_logits), stats.expert_outputs
     router = closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu()
-    gates = logits.softmax(dim=1).to(outputs.device)
-    means = [gates[:, expert] @ output.double() for expert, output in enumerate(outputs)]
+    gates = logits.softmax(dim=1).to(float64_device(outputs.device))
+    means = [gates[:, expert] @ as_float64(output) for expert, output in enumerate(outputs)]
     directions = normalize(torch.stack(means), dim=1)  # a mean's scale does not count
     gated = ((1 + directions @ directions.T) / 2).clamp(0, 1).cpu()
     return "similarity of gated outputs and router logits", torch.stack([router, gated]).mean(dim=0)

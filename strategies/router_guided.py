@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compressor.devices import as_float64
 from compressor.plugins import (
     FLOAT32,
     LayerPlan,
@@ -36,7 +37,7 @@ def needs(options: Options) -> frozenset[str]:
 
 def similarities(logits: Tensor) -> Tensor:
     """Cosine of every two experts' router logits over the tokens: [S, E] -> [E, E]; 0 without tokens."""
-    columns = torch.nn.functional.normalize(logits.double(), dim=0)
+    columns = torch.nn.functional.normalize(as_float64(logits), dim=0)
     return columns.T @ columns
 
 

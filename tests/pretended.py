@@ -1,6 +1,7 @@
-"""A pretended CUDA device: tensors that say they are on it, computed on the CPU, and refused beside the CPU's own.
+"""A pretended device: tensors that say they are on it, computed on the CPU, and refused beside the CPU's own.
 
 Test support. It shows where tensors of two devices meet, without a GPU; it says nothing about time, streams or memory.
+It can lack float64, as mps does.
 """
 
 import sys
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretended"
+LACKING = set[torch.dtype]()  # dtypes that the device has not
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 MIXING = INDEXING | {aten.copy_.default, aten._to_copy.default}  # what a device does with the CPU's tensors as well
@@ -81,6 +83,8 @@ def computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def outer(value: Any) -> Any:
         if not isinstance(value, Tensor) or not target or value.device.type == "meta":
             return value
+        if value.dtype in LACKING:
+            raise TypeError(f"{func}: Cannot convert a tensor to {value.dtype}, which the device does not support")
         return known.get(id(value)) if id(value) in known else Pretended(value)
 
     return tree_map(outer, result)
@@ -111,8 +115,21 @@ def pretended_device() -> Iterator[None]:
         yield
 
 
-def main(model: str, text: str, out: str) -> None:
-    """Compress a model on the device."""
+ROUTERS = {"method": "router", "rounds": 1, "sequences": 8, "sequence_length": 32}
+DISTILL = {"train": "router", "steps": 2, "tokens_per_step": 64, "sequence_length": 32}
+REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many ways
+    "auto": {"strategy": "auto", "correct": "tune"},
+    "split": {"strategy": "hc-smoe", "split": 2, "correct": "ridge"},
+    "ream": {"strategy": "ream", "correct": "none", "routers": ROUTERS},
+    "enumerate": {"strategy": "enumerate", "correct": "none", "distill": DISTILL},
+    "similarity": {"strategy": "data-centric", "correct": "none"},
+    "weights": {"strategy": "model-centric", "correct": "none"},
+    "attribution": {"strategy": "hub-guided", "correct": "none"},
+}
+
+
+def main(model: str, text: str, out: str, lacking: str = "") -> None:
+    """Compress a model on the device, which may be `lacking` float64."""
     import compressor
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import tune
@@ -126,10 +143,12 @@ def main(model: str, text: str, out: str) -> None:
             there + torch.ones(2)
         except RuntimeError as refusal:
             print(refusal)
-        compressor.compress(
-            model, out, experts=4, strategy="auto", correct="tune", calibration=text, samples=4, sequence_length=32,
-            dtype="float32", device=NAME,
-        )  # fmt: skip
+        LACKING.update([torch.float64] if lacking else [])
+        for name, request in REQUESTS.items():
+            compressor.compress(
+                model, f"{out}/{name}", experts=4, calibration=text, samples=16, sequence_length=32, dtype="float32",
+                device=NAME, **request,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

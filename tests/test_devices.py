@@ -1,4 +1,4 @@
-"""On another device than the CPU: no tensor meets one of the CPU's, and the output is the CPU's."""
+"""On another device than the CPU: no tensor meets one of the CPU's, none is of a dtype that it lacks, same outputs."""
 
 import os
 import subprocess
@@ -10,23 +10,36 @@ import torch
 from safetensors.torch import load_file
 
 import compressor
+from compressor.devices import as_float64, float64_device, free_memory, pick_device
 from tests import small
+from tests.pretended import REQUESTS
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("offline", "hasty")
-def test_compressing_on_a_device_keeps_its_tensors_apart_from_the_processors(tmp_path: Path) -> None:
-    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
+@pytest.mark.parametrize("lacking", ["", "float64"])
+def test_compressing_on_a_device_keeps_its_tensors_apart_from_the_processors(tmp_path: Path, lacking: str) -> None:
+    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path, 4 * small.TEXT)
     environment = {**os.environ, "HF_DEACTIVATE_ASYNC_LOAD": "1", "PYTHONPATH": str(ROOT)}  # a mode is a thread's own
-    command = [sys.executable, "-m", "tests.pretended", str(model), str(text), str(tmp_path / "there")]
+    command = [sys.executable, "-m", "tests.pretended", str(model), str(text), str(tmp_path / "there"), lacking]
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "Expected all tensors to be on the same device" in ran.stdout  # it does notice
-    compressor.compress(
-        str(model), tmp_path / "here", experts=4, strategy="auto", correct="tune", calibration=str(text), samples=4,
-        sequence_length=32, dtype="float32", device="cpu",
-    )  # fmt: skip
-    here, there = (load_file(tmp_path / out / "model.safetensors") for out in ("here", "there"))
-    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-5)
+    for name, request in REQUESTS.items():
+        compressor.compress(
+            str(model), tmp_path / "here" / name, experts=4, calibration=str(text), samples=16, sequence_length=32,
+            dtype="float32", device="cpu", **request,
+        )  # fmt: skip
+        here, there = (load_file(tmp_path / place / name / "model.safetensors") for place in ("here", "there"))
+        torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-5)
+
+
+def test_float64_is_on_the_device_that_has_it() -> None:
+    values = torch.ones(2)
+    assert float64_device(values.device) == values.device and as_float64(values).dtype == torch.float64
+    assert pick_device("auto").type == (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+    assert (free_memory(torch.device("cpu")) or 1) > 0

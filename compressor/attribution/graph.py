@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
+from compressor.devices import as_float64, float64_device
 from compressor.distributed import here
 from compressor.formatting import one_line
 from compressor.tolerance import rounded
@@ -205,13 +206,13 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     """
     together: list[Together] = []
     for first, second in pairwise(range(len(valid))):
-        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=valid.device)
+        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=float64_device(valid.device))
         for batch in chosen:
             one, other = (
                 torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, number, valid[number]], 1.0)
                 for number in (first, second)
             )
-            table += torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]).double()
+            table += as_float64(torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]))
         counts, routed = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
         expected = routed[0][:, None] * routed[1] / tokens
         excess = counts - expected

@@ -107,7 +107,7 @@ def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) ->
     ends = torch.zeros(2, count, dtype=torch.float64)
     if projection.remainder is not None:  # at the one rank that has run the first batch
         ends = torch.stack([each.abs().amax((0, 2)) for each in (routers.logits[0], projection.remainder)])
-    sums, (largest, left) = here().all_reduce(variances), here().all_reduce(ends.double().cpu())
+    sums, (largest, left) = here().all_reduce(variances), here().all_reduce(ends.cpu().double())
     unexplained = left / largest.clamp(min=torch.finfo(torch.float32).tiny)
     for layer, share in zip(routers.layers, unexplained.tolist(), strict=True):
         if share > tolerance:

@@ -16,6 +16,7 @@ from torch import Tensor
 from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
 from compressor.attribution.routers import ObservedRouters, Selection, View, ranks
 from compressor.attribution.tracing import STREAM, TracedPass, UnitTrace, parts_of
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.model.architecture import layer_number, layers_by_unit
 
@@ -26,12 +27,12 @@ def spread(scores: Tensor) -> Tensor:
     """Variance over the experts, summed over the tokens: [n, R, E] -> [R], float64."""
     centred = scores - scores.mean(-1, keepdim=True)
     norms: Tensor = torch.linalg.vector_norm(centred, dim=(0, 2))
-    return norms.double().square() / scores.shape[-1]
+    return as_float64(norms).square() / scores.shape[-1]
 
 
 def spread_by_expert(scores: Tensor) -> Tensor:
     """The same by expert, [n, R, E] -> [R, E]: mean of squared centred scores, whose sum over the experts it is."""
-    return (scores - scores.mean(-1, keepdim=True)).square().sum(0, dtype=torch.float64) / scores.shape[-1]
+    return as_float64((scores - scores.mean(-1, keepdim=True)).square()).sum(0) / scores.shape[-1]
 
 
 def covariance(scores: Tensor, logits: Tensor) -> Tensor:
@@ -40,13 +41,13 @@ def covariance(scores: Tensor, logits: Tensor) -> Tensor:
     Logits are sums of sub-scores, so the covariances of all components add up to the logits' variance.
     """
     centred = logits - logits.mean(-1, keepdim=True)
-    return (scores * centred).sum(-1).sum(0, dtype=torch.float64) / scores.shape[-1]
+    return as_float64((scores * centred).sum(-1)).sum(0) / scores.shape[-1]
 
 
 def signs(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Mean over the experts of the positive and of the negative sub-scores, summed over tokens: [n, R, E] -> 2 [R]."""
-    positive = scores.clamp(min=0).mean(-1).sum(0, dtype=torch.float64)
-    return positive, scores.mean(-1).sum(0, dtype=torch.float64) - positive
+    positive = as_float64(scores.clamp(min=0).mean(-1)).sum(0)
+    return positive, as_float64(scores.mean(-1)).sum(0) - positive
 
 
 def rank_change(
@@ -58,7 +59,7 @@ def rank_change(
     router, 0 in slots that it does not use.
     """
     after = ranks(selection.scores(logits - removed, routers), chosen)
-    return ((after - before).abs() * share).sum((0, 2), dtype=torch.float64)
+    return as_float64((after - before).abs() * share).sum((0, 2))
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class Projection(TracedPass):
         for module, ran in trace.routed.items():
             for expert in ran:
                 norms, entry = expert.outputs.float().norm(dim=-1), float(expert.outputs.abs().max())
-                sizes = len(norms), float(norms.sum(dtype=torch.float64)), float(norms.max()), entry
+                sizes = len(norms), float(as_float64(norms).sum()), float(norms.max()), entry
                 self._expert(unit, module, expert.expert).add_sizes(*sizes)
         for view in self.routers.views(unit, batch, trace):
             together: Tensor | None = None  # [T, r, E] of routed and shared experts

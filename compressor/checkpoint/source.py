@@ -28,6 +28,7 @@ from compressor.checkpoint.reader import (
     read_weight_map,
     refuse_links,
 )
+from compressor.distributed import here
 from compressor.errors import CompressionError, first_line, without_tokens
 from compressor.files import TEMPLATES
 from compressor.progress import Progress, Silent
@@ -291,6 +292,11 @@ def locate(
         return ModelSource(str(folder), None, folder)
     folder = download(model, revision, progress or Silent(), weights)
     return ModelSource(model, folder.name, folder)
+
+
+def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
+    """Locate a model; of several processes the first one downloads it."""
+    return here().first_before_others(lambda: locate(model, revision, progress))
 
 
 def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:

@@ -177,6 +177,7 @@ def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], agai
                 text=text,
                 seed=seed,
                 dtype=running.dtype,
+                resident=running.resident,
                 **base,
                 **revision,
                 **running.making(progress),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import compressor
-from compressor.cli.options import GATE_OPTIONS, PATHWAY_OPTIONS, ROUTING, Running, flag, listed
+from compressor.cli.options import GATE_OPTIONS, PATHWAY_OPTIONS, ROUTING, Reading, Running, flag, listed
 from compressor.cli.outputs import push_made
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here, refuse_several
@@ -31,7 +31,7 @@ DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for 
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
     pathways: Annotated[dict[str, Any], PATHWAY_OPTIONS],
-    running: Running,
+    running: Reading,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
     tasks: Annotated[str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte).")] = None,

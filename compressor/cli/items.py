@@ -13,7 +13,7 @@ from compressor.cli.options import (
     TRAINING,
     Model,
     Out,
-    Running,
+    Reading,
     flag,
     listed,
     options_of,
@@ -53,7 +53,7 @@ app = typer.Typer(
 def reference(
     model: Model,
     output: Out,
-    running: Running,
+    running: Reading,
     items: Items,
     embedding: Annotated[
         str, flag("How prompts are compared: own (the model's embeddings), or a sentence-transformers id.")
@@ -83,7 +83,7 @@ def reference(
 def train(
     model: Model,
     output: Out,
-    running: Running,
+    running: Reading,
     config: Annotated[
         dict[str, Any],
         options_of(ComoeConfig, EXPERTS, without=("targets", "seed"), names={"top_k": ("experts_per_token", "top_k")}),
@@ -116,7 +116,7 @@ def train(
 def evaluate(
     model: Model,
     adapters: Annotated[Path, flag("The folder that `comoe train` has written.")],
-    running: Running,
+    running: Reading,
     items: HeldoutItems,
     with_base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
     batch_size: Annotated[int, flag("Items of a batch.", min=1)] = 16,

@@ -152,6 +152,7 @@ def compare(
             per_source=per_source,
             calibration=text,
             seed=seed,
+            resident=running.resident,
             **running.reading(progress),
         )
         written = write_reports(comparison, output, running.overwrite) if here().is_first else []
@@ -186,6 +187,7 @@ def attribute(
             edges_kept=edges_kept if edges == "experts" else 0,
             calibration=text,
             seed=seed,
+            resident=running.resident,
             **running.reading(progress),
         )
         results, written = findings(attribution, threshold, top), list[Path]()

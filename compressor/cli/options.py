@@ -18,7 +18,7 @@ from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
-from compressor.recipe.recipe import GateOptions, ModelOptions, validated
+from compressor.recipe.recipe import RESIDENT, GateOptions, ModelOptions, Resident, validated
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
@@ -198,6 +198,7 @@ class Running(ModelOptions):
     """Where and in which dtype a model computes, and how a command writes and prints."""
 
     device: str = Field("auto", description="cpu, cuda, cuda:1 or another device.")
+    resident: Resident = RESIDENT
     overwrite: bool = Field(False, description="Replace an existing output. It goes once the new one is complete.")
     as_json: bool = Field(False, description="Print JSON instead of a table.")
 
@@ -213,6 +214,7 @@ class Running(ModelOptions):
         return {**shared, "command": (PROGRAM, *sys.argv[1:]) if ours else None}
 
 
+Reading = Annotated[Running, options_of(Running, RUNNING, without=("resident",))]  # of what runs no passes
 Printing = Annotated[Running, options_of(Running, RUNNING, ("as_json",))]
 Writing = Annotated[Running, options_of(Running, RUNNING, ("overwrite", "as_json"))]
 Making = Annotated[Running, options_of(Running, RUNNING, ("device", "overwrite", "as_json"))]

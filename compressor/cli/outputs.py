@@ -16,6 +16,7 @@ from compressor.cli.options import (
     Model,
     Out,
     Printing,
+    Reading,
     Running,
     flag,
     options_of,
@@ -83,7 +84,7 @@ def export(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    running: Annotated[Running, options_of(Running, RUNNING, without=("overwrite",))],
+    running: Annotated[Running, options_of(Running, RUNNING, without=("overwrite", "resident"))],
     options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": ("sampling_top_k", "top_k")})],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
@@ -135,7 +136,7 @@ def collect(pieces: Iterable[str], show: bool) -> tuple[list[str], bool]:
 def report(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that compress or apply has written.")],
     text: Annotated[dict[str, Any], TEXT[:1]],
-    running: Running,
+    running: Reading,
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
     model: Annotated[str | None, flag("Source checkpoint, if it has moved.")] = None,
     samples: Annotated[int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")] = None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.api import compress
-from compressor.checkpoint.source import ModelSource
+from compressor.checkpoint.source import ModelSource, find_model
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
@@ -25,7 +25,7 @@ from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_fr
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.task import content_of, find_model, of_stage, sources_of
+from compressor.pipeline.task import content_of, of_stage, sources_of
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.steps_plan import Plan

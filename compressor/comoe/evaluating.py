@@ -16,11 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.comoe.layer import comoe_layers, load_adapters, read_facts, watching
+from compressor.devices import pick_device
 from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, tokenised
 from compressor.evaluation.tasks import items_of
 from compressor.formatting import label
 from compressor.model.architecture import load_config
-from compressor.model.opened import load_whole, pick_device, pick_dtype
+from compressor.model.opened import load_whole, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.steps.distill.contrastive import unit
@@ -159,7 +160,7 @@ def _task(
                 for seen in layer.watched or ():
                     places = seen.places(mask).to(seen.inner.device)
                     outputs = unit(layer.outputs(seen.inner[places]))
-                    cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).double().cpu()
+                    cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                     activations[number] += seen.chosen[places].flatten().bincount(minlength=experts).cpu()
                     seen_tokens[number] += len(places)
         scores = likelihoods(logits, rows)

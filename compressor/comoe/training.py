@@ -29,12 +29,12 @@ from compressor.comoe.layer import (
     write_adapters,
 )
 from compressor.comoe.options import ComoeConfig, TuningOptions
+from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.evaluate import identity as identity_of
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.tasks import items_of
 from compressor.files import alone, check_folder, clear, json_object, whole_folder
-from compressor.model.opened import pick_device
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 from compressor.steps.distill.contrastive import information_gap

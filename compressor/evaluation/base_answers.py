@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import load_tokenizer
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
@@ -160,7 +161,7 @@ class _Asking(LayerVisitor):
                 part = slice(begin, begin + rows)
                 best, chosen = sequence[part].float().log_softmax(-1).topk(kept)
                 tokens[number, part], logs[number, part] = chosen.int(), best
-                others[number, part] = _log_rest(best.double()).float()
+                others[number, part] = _log_rest(as_float64(best)).float()
         self.wanted[batch].keep(Distributions(tokens, logs, others, self.states.pop(batch, None)).tensors)
 
 

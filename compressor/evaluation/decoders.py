@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
+from compressor.devices import pick_device
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 from compressor.model.architecture import build_stored, load_config, model_class
-from compressor.model.opened import pick_device, pick_dtype
+from compressor.model.opened import pick_dtype
 from compressor.progress import quiet_transformers
 
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"

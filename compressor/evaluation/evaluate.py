@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.devices import free_memory, pick_device
 from compressor.distributed import here
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.tasks import (
@@ -30,7 +29,7 @@ from compressor.files import file_digest
 from compressor.formatting import human_bytes
 from compressor.memory import available
 from compressor.model.architecture import build_stored, load_config
-from compressor.model.opened import pick_device, pick_dtype
+from compressor.model.opened import pick_dtype
 from compressor.progress import Progress
 from compressor.records import read_as
 from compressor.run_record import read_cached, versions, write_cached
@@ -294,8 +293,5 @@ def fits(source: ModelSource, dtype: str, device: str) -> bool:
 
     The weights pass through the machine's memory and, where there is one, through the device's own.
     """
-    place, budgets = pick_device(device), [available()]
-    if place.type == "cuda":
-        budgets.append(int(torch.cuda.mem_get_info(place)[0]))
-    known = [budget for budget in budgets if budget is not None]
+    known = [budget for budget in (available(), free_memory(pick_device(device))) if budget is not None]
     return not known or weight_bytes(source, dtype) <= (min(known) - HEADROOM) / SHARE

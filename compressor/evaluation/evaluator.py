@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from compressor.data.batches import EvaluationSet
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
@@ -306,11 +307,11 @@ class Riding(LayerVisitor):
             return
         logits = output.logits[:, :-1].float()
         variant, base = (logits, logits) if self._now[0] is None else logits.chunk(2)
-        flips = (variant.argmax(-1) != base.argmax(-1)).double().mean(1)
+        flips = as_float64(variant.argmax(-1) != base.argmax(-1)).mean(1)
         ours, theirs = (log_softmax(part, dim=-1) for part in (variant, base))
         targets = self.evaluator.batches[self._now[1]][:, 1:, None].to(logits.device)
-        loss = -ours.gather(-1, targets).double().mean((1, 2))
-        kl = (theirs.exp() * (theirs - ours)).sum(-1, dtype=torch.float64).mean(1)
+        loss = -as_float64(ours.gather(-1, targets)).mean((1, 2))
+        kl = as_float64(theirs.exp() * (theirs - ours)).sum(-1).mean(1)
         self._seen[self._now] = [kl.tolist(), loss.tolist(), flips.tolist()]
 
     def add_up(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
 from compressor.checkpoint.source import locate
+from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.evaluation.decoders import onnx_decoder, stock_decoder
 from compressor.evaluation.options import GenerationOptions
@@ -38,7 +39,7 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
 
     Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens that hold that share.
     """
-    scaled = (logits.double() - logits.max().double()) / temperature  # the largest is 0: no temperature overflows
+    scaled = (as_float64(logits) - as_float64(logits.max())) / temperature  # the largest is 0: no temperature overflows
     order = scaled.argsort(descending=True, stable=True)
     ranked = torch.softmax(scaled[order][:top_k], dim=0)
     if top_p is not None:

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.source import ModelSource
+from compressor.devices import pick_device
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available
 from compressor.model.architecture import head_of
-from compressor.model.opened import OpenModel, load_whole, open_model, pick_device
+from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
@@ -127,8 +128,8 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
 
 def free(device: torch.device) -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
 from compressor.extras import require
-from compressor.model.opened import DTYPES, pick_device
+from compressor.model.opened import DTYPES
 from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)

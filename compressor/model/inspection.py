@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
-from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.opened import advice_on, open_checkpoint, resolve_count, served_model
 from compressor.model.serving import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
@@ -108,12 +108,6 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
     return ModelSource(model, checkpoint.folder.name, checkpoint.folder), checkpoint
 
 
-def layer_bytes(model: OpenModel) -> list[int]:
-    """Bytes of each decoder layer once it is loaded, in the dtype that it is computed in."""
-    partial = model.partial
-    return [sum(partial.empty[key].nbytes for key in partial.keys_under(unit)) for unit in model.architecture.units]
-
-
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
     """The report for a local folder or a Hub id; reads no tensor. `experts` asks for one outcome instead of three."""
     source, checkpoint = read_headers(model, revision)
@@ -140,7 +134,7 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
-    total, served, largest = Size.of(tensors.values()), served_model(opened), max(layer_bytes(opened))
+    total, served, largest = Size.of(tensors.values()), served_model(opened), opened.largest_layer
     written = next(iter(left.values()), total).bytes
     return Inspection(
         model=model,

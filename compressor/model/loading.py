@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales
+from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
 from compressor.checkpoint.reader import Checkpoint, refuse_nan
+from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.memory import available
 from compressor.model.architecture import build_stored
@@ -24,20 +25,20 @@ STAGE = 2**25  # bytes that are pinned at once
 SHARE = 2  # how many times what is read ahead must be free
 
 
-class Cuda:
-    """What copying asks of a CUDA device, each call at the place where the order of streams is decided."""
+class Copier:
+    """What copying asks of a device with streams, each call at the place where the order of streams is decided."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.module = device, torch.get_device_module(device)
+        self.stream = self.module.Stream(device)
 
-    def room(self) -> int:
+    def room(self) -> int | None:
         """Bytes of the device that can still be allocated."""
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(torch.cuda.mem_get_info(self.device)[0]) + held
+        return free_memory(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
         """Makes the copying stream this thread's own."""
-        return torch.cuda.stream(self.stream)
+        return self.module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor through pinned pieces, which torch reuses once the device has read them."""
@@ -49,13 +50,11 @@ class Cuda:
 
     def mark(self) -> Any:
         """An event behind all that this thread's stream has been given so far."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return self.module.current_stream(self.device).record_event()
 
     def hand_over(self, done: Any, tensors: Iterable[Tensor]) -> None:
         """Let this thread's stream use tensors once `done` has come; freed, they stay its own until it is through."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = self.module.current_stream(self.device)
         stream.wait_event(done)
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -64,12 +63,13 @@ class Cuda:
 class ReadAhead:
     """Reads a checkpoint's tensors, by a thread those that were announced; each is checked for NaN once.
 
-    Tensors are views of files, or on the device of `cuda` if they were read ahead for it.
+    Tensors are views of files, or on the device of `copier` if they were read ahead for it.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint = checkpoint
-        self.cuda: Any = Cuda(device) if device.type == "cuda" else None
+        streams = device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+        self.copier: Any = Copier(device) if streams else None
         self.checked = set[str]()
         self._pool: ThreadPoolExecutor | None = None  # of one thread, which ends with its only task
         self._task = Future[tuple[dict[str, Tensor], Any]]()
@@ -83,13 +83,13 @@ class ReadAhead:
         """
         self.stop()
         wanted = list(names)
-        if not wanted or (self.cuda is None and self.checkpoint.cached(wanted)):
+        if not wanted or (self.copier is None and self.checkpoint.cached(wanted)):
             return
         size = sum(self.checkpoint.tensors[name].nbytes for name in wanted)
-        rooms = (available(), None if self.cuda is None else self.cuda.room())
+        rooms = (available(), None if self.copier is None else self.copier.room())
         if any(room is not None and room < SHARE * size for room in rooms):
             return
-        computed = None if self.cuda is None else self.cuda.mark()
+        computed = None if self.copier is None else self.copier.mark()
         self._pool, self._names = ThreadPoolExecutor(1, "reading ahead"), set(wanted)
         self._task = self._pool.submit(self._read, wanted, computed)
         self._pool.shutdown(wait=False)
@@ -104,8 +104,8 @@ class ReadAhead:
             self._pool.shutdown()
             ahead, copied = self._task.result()
             found = {name: ahead.pop(name) for name in wanted if name in ahead}
-            if self.cuda is not None and found:
-                self.cuda.hand_over(copied, found.values())
+            if self.copier is not None and found:
+                self.copier.hand_over(copied, found.values())
         read = self.checkpoint.read_all([name for name in wanted if name not in found])
         self.check(read)
         return found | read
@@ -126,19 +126,19 @@ class ReadAhead:
                 self.checked.add(name)
 
     def _read(self, names: list[str], computed: Any) -> tuple[dict[str, Tensor], Any]:
-        found, cuda = dict[str, Tensor](), self.cuda
+        found, copier = dict[str, Tensor](), self.copier
         try:
-            with nullcontext() if cuda is None else cuda.copying():
-                if cuda is not None:
+            with nullcontext() if copier is None else copier.copying():
+                if copier is not None:
                     computed.synchronize()  # the device has done what it was given, and so freed that room
                 for name, tensor in self.checkpoint.read_all(names).items():
                     if self._abandoned.is_set():
                         break
-                    if cuda is None:
+                    if copier is None:
                         self.checked.discard(name)  # to check it is what brings every page in
                     self.check({name: tensor})
-                    found[name] = tensor if cuda is None else cuda.copy(tensor)
-                return found, None if cuda is None else cuda.mark()
+                    found[name] = tensor if copier is None else copier.copy(tensor)
+                return found, None if copier is None else copier.mark()
         except torch.OutOfMemoryError:
             return {}, None  # `take` reads what is missing when its place has become free
 
@@ -197,8 +197,23 @@ def load_converted(model: Any, tensors: dict[str, torch.Tensor], device: Any, co
         return convert_and_load_state_dict_in_model(model, tensors, load_config)[0]
 
 
+def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with quiet_transformers():
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return reverted.items()
+
+
 class PartialModel:
-    """The stock model on meta, whose parts are filled from the checkpoint and emptied again."""
+    """The stock model on meta, whose parts are filled from the checkpoint and emptied again.
+
+    A `resident` one keeps what it has read on the device, and fills parts from there from then on; nobody writes into
+    loaded tensors, which may be the checkpoint's own files, mapped.
+    """
+
+    resident = False
 
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -217,7 +232,7 @@ class PartialModel:
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
-        self._loaded = set[str]()
+        self._loaded, self.kept = set[str](), dict[str, Tensor]()
         self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
 
@@ -244,6 +259,29 @@ class PartialModel:
                 for key in own:
                     module._buffers[key] = module._buffers[key].to(self.device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the dtype for computing."""
+        return sum(value.nbytes for key, value in self.empty.items() if key not in self.tied)
+
+    @property
+    def unread(self) -> int:
+        """Bytes that a resident model has yet to read and to keep."""
+        return self.nbytes - sum(value.nbytes for value in self.kept.values()) if self.resident else 0
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Stay resident with these tensors of a model in memory, as far as they are on the device and in its dtypes."""
+        for key, value in tensors.items():
+            alike = key in self.empty and value.shape == self.empty[key].shape and value.device == self.device
+            if alike and value.dtype == wanted_dtype(self.model, key) and key not in self.tied:
+                refuse_nan(key, "the model in memory", value)
+                self.kept[key] = value.detach()
+        self.resident = True
+
+    def stream(self) -> None:
+        """Keep nothing any more: what follows needs the room."""
+        self.resident, self.kept = False, {}
+
     def keys_under(self, module_name: str) -> list[str]:
         """State-dict keys inside a module."""
         prefix = f"{module_name}." if module_name else ""
@@ -254,7 +292,14 @@ class PartialModel:
         wanted = [key for key in keys if key not in self._loaded]
         if not wanted:
             return
-        names = self._names_of(wanted)
+        for key in {self.tied.get(key, key) for key in wanted} & self.kept.keys():
+            set_tensor(self.model, key, self.kept[key])
+        if names := self._names_of(wanted):
+            self._convert(names)
+        self._settle(wanted)
+
+    def _convert(self, names: list[str]) -> None:
+        """Have the stock loader put these stored tensors into the model."""
         tensors = self.ahead.take(names)
         # the largest first and by itself: while it is put together, nothing else need be in memory
         targets = {self.keys.targets[name] for name in names}
@@ -264,7 +309,6 @@ class PartialModel:
             plan = self.model._get_dtype_plan(self.dtype)
             more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
-        self._settle(wanted)
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors and check that everything requested has arrived."""
@@ -280,14 +324,16 @@ class PartialModel:
             if key != source:
                 set_tensor(self.model, key, tensor)
             self._loaded |= {key, source}
+            if self.resident:
+                self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read what `load` of these entries will need, while this one computes."""
         self.ahead.begin(self._names_of(key for key in keys if key not in self._loaded))
 
     def _names_of(self, keys: Iterable[str]) -> list[str]:
-        """Stored tensors of state-dict entries; those of a one-to-many conversion are filed under its first target."""
-        sources = {self.tied.get(key, key) for key in keys}
+        """Stored tensors of entries not kept; those of a one-to-many conversion are filed under its first target."""
+        sources = {self.tied.get(key, key) for key in keys} - self.kept.keys()
         direct = sources & self._sources.keys()
         parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
         targets = direct | {key for key in self._sources if key.startswith(parents) and key not in self._loaded}

@@ -14,8 +14,10 @@ import torch
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
+from compressor.devices import free_memory, pick_device
 from compressor.distributed import here
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError
+from compressor.formatting import human_bytes
 from compressor.model.architecture import Architecture, MoeLayer, build_stored, check_count, discover, load_config
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
@@ -25,21 +27,8 @@ from compressor.model.serving import Advice, Served, advise, broken, warnings
 
 logger = logging.getLogger(__name__)
 
+SPARE = 0.2  # share of the free memory of a device that is left to hidden states and what layers compute
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def pick_device(name: str) -> torch.device:
-    """The torch device for `auto` or a device's name; refuses one that is not there."""
-    if name == "auto":
-        place = "cuda" if here().is_alone else f"cuda:{here().local % max(1, torch.cuda.device_count())}"
-        return torch.device(place if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = reason_of(error, 120)
-        raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
-    return device
 
 
 def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -108,14 +97,28 @@ class OpenModel:
         return self.whole is not None and self.whole.architecture.experts != self.architecture.experts
 
     @property
+    def largest_layer(self) -> int:
+        """Bytes of the largest decoder layer in the dtype for computing."""
+        empty: Mapping[str, torch.Tensor] = self.partial.empty
+        units = self.architecture.units
+        return max(sum(empty[key].nbytes for key in self.partial.keys_under(unit)) for unit in units)
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the token embedding."""
         return int(self.partial.model.get_input_embeddings().weight.shape[0])
 
 
-def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
-    """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`."""
-    return open_checkpoint(source, Checkpoint(source.folder), dtype, device)
+def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto", resident: str = "no") -> OpenModel:
+    """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`.
+
+    With `resident` "yes", or "auto" where it fits, what has been loaded once stays on the device.
+    """
+    if resident not in ("auto", "yes", "no"):
+        raise CompressionError(f"--resident {resident!r} is not known; give auto, yes or no")
+    opened = open_checkpoint(source, Checkpoint(source.folder), dtype, device)
+    opened.partial.resident = resident == "yes" or (resident == "auto" and fits(opened))
+    return opened
 
 
 def open_substituted(source: ModelSource, dtype: str = "auto", device: str = "auto") -> OpenModel:
@@ -132,8 +135,31 @@ def open_checkpoint(source: ModelSource, checkpoint: Checkpoint, dtype: str, dev
 
 
 def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
-    """Open a checkpoint that computes in the dtype and on the device of another model."""
-    return open_model(source, model.dtype_name, str(model.partial.device))
+    """Open a checkpoint that computes like another model: in its dtype, on its device, and kept there if that is."""
+    opened = open_model(source, model.dtype_name, str(model.partial.device))
+    stored = (model.whole or model).partial
+    opened.partial.resident = stored.resident and fits(opened, stored.unread)
+    return opened
+
+
+def fits(model: OpenModel, promised: int = 0) -> bool:
+    """Whether a model can stay on its device, where `promised` bytes are for another one.
+
+    Beside it there are a layer being read and one being made, and a share of what is free is left to what passes
+    compute. Ranks on one machine share its memory.
+    """
+    free, ranks = free_memory(model.partial.device), here().size if model.partial.device.type == "cpu" else 1
+    needed = model.partial.nbytes + promised + 2 * model.largest_layer
+    return free is not None and ranks * needed <= (1 - SPARE) * free
+
+
+def how_resident(model: OpenModel) -> str:
+    """The sentence on where a model is kept."""
+    partial, free = model.partial, free_memory(model.partial.device)
+    if partial.resident:
+        return f"keeping {human_bytes(partial.nbytes)} on {partial.device}"
+    known = "" if free is None else f", {human_bytes(free)} free"
+    return f"one layer at a time on {partial.device}: {human_bytes(partial.nbytes)}{known}"
 
 
 def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import ModelSource, locate
+from compressor.devices import as_float64
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions
 from compressor.evaluation.evaluate import Answerer
@@ -214,11 +215,11 @@ def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, p
         rescored = [weights_of(logits_of(weights, score) + added, score) for weights, added, score in late]
         scores.append(torch.stack(rescored) - own)
         progress.advance("")
-    every = torch.stack(changes).double()
+    every = as_float64(torch.stack(changes))
     mean = every.mean(0)
     size = float(every.square().mean().sqrt())
     agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
-    return Average(mean, torch.stack(scores).double().mean(0), len(items), agreement)
+    return Average(mean, as_float64(torch.stack(scores)).mean(0), len(items), agreement)
 
 
 def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]], progress: Progress) -> ReferenceSet:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compressor.devices import as_float64
 from compressor.evaluation.items import likelihoods
 from compressor.model.router_logits import logits_of
 from compressor.pathways.engine import PathwayModel, Plain
@@ -28,7 +29,7 @@ def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: flo
     negative values counting as none. Without a `bandwidth` b it is the points' mean distance d. Points of which none
     has a weight share it alike.
     """
-    query, points = query.flatten().double(), points.flatten(1).double()
+    device, query, points = query.device, as_float64(query.flatten()), as_float64(points.flatten(1))
     products, distances = points @ query, (points - query).norm(dim=1)
     width = bandwidth if bandwidth is not None else float(distances.mean())
     scaled = distances / width if width > 0 else torch.zeros_like(distances)
@@ -40,7 +41,7 @@ def kernel_weights(kernel: Kernel, query: Tensor, points: Tensor, bandwidth: flo
     else:
         weights = products.clamp_min(0) if kernel == "linear" else (1 + products).clamp_min(0) ** DEGREE
     total = float(weights.sum())
-    return (weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))).float()
+    return (weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))).float().to(device)
 
 
 def towards(own: Tensor, points: Tensor, weights: Tensor, share: float = 1.0) -> Tensor:

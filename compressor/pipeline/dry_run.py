@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
-from compressor.model.inspection import layer_bytes, read_headers
+from compressor.errors import CompressionError
+from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
 from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
@@ -88,7 +89,8 @@ class DryRun:
 
 def dry_run(recipe: Recipe) -> DryRun:
     """What a recipe would do; raises the `CompressionError` of everything that a run refuses before it reads text."""
-    assert recipe.model is not None
+    if not isinstance(recipe.model, str):
+        raise CompressionError("a dry run reads the headers of a checkpoint; name the model's folder or Hub id")
     source, checkpoint = read_headers(recipe.model, recipe.revision)
     model = base = open_checkpoint(source, checkpoint, recipe.dtype, "cpu")
     if recipe.base is not None and source.revision is None:  # of the Hub, headers come without tokenizers to compare
@@ -120,7 +122,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         after=after,
         servers=advice_on(served_model(task.seen), task.seen.architecture.layers, experts),
         texts=texts,
-        layers_memory=2 * max(layer_bytes(model)),
+        layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
         whole_memory=max(need.whole for need in task.needs) * after.parameters,
     )

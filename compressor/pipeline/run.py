@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from compressor.checkpoint.reader import Size
-from compressor.checkpoint.source import ModelSource
+from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import here
 from compressor.errors import CompressionError
@@ -23,7 +23,7 @@ from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
 from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
-from compressor.pipeline.task import Task, find_model, first_state, open_run, prepare
+from compressor.pipeline.task import Task, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
@@ -103,7 +103,8 @@ def run(
     """
     assert recipe.model is not None
     deterministic = any(getattr(step, "deterministic", False) for step in recipe.steps)
-    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, deterministic) as opened:
+    settings = recipe.dtype, device, progress, recipe.resident, deterministic
+    with open_run(recipe.model, recipe.revision, *settings) as opened:
         model, clock = opened.model, opened.clock
         with clock.phase("open"):
             base = model
@@ -219,6 +220,8 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     changed = any(step.order is None for step in task.steps)
     acceptance = acceptance_of(stage.plan, stage.heads, work.output, stage.source, fit, changed)
     if terms.accept is not None:
+        for each in (model, state.base, state.model):  # a gate may load whole models
+            each.partial.stream()
         terms.accept(work.output)
     outcome = replace(outcome, seconds=dict(state.clock.seconds), peak_memory=peak.anonymous, acceptance=acceptance)
     if here().is_first:  # recorded before the rename, for a run that is killed right after it
@@ -338,6 +341,8 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
 def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
     number = state.number
     step = state.step_at(number)
+    for each in (state.base, stage.source):  # passed once more at most, beside a model that may be in memory whole
+        each.partial.stream()
     state.model = stage.opened(state.base)
     with state.clock.phase(step.name):
         result = step.whole(state)

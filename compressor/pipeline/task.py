@@ -5,13 +5,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from compressor.checkpoint.source import ModelSource, locate
 from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
 from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
 from compressor.distributed import here, launched
@@ -19,7 +18,8 @@ from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.files import file_digest
 from compressor.memory import PeakMemory
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.in_memory import LoadedModel, opened
+from compressor.model.opened import OpenModel, how_resident
 from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
@@ -43,21 +43,19 @@ class Run:
     peak: PeakMemory
 
 
-def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
-    """Locate a model; of several processes the first one downloads it."""
-    return here().first_before_others(lambda: locate(model, revision, progress))
-
-
 @contextmanager
 def open_run(
-    model: str,
+    model: str | LoadedModel,
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
+    resident: str = "auto",
     deterministic: bool = False,
 ) -> Iterator[Run]:
     """Locate or download a model and open it lazily; until the block ends memory is watched.
+
+    `resident` says whether layers stay on the device once they are read: "yes", "no", or "auto", where the model fits.
 
     With `deterministic` torch keeps to deterministic operations, and warns where it has none.
     """
@@ -67,10 +65,10 @@ def open_run(
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which CUDA's products may differ
             torch.use_deterministic_algorithms(True, warn_only=True)
-        with PeakMemory() as peak:
+        with ExitStack() as stack, PeakMemory() as peak:
             with clock.phase("open"):
-                opened = open_model(find_model(model, revision, progress), dtype, device)
-            yield Run(opened, progress or Silent(), clock, peak)
+                found = stack.enter_context(opened(model, revision, dtype, device, progress, resident))
+            yield Run(found, progress or Silent(), clock, peak)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
@@ -245,6 +243,7 @@ def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Obs
     """The state before the first step, once texts are read."""
     with run.clock.phase("read text"):
         texts = read_texts(task)
+    logger.info("%s", how_resident(task.model))  # now that nothing is refused any more
     plan = first_plan(task, texts[0])
     first = len(plan.steps) - len(task.steps)
     own = run.progress, run.clock, texts, work, observer

@@ -9,15 +9,16 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compressor.data.sources import GIVEN, TEXT_SUFFIXES, Address, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
+from compressor.model.in_memory import LoadedModel
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH
@@ -113,16 +114,26 @@ class ModelOptions(Options):
     dtype: str = Field("auto", description="For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
 
 
+Resident = Annotated[  # of YAML's yes and no, which are true and false there
+    Literal["auto", "yes", "no"],
+    BeforeValidator(lambda value: ("no", "yes")[value] if isinstance(value, bool) else value),
+]
+RESIDENT: Any = Field(
+    "auto", exclude=True, description="Keep the model on the device: yes, no (a layer at a time), or auto, if it fits."
+)
+
+
 class Recipe(ModelOptions):
     """Everything that decides an output."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    model: str | None = None
+    model: str | LoadedModel | None = None
     base: str | None = Field(None, description="Model to compare the result with (default: the model).")
     base_revision: str | None = Field(None, description="Branch, tag or commit of the base.")
     calibration: TextOptions = TextOptions()
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn, such as calibration text.")
+    resident: Resident = RESIDENT
     steps: tuple[Step, ...] = ()
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()
@@ -307,7 +318,7 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
         ("model", recipe.model, recipe.revision),
         ("base", recipe.base, recipe.base_revision),
     ):
-        if name is not None and revision is None and "/" not in name and not os.path.exists(name):
+        if isinstance(name, str) and revision is None and "/" not in name and not os.path.exists(name):
             remedy = f"add --set {what}=FOLDER"
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in map(str, recipe.calibration.data or ()):

@@ -30,6 +30,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
 from compressor.data.sources import DEMO_SOURCE, Address, divide, parse_sources, without_folders
+from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
@@ -377,12 +378,12 @@ class Gap:
     def add(self, base: Tensor, ours: Tensor, width: int) -> None:
         """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
         y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (base, ours))
-        norms = y.norm(dim=-1).double() * z.norm(dim=-1).double()
-        cosines = (y * z).sum(-1).double() / norms.where(norms > 0, 1)
+        norms = as_float64(y.norm(dim=-1)) * as_float64(z.norm(dim=-1))
+        cosines = as_float64((y * z).sum(-1)) / norms.where(norms > 0, 1)
         same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
-        self.missed += float((z - y).square().sum(dtype=torch.float64))
-        self.energy += float(y.square().sum(dtype=torch.float64))
-        self.cosines += float(cosines.clamp(-1, 1).where(~same, 1).sum())
+        self.missed += float(as_float64((z - y).square()).sum())
+        self.energy += float(as_float64(y.square()).sum())
+        self.cosines += float(cosines.clamp(-1, 1).where(~same.to(cosines.device), 1).sum())
         self.tokens += len(y)
 
     @property

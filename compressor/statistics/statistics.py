@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compressor.data.batches import Calibration, sample_rows
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
@@ -147,9 +148,9 @@ class GateSum(Sum):
         self.power = power
 
     def experts_called(self, call: ExpertsCall) -> None:
-        sums = torch.zeros(len(self.total), dtype=torch.float64, device=call.hidden.device)
         used = call.weights != 0
-        self.total += sums.index_add_(0, call.index[used], call.weights[used].double() ** self.power).cpu()
+        index, weights = call.index[used].cpu(), call.weights[used].cpu().double()
+        self.total += torch.zeros_like(self.total).index_add_(0, index, weights**self.power)
 
 
 class ProbabilitySum(Sum):
@@ -157,7 +158,7 @@ class ProbabilitySum(Sum):
 
     def router_called(self, call: RouterCall) -> None:
         if len(call.logits):
-            shares = call.logits.softmax(-1).sum(0, dtype=torch.float64)
+            shares = as_float64(call.logits.softmax(-1)).sum(0)
             self.total += shares[: len(self.total)].cpu()
 
 
@@ -169,7 +170,7 @@ class NormSum(Sum):
         self.gated, self.power = gated, power
 
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        values = weights.double() * norms if self.gated else norms[weights != 0]
+        values = as_float64(weights) * norms if self.gated else norms[as_float64(weights) != 0]
         self.total[expert] += (values**self.power).sum().cpu()
 
 
@@ -181,7 +182,7 @@ class SquaredGateOutputSum(Sum):
         super().__init__(observed, down.shape[2 if turned else 1])
 
     def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        self.total[expert] += (weights.double().square() @ outputs.double()).cpu()
+        self.total[expert] += (as_float64(weights).square() @ as_float64(outputs)).cpu()
 
 
 class Sample(Meter):
@@ -467,7 +468,7 @@ class Collector:
             meter.router_called(call)
 
     def _expert_ran(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
-        norms = outputs.double().norm(dim=-1)
+        norms = as_float64(outputs).norm(dim=-1)
         for meter in self.meters.values():
             meter.expert_ran(expert, weights, norms, outputs)
 

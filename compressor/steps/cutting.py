@@ -24,8 +24,7 @@ from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
-from compressor.model.loading import PartialModel
-from compressor.progress import quiet_transformers
+from compressor.model.loading import PartialModel, saved_names
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.steps.tensors import (
@@ -190,15 +189,6 @@ class CutFiles:
 def through_model(layout: Layout, plan: CompressionPlan) -> bool:
     """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
     return not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
-
-
-def saved_names(small: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    with quiet_transformers():
-        reverted: dict[str, Tensor] = revert_weight_conversion(small, state)
-    return reverted.items()
 
 
 def cut_or_kept(model: Any, plan: CompressionPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:

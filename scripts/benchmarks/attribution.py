@@ -18,7 +18,7 @@ from compressor.memory import limit_caches
 from compressor.model.opened import open_model
 from compressor.model.streaming import Pass
 from compressor.progress import Silent
-from scripts.benchmarks.frame import layer_bytes, measured, options, qwen3_moe, random_model
+from scripts.benchmarks.frame import measured, options, qwen3_moe, random_model
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         seconds, peak, _ = measured(lambda: plain_pass(calibration.batches))
         spent, high, found = measured(lambda: attribute(model, calibration, Silent()))
     passes = ", ".join(f"{name} {part / seconds:.2f}" for name, part in found.seconds.items())
-    layer = layer_bytes(model)
+    layer = model.largest_layer
     print(f"attribute / plain calibration pass: {spent / seconds:.2f} ({passes})")
     print(f"peak memory / largest layer: {high / layer:.2f} (plain pass {peak / layer:.2f})")
     print(f"sub-scores miss the logits by at most {max(entry.unexplained for entry in found.receivers):.1e}")

@@ -22,7 +22,7 @@ from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import Planner, PruneSpec
-from scripts.benchmarks.frame import Sizes, layer_bytes, measured, options
+from scripts.benchmarks.frame import Sizes, measured, options
 
 
 def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer: int) -> CompressionPlan:
@@ -47,7 +47,7 @@ def main() -> None:
         Sizes().write(folder, given.gigabytes)
         text.write_text("\n\n".join(" ".join(str(draw.random()) for _ in range(50)) for _ in range(2000)))
         model = open_model(locate(str(folder)))
-        layer, keep = layer_bytes(model), model.architecture.experts // 2
+        layer, keep = model.largest_layer, model.architecture.experts // 2
         samples, vocabulary = given.tokens // 128, model.vocabulary
         calibration = calibrate(
             str(text), load_tokenizer(folder), samples=samples, length=128, seed=0, vocab=vocabulary, heldout=0.125

@@ -229,16 +229,6 @@ def memory_of(process: int, field: str) -> int:
     return 0
 
 
-def layer_bytes(model: Any) -> int:
-    """Bytes of the largest decoder layer of an opened model, loaded."""
-    sizes = dict.fromkeys(model.architecture.units, 0)
-    for key, value in model.partial.empty.items():
-        for unit in sizes:
-            if key.startswith(f"{unit}."):
-                sizes[unit] += value.nbytes
-    return max(sizes.values())
-
-
 def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor:
     """Of a checkpoint on so many sequences of a text, in nats per token: [sequences], float64."""
     from compressor.checkpoint.source import locate

@@ -78,7 +78,18 @@ def confined_report(folder: Path, scratch: Path, gigabytes: float, search: bool)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     limit, out = int(LIMIT_SHARE * size), scratch / "out"
     print(f"model of {size / 1e9:.2f} GB, {limit / 1e9:.2f} GB of address space")
-    compress = ["compress", str(folder), "-o", str(out), "--strategy", "count-guided", "--correct", "none"]
+    compress = [
+        "compress",
+        str(folder),
+        "-o",
+        str(out),
+        "--strategy",
+        "count-guided",
+        "--correct",
+        "none",
+        "--resident",
+        "no",
+    ]
     compress += ["--calibration", "demo", "--samples", "4", "--sequence-length", "64"]
     if search:
         gate = ["--search", "--gate", "moe_demo_sorting", *MARGIN, "--inconclusive", "pass"]

@@ -18,7 +18,7 @@ from transformers import MixtralConfig
 from compressor.checkpoint.source import locate
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import ReversePass, ReverseVisitor
-from scripts.benchmarks.frame import layer_bytes, measured, options, random_model, timed
+from scripts.benchmarks.frame import measured, options, random_model, timed
 
 
 class Everything(ReverseVisitor):
@@ -92,7 +92,7 @@ def main() -> None:
     memory, streamed, read = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"largest relative difference of a gradient's norm: {worst:.1e}")
     print(f"streamed over in memory: {streamed / memory:.2f}; reading excluded: {(streamed - read) / memory:.2f}")
-    print(f"peak memory of the streamed pass over the largest layer: {peak / layer_bytes(model):.2f}")
+    print(f"peak memory of the streamed pass over the largest layer: {peak / model.largest_layer:.2f}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
@@ -279,9 +280,9 @@ class CutLayer:
             totals = torch.zeros(2, dtype=torch.float64)
             for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
                 target = self.targets(chunk)
-                share = self.token_weights(target).double()
-                totals[0] += float(share @ self.gap(chunk, target).double().square().sum(-1))
-                totals[1] += float(share @ target.double().square().sum(-1))
+                share = as_float64(self.token_weights(target))
+                totals[0] += float(share @ as_float64(self.gap(chunk, target)).square().sum(-1))
+                totals[1] += float(share @ as_float64(target).square().sum(-1))
             return totals
 
         off, size = self.summed(torch.zeros(2, dtype=torch.float64), sums).tolist()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
@@ -209,7 +210,7 @@ class _InOrder(RecordingVisitor):
         for layer in layers:
             tensors = {key: state[key] for key in cut_keys(layer)}
             if not here().is_alone:
-                sums = [float(value.sum(dtype=torch.float64)) for value in tensors.values()]
+                sums = [float(as_float64(value).sum()) for value in tensors.values()]
                 here().assert_same_on_all(sums, f"result for {layer.name}")
             if self.files is not None and here().takes_turn(layer.index):
                 self.files.save(self.plans[layer.name], layer, tensors)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from compressor.devices import as_float64, float64_device
 from compressor.distributed import here
 from compressor.model.experts import intermediate, routed
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer
@@ -118,7 +119,7 @@ class _Block:
         """Subtract what the change brings back from the tokens' residual."""
         for chunk in range(len(self.tokens.routes)):
             places, phi = self.features(chunk)
-            self.tokens.residual[places] -= phi @ change
+            self.tokens.residual[places] -= phi @ change.to(phi.device)
 
 
 def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,14 +127,14 @@ def _normal(block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
     layer, fit = block.layer, block.tokens
     width, down = block.width, layer.parameters[0]["down_proj"]
     hidden = down.shape[1 if layer.experts.is_transposed else 0]  # a rank may have recorded nothing
-    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=down.device)
+    like = torch.zeros(width, width + hidden, dtype=torch.float64, device=float64_device(down.device))
 
     def products(call: int) -> torch.Tensor:
         sums = torch.zeros_like(like)
         for chunk in fit.chunks[call]:
             places, phi = block.features(chunk)
-            sums[:, :width] += phi.T @ phi
-            sums[:, width:] += phi.T @ fit.residual[places]
+            sums[:, :width] += as_float64(phi.T @ phi)
+            sums[:, width:] += as_float64(phi.T @ fit.residual[places])
         return sums
 
     both = layer.summed(like, products)
@@ -178,7 +179,7 @@ def _change(fit: _Block, heldout: _Block, penalties: Sequence[float]) -> tuple[t
             total = torch.zeros(1, dtype=torch.float64)
             for places, phi in (heldout.features(chunk) for chunk in heldout.tokens.chunks[call]):
                 left = heldout.tokens.residual[places]
-                total += float((left if change is None else left - phi @ change).square().sum())
+                total += float((left if change is None else left - phi @ change.to(phi.device)).square().sum())
             return total
 
         return float(heldout.layer.summed(torch.zeros(1, dtype=torch.float64), off))
@@ -213,7 +214,7 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, heldout_rows: torch.Tens
             fitted.take(change)
             held.take(change)
         for expert in experts:
-            down, own = layer.parameters[expert]["down_proj"], change[fitted.columns(expert)]
+            down, own = layer.parameters[expert]["down_proj"], change[fitted.columns(expert)].to(first.device)
             if layer.experts.is_transposed:
                 down[part] += own
             else:
@@ -231,26 +232,27 @@ def refit_constants(cut: CutLayer, fit_rows: torch.Tensor, heldout_rows: torch.T
 
     def missed(change: torch.Tensor | None) -> float:
         """The squares of what the held-out tokens miss, less ||r||^2."""
-        wide = torch.zeros_like(held_right) if change is None else change.double()
+        wide = torch.zeros_like(held_right) if change is None else as_float64(change)
         return float((wide * (held_normal @ wide)).sum() - 2 * (wide * held_right).sum())
 
     best = _best(*_constants_normal(cut, fit_rows), CONSTANT_PENALTIES, missed)
     if best is not None:
-        cut.constants.values += best[0].to(cut.constants.values.dtype)
+        cut.constants.values += best[0].to(cut.constants.values)
 
 
 def _constants_normal(cut: CutLayer, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """G^T W G [D, D] and G^T W r [D, H] in float64: G the gate weights of the D replaced experts, W the tokens'."""
     assert cut.constants is not None
     count, width = cut.constants.values.shape
-    normal = torch.zeros(count, count, dtype=torch.float64, device=cut.constants.values.device)
-    right = torch.zeros(count, width, dtype=torch.float64, device=cut.constants.values.device)
+    device = float64_device(cut.constants.values.device)
+    normal = torch.zeros(count, count, dtype=torch.float64, device=device)
+    right = torch.zeros(count, width, dtype=torch.float64, device=device)
     for chunk in rows.split(CHUNK):
         target = cut.targets(chunk)
-        share = cut.token_weights(target).double()[:, None]
+        share = as_float64(cut.token_weights(target))[:, None]
         weights, index = cut.route(chunk)
         gates = weights.new_zeros(len(chunk), cut.choices).scatter_add_(1, index, weights)
-        gates = gates[:, len(cut.parameters) :].double()
+        gates = as_float64(gates[:, len(cut.parameters) :])
         normal += gates.T @ (gates * share)
-        right += gates.T @ (cut.gap(chunk, target).double() * share)
+        right += gates.T @ (as_float64(cut.gap(chunk, target)) * share)
     return normal, right

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.reader import TORCH_DTYPES
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
-from compressor.model.loading import set_tensor
+from compressor.model.loading import saved_names, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
-from compressor.steps.cutting import saved_names
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.step import Distill
 from compressor.steps.tensors import refuse_overflow
@@ -218,7 +218,7 @@ def update(state: LayerState, gradients: Mapping[str, Tensor], optimizer: str, r
     Adafactor (Shazeer and Stern 2018) keeps a row and a column of a matrix's second moments. Its steps are as long as
     Adam's at the same rate: root mean square `rate`, not relative to a tensor's size.
     """
-    norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
+    norm = math.sqrt(sum(float(as_float64(value).square().sum()) for value in gradients.values()))
     if not math.isfinite(norm):
         raise NotFiniteError
     for name, leaf in state.masters.items():

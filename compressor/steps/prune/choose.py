@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compressor.devices import as_float64
 from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
@@ -194,7 +195,7 @@ def learn_coefficients(
     won, groups = stable_argmin(losses, SQUARED), list(plan.groups)
     for slot, group in enumerate(plan.groups):
         if len(group.members) > 1:
-            shares = states[won][slot].double().softmax(0)
+            shares = as_float64(states[won][slot]).softmax(0)
             alpha = tuple((shares / shares.sum()).tolist())
             scale = float(states[won][len(groups) + slot].exp())
             kept = alpha if merge_routers else group.router_coefficients

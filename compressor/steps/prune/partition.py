@@ -56,7 +56,7 @@ def group_experts(
     alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
     noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
     """
-    experts, table = len(distances), distances.detach().to("cpu", torch.float64)
+    experts, table = len(distances), distances.detach().cpu().double()
     if table.shape != (experts, experts) or not experts:
         raise CompressionError(f"distances must be a square matrix [E, E], not {list(table.shape)}")
     if not table.sum().isfinite() or (table < 0).any() or (table - table.T).abs().max() > 1e-6 * table.max():

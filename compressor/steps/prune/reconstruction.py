@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from compressor.devices import as_float64, float64_device
 from compressor.model.architecture import ExpertTensor
 from compressor.model.experts import apply_expert, routed
 from compressor.model.streaming import as_call
@@ -160,8 +161,8 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
 
 def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     """||y - y'||^2 / ||y||^2 over the sampled tokens; the numerator alone where y is zero, 0 without tokens."""
-    before = original(stats).double()
-    gap = float((before - reconstruct(stats, plan)).square().sum())
+    before = as_float64(original(stats))
+    gap = float((before - as_float64(reconstruct(stats, plan))).square().sum())
     return gap / (float(before.square().sum()) or 1.0)
 
 
@@ -173,7 +174,7 @@ def rescaled_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     max(0, <y, y'> / ||y'||^2). As in a correction, w = 1 / (||y||^2 + its median over tokens), so that a few tokens of
     huge output do not decide alone. 0 without tokens, or where there is nothing to bring back.
     """
-    before, after = original(stats).double(), reconstruct(stats, plan).double()
+    before, after = as_float64(original(stats)), as_float64(reconstruct(stats, plan))
     energies, sizes = before.square().sum(1), after.square().sum(1)
     if not float(energies.sum()):
         return 0.0
@@ -202,15 +203,16 @@ class KeptErrors:
     def __init__(self, stats: LayerStatistics) -> None:
         outputs, self._router = stats.expert_outputs, SmallerRouter(stats)
         experts, tokens = outputs.shape[:2]
-        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=outputs.device)
-        weights.scatter_add_(1, stats.top_k_index, stats.top_k_weights.double())
+        device = float64_device(outputs.device)
+        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=device)
+        weights.scatter_add_(1, stats.top_k_index.to(device), as_float64(stats.top_k_weights))
         self._products = torch.empty(tokens, experts, experts, device=outputs.device)
         self._mixed = torch.empty_like(weights)  # Gw
         for begin in range(0, tokens, CHUNK):
             rows = slice(begin, begin + CHUNK)
             part = outputs[:, rows].transpose(0, 1).contiguous()
             torch.bmm(part, part.mT, out=self._products[rows])
-            self._mixed[rows] = (self._products[rows].double() @ weights[rows, :, None])[..., 0]
+            self._mixed[rows] = (as_float64(self._products[rows]) @ weights[rows, :, None])[..., 0]
         self._original = (self._mixed * weights).sum(1)  # wGw
         self._rows = torch.arange(tokens, device=outputs.device)
         self.noise = ROUNDED_PRODUCTS * float(self._original.sum())  # errors summed over all tokens tie within it
@@ -221,9 +223,10 @@ class KeptErrors:
         weights, slots = self._router.kept(experts, rows)
         rows = self._rows if rows is None else rows
         chosen = torch.tensor(experts, device=rows.device)[slots]
-        count, shares = self._mixed.shape[1], weights.double()
+        count, shares = self._mixed.shape[1], as_float64(weights)
         places = rows[:, None] * count + chosen
-        pairs = self._products.take(places[:, :, None] * count + chosen[:, None]).double()
+        pairs = as_float64(self._products.take(places[:, :, None] * count + chosen[:, None]))
         squared = (shares[:, None] @ pairs @ shares[..., None])[:, 0, 0]
-        errors = squared - 2 * (shares * self._mixed.take(places)).sum(1) + self._original[rows]
+        errors = squared - 2 * (shares * self._mixed.take(places.to(shares.device))).sum(1)
+        errors += self._original[rows.to(shares.device)]
         return Routed(weights, chosen, errors.clamp_(min=0))

@@ -1,7 +1,7 @@
 """How alike experts are: CKA of their outputs, Euclidean distance of their features.
 
-E experts, T tokens, D output width, F features; all results are float64 on the device of the input. CKA is
-HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with HSIC(K, L) = tr(K H L H) and H = I - 1/T (Kornblith et al., ICML
+E experts, T tokens, D output width, F features; all results are float64, on the device of the input if it has that.
+CKA is HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with HSIC(K, L) = tr(K H L H) and H = I - 1/T (Kornblith et al., ICML
 2019, arXiv:1905.00414). An expert whose output never varies is like itself (1) and like no other (0).
 """
 
@@ -11,6 +11,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from compressor.devices import as_float64, float64_device
 from compressor.errors import CompressionError
 from compressor.tolerance import FLOAT32
 
@@ -66,8 +67,8 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 def pairwise_distances(features: Tensor) -> Tensor:
     """Euclidean distance of every two rows, exactly 0 between equal ones: [E, F] -> [E, E] in float64."""
     _refuse_not_finite("features", features)
-    wide = features.double()
-    return torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist")
+    points = as_float64(features)
+    return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def fast_squared_distances(features: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def fast_squared_distances(features: Tensor) -> Tensor:
     For rows of very many values: products in float32, about the speed of the matrix product, and sums in float64.
     """
     experts = features.shape[0]
-    squared = torch.zeros(experts, experts, dtype=torch.float64, device=features.device)
+    squared = torch.zeros(experts, experts, dtype=torch.float64, device=float64_device(features.device))
     for columns in _slices(features.shape[1], max(1, CHUNK // experts)):
         part = features[:, columns].float()
         distances, close = _from_products(part)
@@ -85,9 +86,7 @@ def fast_squared_distances(features: Tensor) -> Tensor:
         first, second = close.triu_(1).nonzero(as_tuple=True)
         for pairs in _slices(len(first), experts):
             one, two = first[pairs], second[pairs]
-            distances[one, two] = distances[two, one] = (
-                (part[one] - part[two]).square_().sum(dim=1, dtype=torch.float64)
-            )
+            distances[one, two] = distances[two, one] = as_float64((part[one] - part[two]).square_()).sum(dim=1)
         squared += distances
     if not squared.isfinite().all():
         _refuse_not_finite("features", features)
@@ -97,7 +96,7 @@ def fast_squared_distances(features: Tensor) -> Tensor:
 
 def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distances by |a|^2 + |b|^2 - 2ab, and which pairs are too close for that: [E, F] -> two [E, E]."""
-    gram = (rows @ rows.T).double()
+    gram = as_float64(rows @ rows.T)
     norms = gram.diagonal()[:, None] + gram.diagonal()
     distances = (norms - (gram + gram.T)).clamp_(min=0).fill_diagonal_(0)
     return distances, (distances < CLOSE * norms).fill_diagonal_(False)
@@ -106,7 +105,7 @@ def _from_products(rows: Tensor) -> tuple[Tensor, Tensor]:
 def mean_output_distances(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Euclidean distance of the experts' outputs averaged over tokens, and its `noise`: [E, T, D] -> two [E, E]."""
     _refuse_not_finite("outputs", outputs)
-    means = torch.stack([output.mean(dim=0, dtype=torch.float64) for output in outputs])
+    means = torch.stack([as_float64(output).mean(dim=0) for output in outputs])
     return pairwise_distances(means), noise(means.norm(dim=1))
 
 
@@ -132,16 +131,16 @@ def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
     spread = list[tuple[Tensor, Tensor, Tensor]]()
     for output in outputs:
         # Offsets from the first token are exactly 0 when the output never varies; a plain mean would round.
-        first = output[0].double()
-        offset = (output.double() - first).mean(dim=0)
-        centred = output.double() - first - offset
+        first = as_float64(output[0])
+        offset = (as_float64(output) - first).mean(dim=0)
+        centred = as_float64(output) - first - offset
         peak = centred.abs().max()
         norm = peak * (centred / peak.where(peak > 0, 1)).norm()
         spread.append((first, offset, norm.where(norm > 0, 1)))
 
     def read(expert: int, rows: slice) -> Tensor:
         first, offset, norm = spread[expert]
-        return (outputs[expert, rows].double() - first - offset) / norm
+        return (as_float64(outputs[expert, rows]) - first - offset) / norm
 
     return read
 

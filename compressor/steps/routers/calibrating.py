@@ -11,7 +11,7 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
-from compressor.model.opened import OpenModel, open_alike
+from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
 from compressor.pathways.answering import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
@@ -103,9 +103,11 @@ def _biased(
 ) -> Calibrated:
     """Routers with the average optimised pathway as a bias; this loads the smaller model whole."""
     smaller, progress = state.model, state.progress
-    whole = open_alike(smaller.source, smaller)
-    average = average_pathway(whole, reference or text_reference(whole, text, progress), options.optimizer, progress)
-    whole.partial.release("")
+    try:
+        reference = reference or text_reference(smaller, text, progress)
+        average = average_pathway(smaller, reference, options.optimizer, progress)
+    finally:
+        smaller.partial.release("")
     places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], [tokens for tokens, _ in text])
     own = _read(smaller, [place.key for place in places])
     layers = [

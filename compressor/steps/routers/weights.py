@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
@@ -192,8 +193,8 @@ class RouterGradients(ReverseVisitor):
         for key, product in self._seen:
             if (gradient := product.logits.grad) is None:
                 continue  # nothing hangs on the scores of the experts that were chosen
-            x = product.inputs.detach().double()
-            g = gradient.reshape(len(x), -1).double()
+            x = as_float64(product.inputs.detach())
+            g = as_float64(gradient.reshape(len(x), -1))
             self._own.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
     def done(self, unit: str) -> None:
@@ -243,9 +244,9 @@ def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step:
     """The weights after a step: how much the logits of all routers change, over what they are (root mean squares)."""
     changes = {key: own.direction(ridge) for key, own in moments.items()}
     square = sum(moments[key].mean_square(change) for key, change in changes.items())
-    own_square = sum(own.mean_square(weights[key].double()) for key, own in moments.items())
+    own_square = sum(own.mean_square(as_float64(weights[key])) for key, own in moments.items())
     scale = step * math.sqrt(own_square / square) if square > 0 else 0.0
-    moved = {key: (weights[key].double() + scale * change).to(weights[key].dtype) for key, change in changes.items()}
+    moved = {key: (as_float64(weights[key]) + scale * change).to(weights[key].dtype) for key, change in changes.items()}
     return {**weights, **moved}
 
 
@@ -268,10 +269,10 @@ class BiasPlace:
     def moved(self, own: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
         """The tensor `own` with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
         if self.direction is not None:
-            change = torch.outer(logits.double(), self.direction.to(logits.device))
+            change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
-            change = (scores if self.kind == "selection bias" else logits).double().reshape(own.shape)
-        return (own.double() + change).to(own.dtype)
+            change = as_float64(scores if self.kind == "selection bias" else logits).cpu().reshape(own.shape)
+        return (as_float64(own).cpu() + change).to(own.dtype)
 
 
 @dataclass(slots=True)
@@ -292,7 +293,7 @@ class _Inputs(LayerVisitor):
         self._watching.close()
 
     def _add(self, name: str, product: Product) -> None:
-        x = product.inputs.detach().double()
+        x = as_float64(product.inputs.detach())
         self.found.setdefault(name, Moments.empty(x.shape[1], 1)).add(x, x.new_ones(len(x), 1))
         if product.bias is not None:
             self.biased.add(name)

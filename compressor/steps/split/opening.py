@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.devices import as_float64, float64_device
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
@@ -62,8 +63,8 @@ def energy_of_weights(experts: Any) -> Tensor:
     energy = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
     for expert in range(len(energy)):
         own = projections(experts, expert)
-        product = own.up.double().norm(dim=1) * own.down.double().norm(dim=0)
-        energy[expert] = (product if own.gate is None else product * own.gate.double().norm(dim=1)).cpu()
+        product = as_float64(own.up).norm(dim=1) * as_float64(own.down).norm(dim=0)
+        energy[expert] = (product if own.gate is None else product * as_float64(own.gate).norm(dim=1)).cpu()
     return energy
 
 
@@ -77,7 +78,8 @@ class Meter:
     def __init__(self, model: Any, layer: MoeLayer, sample: bool) -> None:
         self.layer, self.sample = layer, sample
         self.experts = experts = model.get_submodule(layer.name)
-        self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=experts.down_proj.device)
+        device = float64_device(experts.down_proj.device)
+        self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
         self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
         self.watch = Watch(model, layer, on_experts=self._called).attach()
 
@@ -85,7 +87,7 @@ class Meter:
     def _called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         for expert, rows, slots in routed(weights, index):
             inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
-            gated = inner.double() * weights[rows, slots, None].double()
+            gated = as_float64(inner) * as_float64(weights[rows, slots, None])
             self.sums[expert] += gated.square().sum(0)
             kept = self.kept[expert]
             if self.sample and (missing := SAMPLE - sum(map(len, kept))) > 0:
@@ -97,7 +99,7 @@ class Meter:
         self.watch.detach()
         energy, activity = self.sums.cpu(), list[Tensor]()
         for expert, kept in enumerate(self.kept):
-            lengths = projections(self.experts, expert).down.double().norm(dim=0).cpu()
+            lengths = as_float64(projections(self.experts, expert).down).norm(dim=0).cpu()
             energy[expert] *= lengths.square()
             sampled = torch.cat(kept) if kept else torch.zeros(0, len(lengths))
             activity.append((sampled * lengths.float()).T)

@@ -107,8 +107,12 @@ class SplitModel(PartialModel):
         self.conversions, self.plain_conversions = stored.conversions, stored.plain_conversions
         self.tied, self.ahead = dict(stored.tied), stored.ahead
         self.owners = {key: layer for layer in self.layers.values() for key in cut_keys(layer)}
-        self._loaded = set[str]()
+        self._loaded, self.kept = set[str](), dict[str, Tensor]()
         self._fill_constant_buffers()
+
+    def stream(self) -> None:
+        """Have the stored model kept no more; its parts are cut again in each pass."""
+        self.stored.stream()
 
     def ordered(self, orders: Mapping[str, Tensor]) -> "SplitModel":
         """The same with the order of all neurons known, so that experts can be loaded."""

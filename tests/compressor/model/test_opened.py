@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from transformers import modeling_utils
 
 from compressor.checkpoint.source import locate
+from compressor.devices import pick_device
 from compressor.errors import CompressionError
 from compressor.evaluation.decoders import stock_decoder
 from compressor.evaluation.model import WatchedModel
 from compressor.model.architecture import MoeLayer
-from compressor.model.opened import open_model, pick_device, pick_dtype, resolve_count
+from compressor.model.opened import open_model, pick_dtype, resolve_count
 from tests import small, zoo
 
 

@@ -115,7 +115,7 @@ def test_passes_give_the_same_bits(
         without.setattr(ReadAhead, "begin", never)
         expected, plain = logits(Pass(model, parts, to_end=True)), gradients(model, parts)
     if device:
-        reader.cuda = lagging = LaggingDevice()
+        reader.copier = lagging = LaggingDevice()
     monkeypatch.setattr(ReadAhead, "begin", lambda self, names: begun.append(begin(self, names) or len(readers())))
     exact = {"rtol": 0.0, "atol": 0.0} if device is None else {"rtol": 1e-4, "atol": 1e-5}  # copies lie elsewhere
     torch.testing.assert_close(logits(Pass(model, parts, to_end=True)), expected, **exact)
@@ -129,7 +129,7 @@ def test_passes_give_the_same_bits(
 
 def reading_to(device: LaggingDevice, checkpoint: Checkpoint) -> ReadAhead:
     reader = ReadAhead(checkpoint, torch.device("cpu"))
-    reader.cuda = device
+    reader.copier = device
     return reader
 
 
@@ -160,7 +160,7 @@ def test_a_fault_is_the_same_sentence(
     damaged = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     small.edit_tensors(tmp_path, lambda tensors: tensors[damaged].view(-1)[3:4].fill_(torch.nan))
     model = open_model(locate(str(tmp_path)), "float32", "cpu")
-    model.partial.ahead.cuda = LaggingDevice() if device else None
+    model.partial.ahead.copier = LaggingDevice() if device else None
     if not ahead_of_time:
         monkeypatch.setattr(ReadAhead, "begin", never)
     seen, units, ids = list[str](), model.architecture.units, torch.ones(1, 4, dtype=torch.long)

@@ -1,0 +1,56 @@
+"""Devices: which one computes, what is still free there, and where sums in float64 are added up."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from compressor.distributed import here
+from compressor.errors import CompressionError, reason_of
+from compressor.memory import available
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for `auto` or a device's name; refuses one that is not there."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or here().is_alone:
+            return found or torch.device("cpu")
+        return torch.device(found.type, here().local % torch.accelerator.device_count())
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = reason_of(error, 120)
+        raise CompressionError(f"device {name!r} cannot be used ({reason}); pass --device cpu or auto") from error
+    return device
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors on a device may still take; None: not known."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0]) + int(unused)
+    if hasattr(module, "recommended_max_memory"):  # mps, which shares the machine's memory
+        return int(module.recommended_max_memory()) - int(module.driver_allocated_memory())
+    return available()
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where float64 tensors of a device live: there, or on the CPU where it has no float64 (mps, some of xpu)."""
+    return device if _has_float64(device) else torch.device("cpu")
+
+
+def as_float64(tensor: Tensor) -> Tensor:
+    """A tensor in float64, moved to the CPU if its device has none: what it is computed with must be there, too."""
+    return tensor.to(float64_device(tensor.device)).double()
