@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -123,11 +123,11 @@ def options_of(
     return options
 
 
-def spread(function: Callable[..., None], shown: Collection[str] | None = None) -> Callable[..., None]:
+def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable[..., None]:
     """Return the command with an option for each field of the option classes among its parameters.
 
     `Annotated[Shape, options]` takes the listed options alone; a dict gets those that are given, by field. Only options
-    in `shown`, if that is given, are not hidden, in that order and with one sentence of help each.
+    in `shown`, if there are any, are not hidden, in that order and with one sentence of help each.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
@@ -143,14 +143,14 @@ def spread(function: Callable[..., None], shown: Collection[str] | None = None) 
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
     parameters = [_spelt(parameter, shown) for parameter in parameters]
 
-    order = {name: number for number, name in enumerate(shown or ())}
-
     def place(parameter: Parameter) -> int:
-        """Panels in their order, after what is in none."""
-        panels = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
-        return max((PANELS.index(panel) + 1 for panel in panels if panel in PANELS), default=0)
+        """Of an option in `shown`, or else of its panel; before all others where it is in none."""
+        _, *more = get_args(parameter.annotation) or (None,)
+        name = parameter.name if shown else getattr(next(iter(more), None), "rich_help_panel", None)
+        order = shown or PANELS
+        return order.index(name) + 1 if name in order else 0
 
-    parameters.sort(key=place if shown is None else lambda parameter: order.get(parameter.name, -1))
+    parameters.sort(key=place)
 
     def command(**values: Any) -> None:
         built = dict[str, Any]()
@@ -167,7 +167,7 @@ def spread(function: Callable[..., None], shown: Collection[str] | None = None) 
     return command
 
 
-def _spelt(parameter: Parameter, shown: Collection[str] | None) -> Parameter:
+def _spelt(parameter: Parameter, shown: Sequence[str]) -> Parameter:
     """The option with its names: no `--no-` beside a switch, `-o` for an output; hidden if it is not to be shown."""
     kind, *more = get_args(parameter.annotation) or (None,)
     if not more or not isinstance(more[0], OptionInfo):
@@ -177,7 +177,7 @@ def _spelt(parameter: Parameter, shown: Collection[str] | None) -> Parameter:
         option.param_decls = ("--output", "-o")
     elif kind is bool and option.param_decls is None:
         option.param_decls = (f"--{parameter.name.replace('_', '-')}",)
-    if shown is not None:
+    if shown:
         option.rich_help_panel, option.hidden = None, option.hidden or parameter.name not in shown
         option.help = f"{str(option.help).partition('. ')[0].rstrip('.')}."
     return parameter.replace(annotation=Annotated[kind, option])
