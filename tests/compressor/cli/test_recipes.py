@@ -3,15 +3,18 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from compressor.cli.options import described
 from compressor.cli.settings import recipe_of, recipe_options
 from compressor.errors import CompressionError
+from compressor.recipe.recipe import GateOptions, OutputOptions, Recipe, step_class
+from compressor.recipe.step import TextOptions
 from tests import small
 from tests.command_line import Run, captured, names, refused
 from tests.small import tree
@@ -150,33 +153,23 @@ def test_what_is_compressed_again_has_the_recipe_and_the_plan_of_both(
     assert one.keys() == two.keys() and all(torch.equal(two[key], value) for key, value in one.items())
 
 
-VALUES: dict[str, Any] = {
-    "split.parts": 2, "split.by": "clusters", "prune.strategy": "reap", "prune.experts": 5, "prune.ratio": 0.25,
-    "prune.protect": "graph:2", "prune.sequential": True, "prune.top_k": 1, "prune.mtp": "drop",
-    "correct.method": "tune", "correct.deterministic": True, "routers.method": "bias", "distill.train": "lora",
-    "calibration.data": "a.txt",
-    "calibration.samples": 3, "calibration.sequence_length": 9, "gate.max_drop": 0.02, "gate.confidence": 0.9,
-    "gate.limit": 5, "gate.include_path": "tasks", "gate.batch_size": 4, "gate.stream": False, "gate.search": True,
-    "gate.inconclusive": "fail", "gate.keep_failed": True, "output.formats": "safetensors,onnx", "output.private": True,
-    "output.max_shard_bytes": 5, "output.push_to_hub": "me/small", "revision": "main", "dtype": "float32", "seed": 7,
-    "base": "whole", "base_revision": "v1",
-}  # fmt: skip
+PATHS = [path for path, _ in recipe_options() if not path.startswith(("prune.options", "constants."))]
 
 
-@pytest.mark.parametrize("path", VALUES)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
-    flags = {"gate.tasks": ["a,b", "c"]} if path.startswith("gate.") else {}
-    hub = ["output.push_to_hub=me/other"] if path.startswith("output.") else []
-    value = VALUES[path]
-    by_flag = recipe_of("model", {**flags, path: value}, hub if path != "output.push_to_hub" else [])
+    section, _, field = path.rpartition(".")
+    models = {"": Recipe, "calibration": TextOptions, "gate": GateOptions, "output": OutputOptions}
+    entry = described(models.get(section) or step_class(section))[field]
+    literals = [value for kind in entry.kinds for value in get_args(kind) if value not in (entry.default, ...)]
+    values = {bool: True, int: 5, float: 0.75, str: "graph:2", tuple: "a,b"}
+    kind = get_origin(entry.kinds[0]) or entry.kinds[0]
+    value = values[kind] if kind in values else literals[:2][-1]
+    flags = {"gate.tasks": ["c", "d,e"]} if section == "gate" else {}
+    hub = ["output.push_to_hub=me/other"] if section == "output" else []
+    by_flag = recipe_of("model", {**flags, path: value}, hub if field != "push_to_hub" else [])
     by_set = recipe_of("model", flags, [*hub, f"{path}={value if isinstance(value, str) else json.dumps(value)}"])
     assert by_flag == by_set and by_flag != recipe_of("model", flags, hub)
-
-
-def test_every_shorthand_is_tried() -> None:
-    constants = {"constants.experts_total", "constants.budget"}
-    paths = {path for path, _ in recipe_options() if not path.startswith("prune.options")}
-    assert paths == VALUES.keys() | constants | {"gate.tasks"}
 
 
 def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
