@@ -152,6 +152,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_both_ways_win_back_most_of_what_a_known_bias_cost(run: Run, disturbed: Path, tmp_path: Path) -> None:
     data = ("--calibration", "demo", "--sequences", 48, "--sequence-length", 64, "--rounds", 3)
     out = tmp_path / "out"
