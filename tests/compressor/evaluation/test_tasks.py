@@ -11,6 +11,7 @@ from compressor.evaluation.tasks import EvaluationOptions, read_batch_size, reso
 pytestmark = pytest.mark.usefixtures("asked")
 
 
+@pytest.mark.full
 def test_an_unknown_task_is_refused_with_its_neighbours() -> None:
     with pytest.raises(CompressionError, match=r"^there is no task 'boolqq'.* did you mean [^\n]*\bboolq\b[^\n]*\?$"):
         resolve_tasks(EvaluationOptions(("moe_demo_facts", "boolqq")))
