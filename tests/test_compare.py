@@ -95,6 +95,7 @@ def compared(home: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.full
 def test_every_promised_row_is_there(compared: dict[str, Any], home: Path) -> None:
     rows = [(row["name"], row["correction"], row["experts"], row["seed"]) for row in compared["rows"]]
     expected: list[Any] = [("base", "none", 8, None)]
@@ -109,6 +110,7 @@ def test_every_promised_row_is_there(compared: dict[str, Any], home: Path) -> No
     assert compared["evaluation"] == {"e": tokens.numel()}
 
 
+@pytest.mark.full
 def test_a_comparison_names_no_folder(compared: dict[str, Any], home: Path) -> None:
     assert compared["model"] == "model"
     assert [entry["source"] for entry in compared["calibration"]["sources"]] == ["a.jsonl", "b.jsonl"]
@@ -124,6 +126,7 @@ OPTIONS: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "correction", "options"), OPTIONS)
 def test_a_row_is_what_compress_writes(
     name: str, correction: str, options: tuple[Any, ...], compared: dict[str, Any], home: Path,

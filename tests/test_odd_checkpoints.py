@@ -63,7 +63,7 @@ def count_field(name: str) -> str:
 # ---- names on disk ----
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("name", ["mixtral", zoo.full("mixtral-tied"), "qwen3_moe", "gpt_oss", zoo.full("granitemoe")])
 def test_base_model_names_without_prefix(name: str, tmp_path: Path) -> None:
     model = zoo.save(name, tmp_path / "in")
     rewrite(tmp_path / "in", lambda tensors: {key.removeprefix("model."): value for key, value in tensors.items()})
@@ -74,8 +74,8 @@ def test_base_model_names_without_prefix(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "jamba", "nemotron_h", "minimax_m2", "aria",
-     "granitemoe", "laguna", "hy_v3", "lfm2_moe", "phimoe"],
+    zoo.sweep(["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "jamba", "nemotron_h",
+               "minimax_m2", "aria", "granitemoe", "laguna", "hy_v3", "lfm2_moe", "phimoe"]),
 )  # fmt: skip
 def test_fused_storage_under_the_names_of_the_stock_model(name: str, tmp_path: Path) -> None:
     model = zoo.save(name, tmp_path / "in")

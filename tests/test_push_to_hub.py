@@ -140,6 +140,7 @@ def test_a_push_that_fails_leaves_the_output_and_says_how_to_go_on(
     assert len(hub.uploaded) == sent  # the weights were there already
 
 
+@pytest.mark.full
 def test_only_what_passes_the_gate_is_published(run: Run, base: Path, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     gate = ("--gate", TASK, "--limit", 60, "--push-to-hub", REPOSITORY, "--json")

@@ -247,7 +247,7 @@ BY_TEXT = [
     ("data-centric", {"similarity": "linear-cka", "merge": "uniform"}),
     ("data-centric", {"similarity": "rbf-cka", "merge": "uniform"}),
     ("enumerate", {}), ("enumerate", {"most_subsets": 0}),
-    ("auto", {}), ("auto", {"candidates": "enumerate,gated-mass,reap,hc-smoe"}),
+    ("auto", {}), zoo.full("auto", {"candidates": "enumerate,gated-mass,reap,hc-smoe"}),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def test_the_page_of_commands_is_up_to_date() -> None:
 
 
 def test_the_page_of_commands_has_every_command_and_option() -> None:
-    text = write_cli_reference.page()
+    text = write_cli_reference.PAGE.read_text(encoding="utf-8")
     for name, command in write_cli_reference.commands().items():
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         shorthands = text.split("\n## Shorthands of compress\n")[1] if name == "compress" else ""
@@ -31,7 +31,7 @@ def test_the_page_of_commands_has_every_command_and_option() -> None:
 
 
 def test_the_page_of_commands_has_every_step_and_option() -> None:
-    text = write_cli_reference.page().split("## Steps of a recipe")[1]
+    text = write_cli_reference.PAGE.read_text(encoding="utf-8").split("## Steps of a recipe")[1]
     for step in write_cli_reference.STEPS:
         section = text.split(f"\n### {step.name}\n")[1].split("\n### ")[0]
         assert all(f"`{name}`" in section for name in step.model_fields)

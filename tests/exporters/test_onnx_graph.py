@@ -33,12 +33,14 @@ def graphs() -> dict[int, Any]:
     return {count: traced(count) for count in (8, 16)}
 
 
+@pytest.mark.full
 def test_node_count_does_not_depend_on_the_number_of_experts(graphs: dict[int, Any]) -> None:
     kinds = [Counter(node.op_type for node in program.graph.all_nodes()) for program in graphs.values()]
     assert kinds[0] == kinds[1]
     assert kinds[0]["MoE"] == 1 and kinds[0]["Loop"] == kinds[0]["If"] == 0
 
 
+@pytest.mark.full
 def test_axes_carry_names(graphs: dict[int, Any]) -> None:
     graph = graphs[8].graph
     shapes = {value.name: [str(dim) for dim in value.shape] for value in (*graph.inputs, *graph.outputs)}
@@ -63,6 +65,7 @@ def test_axes_carry_names(graphs: dict[int, Any]) -> None:
     assert not any(trace.SYMBOL.search(name) for name in inside)
 
 
+@pytest.mark.full
 def test_nothing_in_the_file_names_a_folder(graphs: dict[int, Any], tmp_path: Path) -> None:
     onnx_ir.save(graphs[8], tmp_path / "model.onnx")
     content = (tmp_path / "model.onnx").read_bytes()

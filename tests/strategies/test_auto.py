@@ -18,6 +18,7 @@ from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import auto
 from strategies.auto import Options
+from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import make_plan
 from tests.stock import Small
@@ -59,7 +60,7 @@ def errors(name: str, stock: Any, model: OpenModel, plan: CompressionPlan, parts
     return found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("name", zoo.sweep(["mixtral", "gpt_oss", "deepseek_v3", "olmoe"]))
 def test_the_candidate_of_least_heldout_error_wins_each_layer(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, SIZES)

@@ -51,7 +51,7 @@ def even(chosen: Kept, groups: int) -> bool:
     return len({sum(expert // (8 // groups) == group for expert in chosen) for group in range(groups)}) == 1
 
 
-@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("name", zoo.sweep([*NAMES, "deepseek_v3", "nemotron_h"]))
 def test_the_best_of_all_subsets_is_kept(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
@@ -75,7 +75,10 @@ def naive_greedy(error: Any, stats: LayerStatistics, keep: int, protected: froze
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe-norm_topk_false", "zaya", "deepseek_v4", "deepseek_v3-n_group1", "gpt_oss-top4"]
+    "name",
+    zoo.sweep(
+        ["mixtral", "qwen3_moe-norm_topk_false", "zaya", "deepseek_v4", "deepseek_v3-n_group1", "gpt_oss-top4"]
+    ),
 )
 def test_greedy_is_a_greedy_that_evaluates_everything_anew(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)

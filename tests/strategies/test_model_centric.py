@@ -68,7 +68,7 @@ def naive_distances(features: Tensor) -> Tensor:
     return table
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", zoo.sweep(LAYOUTS))
 def test_distances_equal_a_loop_over_every_layout(name: str, tmp_path: Path) -> None:
     _, model = opened(name, tmp_path)
     for stats in collect(model, frozenset({"weights"}), None, Silent()):

@@ -59,7 +59,7 @@ def check(figures: Figures, expected: list[list[float]]) -> None:
     assert figures.flips.tolist() == pytest.approx(flips, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", zoo.sweep(NAMES))
 def test_streamed_models_have_the_figures_of_whole_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

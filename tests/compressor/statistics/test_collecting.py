@@ -26,7 +26,7 @@ from compressor.statistics.statistics import (
 from tests import zoo
 from tests.opened import opened
 
-NAMES = pytest.mark.parametrize("name", ["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"])
+NAMES = pytest.mark.parametrize("name", zoo.sweep(["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"]))
 DATA = ALL - {"weights", "heldout", "rank_change"}
 SUMS = ROUTED | ROUTED_OUTPUTS
 SHARES = (0.5, 0.25, 0.25)

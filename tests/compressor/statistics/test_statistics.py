@@ -36,7 +36,7 @@ NAMES = [
     "mixtral", "qwen3_moe-norm_topk_false", "deepseek_v3", "gpt_oss", "gemma4", "zaya", "minimax_m2", "nemotron_h",
     "ernie4_5_vl_moe", "afmoe", "inkling", "deepseek_v4", "muse_spark",
 ]  # fmt: skip
-SEVERAL = pytest.mark.parametrize("name", NAMES)
+SEVERAL = pytest.mark.parametrize("name", zoo.sweep(NAMES))
 SAMPLE = 20  # of 36 tokens
 SEED = 5
 DATA = ALL - {"weights", "heldout", "rank_change"}

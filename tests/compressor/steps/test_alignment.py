@@ -63,7 +63,7 @@ def plant(experts: Any, head: int, member: int, seed: int = 0) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", zoo.sweep(LAYOUTS))
 def test_matching_is_the_best_of_all_orders(name: str) -> None:
     experts = an_experts_module(name, 4)
     vectors = [
@@ -81,7 +81,7 @@ def permuted(experts: Any, parameters: Parameters, order: torch.Tensor) -> Param
     return {name: reordered(experts, name, value, order) for name, value in parameters.items()}
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "muse_spark"])
+@pytest.mark.parametrize("name", zoo.sweep([*LAYOUTS, "muse_spark"]))
 @torch.no_grad()
 def test_an_expert_with_permuted_neurons_computes_the_same(name: str) -> None:
     experts = an_experts_module(name)
@@ -102,7 +102,7 @@ def test_an_expert_with_permuted_neurons_computes_the_same(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", zoo.sweep(LAYOUTS))
 @torch.no_grad()
 def test_a_permuted_twin_merges_into_its_head(name: str) -> None:
     experts = an_experts_module(name)
@@ -163,7 +163,7 @@ def planned(folder: Path, groups: list[Group]) -> Plan:
     return by_hand(CompressionPlan(source, len(groups), "by hand", {}, None, layers))
 
 
-@pytest.mark.parametrize("name", END_TO_END)
+@pytest.mark.parametrize("name", zoo.sweep(END_TO_END))
 def test_what_is_written_computes_what_the_original_does(name: str, tmp_path: Path) -> None:
     model = with_twins(name)
     model.save_pretrained(tmp_path / "in")
@@ -182,7 +182,7 @@ def test_what_is_written_computes_what_the_original_does(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*END_TO_END, "olmoe"])
+@pytest.mark.parametrize("name", zoo.sweep([*END_TO_END, "olmoe"]))
 def test_nothing_but_aligned_experts_differs_from_what_is_written_without_a_head(
     name: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -105,7 +105,9 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "gpt_oss", "gemma4", "deepseek_v4", "zaya", "deepseek_v2-group_limited", "granitemoe", "aria"]
+    "name",
+    ["mixtral", "gpt_oss", "deepseek_v4", "zaya",
+     *map(zoo.full, ("gemma4", "deepseek_v2-group_limited", "granitemoe", "aria"))],
 )
 def test_a_merge_without_calibration_equals_the_merged_stock_model(name: str, tmp_path: Path) -> None:
     stock, model = opened_wide(name, tmp_path)
@@ -236,7 +238,7 @@ def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
         list(job.produce(model.architecture.layers[0].unit))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "muse_spark", "ernie4_5_vl_moe", "deepseek_v4", "qwen3_next"])
+@pytest.mark.parametrize("name", zoo.sweep(["mixtral", "muse_spark", "ernie4_5_vl_moe", "deepseek_v4", "qwen3_next"]))
 def test_one_layer_is_filled_at_a_time_and_the_originals_experts_have_gone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from compressor.steps.correct import refit as correction
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.step import Correct
+from tests import zoo
 from tests.cut_cases import CutCase, cut_case, in_float, plain_error
 
 TUNE = Correct("tune", steps=12, tokens=96)
@@ -77,7 +78,7 @@ def test_tuning_starts_from_the_better_of_plan_and_ridge(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", [Correct("none"), RIDGE, TUNE], ids=lambda how: how.method)
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m2", "gemma4"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v4", *map(zoo.full, ("minimax_m2", "gemma4"))])
 def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correct) -> None:
     """In bfloat16: the stock modules, with the stored tensors, on what was recorded."""
     found = cut_case(name, sequences=24, dtype=torch.bfloat16)

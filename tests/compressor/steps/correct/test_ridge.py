@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from compressor.steps.correct import ridge
 from compressor.steps.correct.ridge import neuron_blocks, refit_down
+from tests import zoo
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
 
 NAMES = ["mixtral", "gpt_oss", "deepseek_v4", "minimax_m2", "zaya", "nemotron_h", "gemma4"]
@@ -71,7 +72,7 @@ def twice_named(found: CutCase) -> None:
     table[::2, 1] = table[::2, 0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", zoo.sweep(NAMES))
 def test_one_block_is_least_squares_on_the_augmented_system(name: str) -> None:
     found = cut_case(name, sequences=40)
     if name == "deepseek_v4":

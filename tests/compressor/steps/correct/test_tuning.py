@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressor.steps.correct.cut_layer import CutLayer
 from compressor.steps.correct.tuning import _steps, balanced, descend, tune
+from tests import zoo
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 FEW: dict[str, Any] = {"steps": 8, "tokens": 64, "rate": 0.03}
@@ -49,7 +50,7 @@ def test_the_error_falls_where_all_can_be_learned(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek_v3", "deepseek_v4", "gemma4", "zaya", "minimax_m2", "muse_spark"]
+    "name", zoo.sweep(["mixtral", "deepseek_v3", "deepseek_v4", "gemma4", "zaya", "minimax_m2", "muse_spark"])
 )
 def test_nothing_but_experts_and_router_rows_changes(name: str) -> None:
     found = cut_case(name)

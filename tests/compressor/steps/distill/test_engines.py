@@ -81,7 +81,7 @@ def test_gradients_are_autograds_on_the_stock_model(
     assert len(gradients) == sum(".layers." in name for name in parameters)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", *map(zoo.full, ("deepseek_v3", "gpt_oss"))])
 @pytest.mark.parametrize(
     ("method", "optimizer"), [("experts", "adam"), ("lora", "adafactor"), ("router", "adafactor"), ("lora", "adam")]
 )

@@ -23,6 +23,7 @@ from compressor.steps.prune import choose
 from compressor.steps.prune.choose import METHODS, competing
 from compressor.steps.prune.planning import fit_batches
 from compressor.steps.prune.protecting import given_protected, strongest_that_fit, with_list
+from tests import zoo
 from tests.opened import batches, calibration, opened
 from tests.plans import make_plan
 
@@ -166,7 +167,7 @@ def least_liked(free: LayerPlan, layer: MoeLayer, places: int) -> list[int]:
     return [expert for block in ranked for expert in block[:places]]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", zoo.full("deepseek_v3")])
 def test_no_strategy_touches_protected_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose.learn_coefficients, "__defaults__", (True, 1))  # steps
     stock, model = opened(name, tmp_path)

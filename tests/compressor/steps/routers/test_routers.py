@@ -44,7 +44,7 @@ def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
     return [[pair] for pair in zip(parts, answers, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["olmoe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", zoo.sweep(["olmoe", "mixtral", "gpt_oss"]))
 def test_routers_that_were_disturbed_come_back_toward_the_base(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     *fit, heldout, test = zoo.tokens(stock, 72, 24, seed=1).split(12)
