@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.gate import compress_under_gate
+from compressor.cli.gate import compress_under_gate, gate_request, outlook_of
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     CALIBRATION,
@@ -131,7 +131,8 @@ def compress(
     if constants and recipe.gate is not None:
         raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
     if dry_run or output is None:
-        return rendering.show_dry_run(compressor.dry_run(recipe), running.as_json)
+        found = None if recipe.gate is None else outlook_of(gate_request(recipe.gate, running.device))
+        return rendering.show_dry_run(compressor.dry_run(recipe), running.as_json, found)
     if recipe.output.push_to_hub is not None:  # refused now rather than after hours of work
         from compressor.hub.push import check_access
 

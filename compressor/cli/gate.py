@@ -54,9 +54,8 @@ def gate(
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     from compressor.cli.rendering import show_gate
-    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, outlook, passable
+    from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
-    from compressor.evaluation.tasks import resolve_tasks
 
     named = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
     requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
@@ -64,7 +63,7 @@ def gate(
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
     routed = _routing(routing, reference, embedding, pathways, of_two=compressed is not None)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
-        found = outlook(here().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
+        found = outlook_of(wanted)
         if dry_run:
             announcer(running.as_json, dry_run)(found)
         passable(found)
@@ -193,6 +192,14 @@ def _models(base: str | None, compressed: str | None, demo: bool, progress: Prog
             choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
             compressor.compress(str(source), target, samples=2 * SAMPLES, progress=progress, **TEXT, **choice)
             yield str(source), str(target)
+
+
+def outlook_of(wanted: "GateRequest") -> "Outlook":
+    """What a gate can show; its tasks are read, no model is."""
+    from compressor.evaluation.gate import outlook
+    from compressor.evaluation.tasks import resolve_tasks
+
+    return outlook(here().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
 
 
 def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import PROGRAM, print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.evaluation.gate_report import full_content, gate_brief
+from compressor.evaluation.gate import Outlook, passable
+from compressor.evaluation.gate_report import full_content, gate_brief, outlook_blocks
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
@@ -17,6 +18,7 @@ from compressor.model.serving import Advice, Breach
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
+from compressor.records import plain_json
 from compressor.report.comparison_report import Comparison, comparison_brief
 from compressor.run_record import read_record
 
@@ -84,8 +86,11 @@ def server_line(advice: Advice) -> str:
     return f"Servers: {fast}" + (f"; not in {against}{near}" if against else "")
 
 
-def show_dry_run(run: "DryRun", as_json: bool) -> None:
-    """What a run would do: steps, shapes before and after, servers, text and memory."""
+def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> None:
+    """What a run would do: steps, shapes before and after, servers, text and memory; and what its gate can show.
+
+    Raises `CompressionError` for a gate that not even an identical model passes.
+    """
     steps = tuple(
         (
             str(number),
@@ -120,7 +125,13 @@ def show_dry_run(run: "DryRun", as_json: bool) -> None:
     held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
     whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
     blocks.append(Text(f"Memory: at most {human_bytes(run.memory)} ({held}{whole})"))
-    print_report(as_json, run.to_dict(), blocks)
+    content = run.to_dict()
+    if gate is not None:
+        content["gate"] = plain_json(gate)
+        blocks += outlook_blocks(gate)
+    print_report(as_json, content, blocks)
+    if gate is not None:
+        passable(gate)
 
 
 def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:

@@ -586,7 +586,7 @@ def constants_job(state: State) -> OutputJob:
         prefixes = expert_prefixes(model.layout, layer)
         for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
             name = f"{prefixes[expert]}{SUFFIX}"
-            content = partial(_bytes_of, refuse_overflow(name, value))
+            content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
             added.append(replace(tensor_output(name, value, layer.unit), content=content))
     outputs = in_order_of(model.architecture.units, [*copies, *added])
     config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
@@ -610,10 +610,6 @@ def constants_job(state: State) -> OutputJob:
 
     units = ("", *model.architecture.units)
     return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
-
-
-def _bytes_of(value: Tensor) -> Iterator[Piece]:
-    yield tensor_bytes_view(value)
 
 
 def _refitted(

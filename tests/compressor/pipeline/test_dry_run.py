@@ -105,3 +105,14 @@ def test_what_a_run_refuses_is_refused(tmp_path: Path, run: Run) -> None:
         shown = run("compress", model, *asked, "--dry-run")
         assert shown.status == 2 and fault in shown.err.splitlines()[-1]
     assert "Missing option '--output' / '-o'" in run("compress", model, "--experts", 4).err
+
+
+def test_the_gate_says_what_it_can_show(tmp_path: Path, run: Run) -> None:
+    model = small.save(tmp_path / "model")
+    asked = ("compress", model, "--experts", 4, "--gate", "moe_demo_facts", "--dry-run", "--json")
+    shown = run(*asked, "--max-drop", 0.05)
+    assert shown.status == 0, shown.err
+    (task,) = json.loads(shown.out)["gate"]["tasks"]
+    assert task["task"] == "moe_demo_facts" and task["items"] > 59  # of which 0.95^59 is below 5%
+    refused = run(*asked, "--max-drop", 0.0001)
+    assert refused.status == 2 and "could not even pass an identical model" in refused.err
