@@ -207,12 +207,13 @@ def change(
     seed: int = 0,
     **more: Any,
 ) -> Outcome:
-    """Carry out one step on a checkpoint: `split`, `routers` or `distill` as commands of their own.
+    """Carry out one step on a checkpoint: `split`, `routers` or `distill` as commands of their own."""
+    return compress(checkpoint, out, [on_text(name, options, text)], seed=seed, **more)
 
-    The text is the step's own, so that the plan of the output, which goes on with the checkpoint's, can be repeated.
-    """
-    step = make_step(name, {**options, **({"calibration": text} if text.data is not None else {})})
-    return compress(checkpoint, out, [step], seed=seed, **more)
+
+def on_text(name: str, options: dict[str, Any], text: TextOptions) -> Step:
+    """A step with a text of its own: the plan of its output goes on with earlier ones, and can be repeated."""
+    return make_step(name, {**options, **({"calibration": text} if text.data is not None else {})})
 
 
 def compare(

@@ -165,24 +165,19 @@ def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], agai
         base: Annotated[dict[str, Any], of_base],
         options: Annotated[dict[str, Any], options_of(step, STEP, names=names)],
         seed: Seed = 0,
+        dry_run: DryRun = False,
     ) -> None:
-        from compressor.cli.rendering import show_outcome
+        from compressor.api import make_recipe, on_text
+        from compressor.cli.rendering import show_dry_run, show_outcome
 
         revision = {"base_revision" if against_base else "revision": running.revision}
+        settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
+        if dry_run:
+            recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], **settings)
+            return show_dry_run(compressor.dry_run(recipe), running.as_json)
         with progress_bars(running.as_json) as progress:
-            outcome = compressor.change(
-                step.name,
-                checkpoint,
-                output,
-                options=options,
-                text=text,
-                seed=seed,
-                dtype=running.dtype,
-                resident=running.resident,
-                **base,
-                **revision,
-                **running.making(progress),
-            )
+            more = {**settings, **running.making(progress)}
+            outcome = compressor.change(step.name, checkpoint, output, options=options, text=text, **more)
         show_outcome(outcome, running.as_json)
 
     command.__name__, command.__doc__ = name, text
