@@ -61,7 +61,7 @@ from compressor.steps.state import State
 logger = logging.getLogger(__name__)
 
 # sources by name, or texts: a `datasets.Dataset`, or strings and dicts such as {"messages": [...]}
-Calibrating = str | Sequence[str] | Iterable[Any] | TextOptions | None
+Calibrating: TypeAlias = str | Path | Iterable[Any] | TextOptions | None
 ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel  # a folder, a Hub id, or a model in memory
 
 

@@ -6,6 +6,7 @@ reference page are made of them. Third parties announce theirs through the entry
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -69,10 +70,10 @@ class TextOptions(Options):
     @field_validator("data", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        if isinstance(value, str | GivenTexts):
-            return (value,)
+        if isinstance(value, str | PathLike | GivenTexts):
+            value = (value,)
         if isinstance(value, list | tuple) and not any(isinstance(each, Mapping) for each in value):
-            return tuple(value)
+            return tuple(fspath(each) if isinstance(each, PathLike) else each for each in value)
         return (GivenTexts.of(value),) if isinstance(value, Iterable) else value
 
 

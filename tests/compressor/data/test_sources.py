@@ -152,6 +152,7 @@ def test_python_names_sources_or_gives_texts(tmp_path: Path) -> None:
         assert sources_or_texts(sources) is sources
     for texts in (["one text", "demo"], ("A text.", path)):
         assert sources_or_texts(texts) == GivenTexts.of(texts)
+    assert TextOptions(data=Path("a.txt")).data == ("a.txt",) == TextOptions(data=[Path("a.txt")]).data
     with pytest.raises(CompressionError, match="calibration is a DatasetDict with train, test; pass one of its splits"):
         TextOptions(data=DatasetDict(dict.fromkeys(("train", "test"), Dataset.from_list([{"text": "a"}]))))
 
