@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -95,15 +95,10 @@ def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
     return option
 
 
-def helps(options: Any) -> dict[str, str]:
-    """Help texts of the options, a dataclass or one of its instances, that have one."""
-    return {entry.name: entry.metadata["help"] for entry in _fields(options) if "help" in entry.metadata}
-
-
 def defaults(options_class: Any) -> dict[str, Any]:
     return {
         entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
-        for entry in _fields(options_class)
+        for entry in (fields(options_class) if is_dataclass(options_class) else ())
     }
 
 
@@ -143,7 +138,3 @@ def read_option(text: str, fault: str) -> tuple[str, Any]:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:
         return name.replace("-", "_"), value
-
-
-def _fields(options: Any) -> tuple[Field[Any], ...]:
-    return fields(options) if is_dataclass(options) else ()

@@ -32,55 +32,7 @@ from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes, human_count, known_names
 
-Listed = Iterator[tuple[str, str, list[str], Any]]  # name, summary, statistics needed, class of options
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
-
-
-def _steps() -> Listed:
-    from compressor.recipe.recipe import step_class
-
-    for step in working(STEPS, step_class):
-        yield step.name, _first_line(step.__doc__), [], step
-
-
-def _strategies() -> Listed:
-    from compressor.recipe.registry import working_strategies
-
-    for each in working_strategies():
-        yield each.name, each.summary, sorted(each.needs), each.options and type(each.options)
-
-
-def _exporters() -> Listed:
-    from compressor.recipe.registry import load_exporter
-
-    yield "safetensors", "A checkpoint of transformers, as `compress` writes it.", [], None
-    yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", [], None
-    for name, module in working(EXPORTERS, lambda name: (name, load_exporter(name))):
-        yield name, _first_line(module.__doc__), [], getattr(module, "Options", None)
-
-
-def _optimizers() -> Listed:
-    from compressor.steps.distill.step import Distill
-
-    for name in described(Distill)["optimizer"].type_name.split(" | "):
-        yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", [], None
-    yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", [], None
-    yield "adamw", "comoe train; --learning-rate is its learning rate.", [], None
-
-
-def listing(kind: str) -> Callable[..., None]:
-    """`list` of one kind as a command of its own."""
-
-    def command(running: Printing, needs: bool = False) -> None:
-        installed(kind, running, needs)
-
-    return command
-
-
-LISTS = {"steps": _steps, "strategies": _strategies, "exporters": _exporters, "optimizers": _optimizers}
+LISTS = ("steps", "strategies", "exporters", "optimizers")
 
 
 def inspect(
@@ -213,23 +165,53 @@ def installed(
         columns = ("name", "shape", "meaning")
         rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
     else:
-        for name, summary, needed, options in LISTS[kind]():
-            about = f"{summary} Needs {', '.join(needed)}." if needed else summary
-            rows.append((name, "", "", "", about))
-            entry: dict[str, Any] = {
-                "name": name,
-                "summary": summary,
-                **({"needs": needed} if kind == "strategies" else {}),
-            }
+        for name, summary, options, *needed in _entries(kind):
+            rows.append((name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary))
             known = described(options) if options else {}
             for option, each in known.items():
                 shown = each.default if isinstance(each.default, str) else json.dumps(each.default, default=str)
                 rows.append(("", option, each.type_name, "-" if each.default in (None, {}) else shown, each.text))
-            entry |= {"options": {option: each.default for option, each in known.items()}}
-            entry |= {"types": {option: each.type_name for option, each in known.items()}}
-            content.append({**entry, "help": {option: each.text for option, each in known.items()}})
+            entry = {"name": name, "summary": summary, "needs": needed}
+            for key, fact in (("options", "default"), ("types", "type_name"), ("help", "text")):
+                entry[key] = {option: getattr(each, fact) for option, each in known.items()}
+            content.append(entry)
     title = "Statistics" if needs else kind.capitalize()
     print_report(running.as_json, content, [Table(title, columns, tuple(rows), frozenset(columns))])
+
+
+def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
+    """Name, summary and class of options of what is installed, and the statistics that a strategy needs."""
+    from compressor.recipe.recipe import step_class
+    from compressor.recipe.registry import exporter_options, load_exporter, working_strategies
+
+    def first_line(text: str | None) -> str:
+        return (text or "").strip().partition("\n")[0]
+
+    if kind == "steps":
+        for step in working(STEPS, step_class):
+            yield step.name, first_line(step.__doc__), step
+    elif kind == "strategies":
+        for each in working_strategies():
+            yield each.name, each.summary, each.options and type(each.options), *sorted(each.needs)
+    elif kind == "exporters":
+        yield "safetensors", "A checkpoint of transformers, as `compress` writes it.", None
+        yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", None
+        for name, options in working(EXPORTERS, lambda name: (name, exporter_options(name))):
+            yield name, first_line(load_exporter(name).__doc__), options and type(options)
+    else:
+        for name in described(step_class("distill"))["optimizer"].type_name.split(" | "):
+            yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", None
+        yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", None
+        yield "adamw", "comoe train; --learning-rate is its learning rate.", None
+
+
+def listing(kind: str) -> Callable[..., None]:
+    """`list` of one kind as a command of its own."""
+
+    def command(running: Printing, needs: bool = False) -> None:
+        installed(kind, running, needs)
+
+    return command
 
 
 def demo(

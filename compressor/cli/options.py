@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
-from compressor.recipe.recipe import RESIDENT, GateOptions, ModelOptions, Resident, validated
+from compressor.recipe.recipe import RESIDENT, GateOptions, ModelOptions, Recipe, Resident, validated
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
@@ -71,10 +72,15 @@ def described(model: Any) -> dict[str, Described]:
             name: Described(entry.annotation, default_of(entry), entry.description or "")
             for name, entry in model.model_fields.items()
         }
-    hints = get_type_hints(model)
+    hints = dict[str, Any]()
+    with suppress(NameError):  # of a plugin, whose types only a type checker may see
+        hints = get_type_hints(model)
     return {
         entry.name: Described(
-            hints[entry.name], default_of(entry), entry.metadata.get("help", ""), entry.metadata.get("choices", ())
+            hints.get(entry.name, Any),
+            default_of(entry),
+            entry.metadata.get("help", ""),
+            entry.metadata.get("choices", ()),
         )
         for entry in fields(model)
     }
@@ -221,7 +227,14 @@ Making = Annotated[Running, options_of(Running, RUNNING, ("device", "overwrite",
 Fetching = Annotated[Running, options_of(Running, RUNNING, ("revision", "overwrite", "as_json"))]
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Out = Annotated[Path, flag("Where to write.")]
-Seed = Annotated[int, flag("Seed of everything that is drawn, such as calibration text.", CALIBRATION, min=0)]
+Seed = Annotated[
+    int,
+    flag(
+        "Seed of everything that is drawn, such as calibration text.",
+        CALIBRATION,
+        callback=lambda value: validated(Recipe, {"seed": value}, "the command line").seed,
+    ),
+]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))

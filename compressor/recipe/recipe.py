@@ -198,24 +198,18 @@ def _step(entry: Any, number: int) -> Step:
     raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
 
 
-def options_by_step(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of `compress` that are not None as fields of steps; one named like its step may be a mapping."""
-    chosen: dict[str, dict[str, Any]] = {}
-    for option, value in options.items():
-        if value is not None:
-            name, field = FIELDS.get(option, ("prune", option))
-            whole = option == name and isinstance(value, Mapping)
-            chosen.setdefault(name, {}).update(value if whole else {field: value})
-    return chosen
-
-
 def default_steps(constants: bool = False, **options: Any) -> list[Step]:
     """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
 
     `constants` replaces experts by constants; `split`, `correct`, `routers` and `distill` name a number of parts or a
     method, other options are those of `prune`. Options of a step in a mapping: `distill={"steps": 100}`.
     """
-    chosen = options_by_step(options)
+    chosen: dict[str, dict[str, Any]] = {}
+    for option, value in options.items():
+        if value is not None:
+            name, field = FIELDS.get(option, ("prune", option))
+            whole = option == name and isinstance(value, Mapping)
+            chosen.setdefault(name, {}).update(value if whole else {field: value})
     split, correct = {"parts": "auto", **chosen.get("split", {})}, {"method": "auto", **chosen.get("correct", {})}
     kept = {**chosen.pop("prune", {}), **chosen.pop("constants", {})}
     if not constants:

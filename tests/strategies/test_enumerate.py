@@ -76,9 +76,7 @@ def naive_greedy(error: Any, stats: LayerStatistics, keep: int, protected: froze
 
 @pytest.mark.parametrize(
     "name",
-    zoo.sweep(
-        ["mixtral", "qwen3_moe-norm_topk_false", "zaya", "deepseek_v4", "deepseek_v3-n_group1", "gpt_oss-top4"]
-    ),
+    zoo.sweep(["mixtral", "qwen3_moe-norm_topk_false", "zaya", "deepseek_v4", "deepseek_v3-n_group1", "gpt_oss-top4"]),
 )
 def test_greedy_is_a_greedy_that_evaluates_everything_anew(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)

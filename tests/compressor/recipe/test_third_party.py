@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.entry_points import helps, names, packages
+from compressor.entry_points import names, packages
 from compressor.errors import CompressionError
 from compressor.progress import Silent
 from compressor.recipe import registry
@@ -179,7 +179,7 @@ def test_what_is_no_plan_of_the_layer_is_refused(fault: str, tmp_path: Path, mon
 # --- exporters, options and the packages behind them ------------------------------------------------------------------
 
 
-def test_an_exporter_is_checked_and_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exporter_is_checked_and_gets_its_options(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "from dataclasses import dataclass\nfrom compressor.plugins import option\n@dataclass(frozen=True)\n"
         "class Options:\n    level: int = option(3, help='how small')\n"
@@ -189,7 +189,8 @@ def test_an_exporter_is_checked_and_gets_its_options(tmp_path: Path, monkeypatch
     assert {"npz", "onnx"} <= set(names(registry.EXPORTERS))
     assert callable(registry.load_exporter("npz").export)
     assert registry.exporter_options("npz", {"level": 5}).level == 5
-    assert helps(registry.exporter_options("npz")) == {"level": "how small"}
+    listed = {each["name"]: each for each in json.loads(run("list", "exporters", "--json").out)}
+    assert (listed["npz"]["help"], listed["npz"]["options"]) == ({"level": "how small"}, {"level": 3})
     with pytest.raises(CompressionError, match="exporter 'npz' has no option 'lvel'; it has level"):
         registry.exporter_options("npz", {"lvel": 5})
     with pytest.raises(CompressionError, match="exporter 'npz': option level is 'x', it should be like its default 3"):

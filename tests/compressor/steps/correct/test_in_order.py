@@ -106,8 +106,13 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "gpt_oss", "deepseek_v4", "zaya",
-     *map(zoo.full, ("gemma4", "deepseek_v2-group_limited", "granitemoe", "aria"))],
+    [
+        "mixtral",
+        "gpt_oss",
+        "deepseek_v4",
+        "zaya",
+        *map(zoo.full, ("gemma4", "deepseek_v2-group_limited", "granitemoe", "aria")),
+    ],
 )
 def test_a_merge_without_calibration_equals_the_merged_stock_model(name: str, tmp_path: Path) -> None:
     stock, model = opened_wide(name, tmp_path)
