@@ -334,7 +334,7 @@ def junit(result: GateResult) -> bytes:
         element.text = None if text is None else readable(text)
         return element
 
-    verdicts, routed = [row.verdict for row in result.rows], dict[str, Any]()
+    verdicts = [row.verdict for row in result.rows]
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -342,28 +342,12 @@ def junit(result: GateResult) -> bytes:
         "skipped": str(verdicts.count("inconclusive")),
         "time": f"{sum(result.seconds.values()):.3f}",
     }
-    if (routing := result.routing) is not None:
-        routed = {"method": routing.method, "reference": routing.reference, "cost": f"{routing.cost:.3f}"}
-        routed |= {"left-plain": routing.left_plain}
-        routed |= {f"option.{name}": value for name, value in routing.options.items()}
-    facts: dict[str, Any] = {
-        "verdict": result.verdict,
-        "exit-status": EXIT_STATUS[result.verdict],
-        "base": result.base,
-        "compressed": result.compressed,
-        "max-drop": result.max_drop,
-        "max-task-drop": result.max_task_drop,
-        "confidence": result.confidence,
-        "reused-base": str(result.reused_base).lower(),
-    }
-    more = {"option": result.options, "routing": routed, "version": result.versions, "seconds": result.seconds}
-    for kind, entries in more.items():
-        facts |= {f"{kind}.{name}": value for name, value in entries.items() if value is not None}
+    plain = {name: value for name, value in gate_content(result).items() if isinstance(value, str | float)}
     root = Xml.Element("testsuites", {"name": SUITE, **counts})
     suite = add(root, "testsuite", name=f"{SUITE}: {result.base}, {result.compressed}", **counts)
     properties = add(suite, "properties")
-    for name, value in facts.items():
-        add(properties, "property", name=name, value=str(value))
+    for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
+        add(properties, "property", name=name.replace("_", "-"), value=str(value))
     for task in result.rows:
         case = add(suite, "testcase", classname="moe-compress.gate", name=task.task)
         shown = {name: show(task) for name, show in COLUMNS.items()}

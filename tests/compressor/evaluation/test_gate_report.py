@@ -360,13 +360,11 @@ def test_junit_tells_each_task_and_the_whole() -> None:
         "acc dropped by +0.0800 (at least +0.0500, at most +0.1100); 0.03 is allowed"
     )
     properties = {each.attrib["name"]: each.attrib["value"] for each in suite.findall("properties/property")}
-    assert properties["exit-status"] == "1" and properties["version.torch"] == "2.13.0"
-    assert properties["option.limit"] == "500" and properties["max-drop"] == "0.01"
-    assert properties["max-task-drop"] == "0.03"
+    named = {"exit-status": "1", "verdict": "fail", "base": "org/model", "max-drop": "0.01", "max-task-drop": "0.03"}
+    assert named.items() <= properties.items()
     for case in cases.values():
         text = case.findtext("system-out")
         assert text is not None and "drop: +" in text and "p of pass: " in text
-    assert "option.num_fewshot" not in properties
     (wiki,) = ElementTree.fromstring(junit(gate(likelihood(verdict="fail")))).iter("failure")
     assert wiki.attrib["message"].endswith("at most +0.67%); 1% of perplexity is allowed")
     assert suite[0].tag == "properties"  # as the schema orders them
