@@ -23,7 +23,8 @@ from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, 
 from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
-from compressor.model.opened import OpenModel, counts_below, open_model, unwarned
+from compressor.model.inspection import read_headers
+from compressor.model.opened import OpenModel, counts_below, open_checkpoint, open_model, unwarned
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.task import content_of, of_stage, sources_of
 from compressor.progress import Progress, Silent
@@ -88,23 +89,52 @@ def prepare_gate(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Prepared:
-    """Look up model, tasks, numbers of experts and what the gate can show; a dry run ends here.
+    """Look up model, tasks, numbers of experts and what the gate can show.
 
     Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
     """
-    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
-    if search and (prune is None or prune.experts is not None or prune.ratio is not None):
-        raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
+    check_search(recipe, search)
     source = find_model(str(recipe.model), recipe.revision, progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
     opened = open_model(source, recipe.dtype, device) if search else None
     counts = [] if opened is None else possible_counts(opened, recipe)
-    if counts:  # the confidence holds for all models that are tried together (Bonferroni)
-        gate = replace(gate, confidence=1 - (1 - gate.confidence) / math.ceil(math.log2(len(counts) + 1)))
+    gate = shared_among(gate, counts) if counts else gate
     found = passable(outlook(tasks, gate))
     plan_evaluation(source, tasks, gate.options, gate.cache)
     return Prepared(recipe, source, gate, tasks, found, opened, counts)
+
+
+def dry_gate(recipe: Recipe, gate: GateRequest, search: bool = False) -> tuple[Recipe, Outlook]:
+    """What a dry run shows of a gate, from headers alone; of a search, with the recipe of the largest model it may try.
+
+    Raises `CompressionError` for a gate that not even an identical model passes.
+    """
+    check_search(recipe, search)
+    if search:
+        source, checkpoint = read_headers(str(recipe.model), recipe.revision)
+        counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
+        recipe, gate = with_experts(recipe, counts[-1]), shared_among(gate, counts)
+    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
+    return recipe, passable(outlook(tasks, gate))
+
+
+def check_search(recipe: Recipe, search: bool) -> None:
+    """Refuse a search in which the number of experts is given, or is none to find."""
+    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
+    if search and (prune is None or prune.experts is not None or prune.ratio is not None):
+        raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
+
+
+def shared_among(gate: GateRequest, counts: Sequence[int]) -> GateRequest:
+    """The gate of each model of a search, whose confidence holds for all that it tries together (Bonferroni)."""
+    return replace(gate, confidence=1 - (1 - gate.confidence) / math.ceil(math.log2(len(counts) + 1)))
+
+
+def with_experts(recipe: Recipe, count: int) -> Recipe:
+    """The recipe with this number of experts."""
+    steps = (step.model_copy(update={"experts": count}) if step.name == "prune" else step for step in recipe.steps)
+    return recipe.model_copy(update={"steps": tuple(steps)})
 
 
 def compress_gated(
@@ -199,17 +229,12 @@ def compress_gated(
         whole = request_key(facts, judged)
         begun = known and here().broadcast(lambda: answers(target, whole))
 
-        def with_experts(count: int) -> tuple[Recipe, int, str]:
-            changed = [
-                step.model_copy(update={"experts": count}) if step.name == "prune" else step for step in recipe.steps
-            ]
-            trial = request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
-            return recipe.model_copy(update={"steps": tuple(changed)}), count, trial
+        def trial_of(count: int) -> str:
+            return request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
 
         def tries(count: int) -> bool:
-            tried, _, trial = with_experts(count)
-            if (cached := _cached_trial(trial)) is None:
-                return passes(tried, count, trial)
+            if (cached := _cached_trial(trial_of(count))) is None:
+                return passes(with_experts(recipe, count), count, trial_of(count))
             attempts.append(Attempt(count, cached, accepts(cached)))
             return attempts[-1].accepted
 
@@ -218,7 +243,7 @@ def compress_gated(
             if least is not None and least != next(reversed(outcomes), None):
                 # it passed before the search was killed, and may not have come into its place
                 attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
-                passes(*with_experts(least))
+                passes(with_experts(recipe, least), least, trial_of(least))
     return Gated(outcomes[next(reversed(outcomes))] if outcomes else None, tuple(attempts))
 
 
