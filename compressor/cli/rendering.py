@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.cli.terminal import PROGRAM, print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.evaluation.gate import Outlook, passable
-from compressor.evaluation.gate_report import full_content, gate_brief, outlook_blocks
+from compressor.evaluation.gate_report import full_content, gate_blocks, outlook_blocks
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
@@ -244,7 +244,7 @@ def written_line(paths: Sequence[Path]) -> tuple[Block, ...]:
 def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -> None:
     """A row for each task, then the verdict and what would decide it; `written` are the reports' files."""
     content = {**full_content(result), "written": [str(path) for path in written]}
-    print_report(as_json, content, [*gate_brief(result), *written_line(written)])
+    print_report(as_json, content, [*gate_blocks(result), *written_line(written)])
 
 
 def show_gated(
@@ -259,7 +259,7 @@ def show_gated(
         "compression": None if outcome is None else outcome.to_dict(),
         **published(pushed),
     }
-    blocks: list[Block] = [*gate_brief(result), *written_line(written)]
+    blocks: list[Block] = [*gate_blocks(result), *written_line(written)]
     if len(attempts) > 1:
         rows = tuple((str(x.experts), x.result.verdict, "yes" if x.accepted else "no") for x in attempts)
         blocks.insert(0, Table("Models tried", ("experts per layer", "verdict", "accepted"), rows))

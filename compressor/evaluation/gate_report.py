@@ -17,7 +17,20 @@ from xml.etree import ElementTree as Xml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from compressor.document.blocks import Block, Facts, Figure, Heading, Items, Strong, Table, Text, Tone, Toned, Words
+from compressor.document.blocks import (
+    Block,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Items,
+    Strong,
+    Table,
+    Text,
+    Tone,
+    Toned,
+    Words,
+)
 from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
@@ -55,6 +68,17 @@ WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
 MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
 FARTHEST = 10.0  # drops allowed, beyond which a drop is drawn there
+METHOD = (
+    "Both models answered the same items, and the differences were tested item by item (Miller, arXiv:2411.00640): "
+    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A drop passes if its "
+    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, and is inconclusive "
+    "otherwise. The items of all tasks that are answered right or wrong have to pass together; each of these tasks "
+    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number of tasks (Holm). "
+    "Perplexities and other scores have to pass by themselves.",
+    "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided bounds. Detectable: the "
+    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: items answered worse and "
+    "better than by the base.",
+)
 MARKERS: Mapping[Verdict, str] = {"pass": "o", "fail": "X", "inconclusive": "D"}
 CAPTION = (
     "Each line runs from the lower to the upper confidence bound of a drop, as a multiple of the drop allowed. Left of "
@@ -189,82 +213,35 @@ def outlook_blocks(found: Outlook) -> tuple[Table, Text]:
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
-    """The report as a page: the verdict, the tasks and the pool, what would decide it, and how it was tested."""
-    ratios = tuple(
-        "{}: the perplexity is {} times the base's, at least {}, at most {}.".format(
-            task.task, *map(level, task.perplexity_ratio)
-        )
-        for task in result.tasks
-        if task.perplexity_ratio is not None
-    )
-    return (
-        Heading(f"Accuracy gate: {result.verdict}", level=1),
-        verdict_block(result),
-        task_table(result),
-        Text(
-            "Drop: base less compressed, of a perplexity its rise; at least and at most: its one-sided bounds, each "
-            f"with confidence {100 * result.confidence:g}%. Detectable: the smallest true drop that so many items show "
-            f"with probability {POWER:g}. Lost and gained: items answered worse and better than by the base."
-        ),
-        *([Items(ratios)] if ratios else []),
-        *advice_blocks(result, level=2),
-        Heading("How it was tested"),
-        *tested_blocks(result),
-    )
+    """The verdict, what would decide it, the tasks and the pool, and how they were tested, exactly.
 
-
-def gate_brief(result: GateResult) -> tuple[Block, ...]:
-    """What a terminal shows: the tasks, the verdict and what would decide it."""
-    stored = [Text("The base's results were stored by an earlier run.")] if result.reused_base else []
-    names = {"base": "the base", "compressed": "the compressed model"}
-    models = " and ".join(names[name] for name in result.streamed)
-    streamed = [Text(f"With one layer in memory at a time: {models}.")] if models else []
-    return task_table(result), verdict_block(result), *advice_blocks(result), *stored, *streamed
-
-
-def verdict_block(result: GateResult) -> Text:
-    return Text(Strong(Toned(verdict_line(result), *SIGNS[result.verdict])))
-
-
-def task_table(result: GateResult) -> Table:
-    caption = (
-        f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence "
-        f"{100 * result.confidence:g}%"
-    )
+    On a terminal, in gate.md, on a report's page and on a model card it is the same, as each of them shows details.
+    """
+    tone, sign = SIGNS[result.verdict]
+    confidence = f"{100 * result.confidence:g}%"
     rows: tuple[tuple[Words, ...], ...] = tuple(
         (*(show(row) for show in COLUMNS.values()), Toned(row.verdict, *SIGNS[row.verdict])) for row in result.rows
     )
-    return Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1}))
-
-
-def advice_blocks(result: GateResult, level: int = 3) -> tuple[Block, ...]:
-    """What would decide an inconclusive gate, under a heading of this level; nothing of one that is decided."""
-    sentences = advice(result)
-    return (Heading("What would decide it", level), Items(tuple(sentences))) if sentences else ()
-
-
-def tested_blocks(result: GateResult) -> tuple[Block, ...]:
-    """The method, and what was compared and with what, exactly."""
-    method = Text(
-        'Both models answered the same items, and the differences were tested item by item (Miller, "Adding Error Bars '
-        'to Evals", arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by '
-        "Student's t. A drop passes if its upper confidence bound is within the drop allowed, fails if the lower bound "
-        "is beyond it, and is inconclusive otherwise. The items of all tasks that are answered right or wrong have to "
-        "pass together; each of these tasks has a drop of its own allowed, and only fails the gate beyond that, "
-        "corrected for the number of tasks (Holm). Perplexities and other scores have to pass by themselves."
-    )
-    stored = " (results stored by an earlier run)" if result.reused_base else ""
+    caption = f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
+    names = {"base": "the base", "compressed": "the compressed model"}
+    notes = [f"With one layer in memory at a time: {joined([names[name] for name in result.streamed])}."]
+    notes = [*(notes if result.streamed else []), *(["The base's results are of an earlier run."] * result.reused_base)]
     facts = {
-        "Base": f"{result.base}{_commit(result.base_identity)}{stored}",
+        "Base": f"{result.base}{_commit(result.base_identity)}",
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
         "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
         "Options": _pairs(result.options),
-        "Streamed": " and ".join(result.streamed),
         "Routing": _pairs(result.routing.options) if result.routing is not None else "",
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }
-    return method, Facts(tuple((name, said) for name, said in facts.items() if said))
+    return (
+        Text(Strong(Toned(verdict_line(result), tone, sign)), tone),
+        *([Items(tuple(sentences))] if (sentences := advice(result)) else []),
+        Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1})),
+        *map(Text, notes),
+        Details("How it was tested", (*map(Text, METHOD), Facts(tuple((name, x) for name, x in facts.items() if x)))),
+    )
 
 
 def _commit(identity: Mapping[str, Any]) -> str:
@@ -322,8 +299,13 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
     with whole_folder(folder, NAMES, overwrite) as made:
         (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         (made / NAMES[1]).write_bytes(junit(result))
-        (made / NAMES[2]).write_text(markdown(gate_blocks(result)), encoding="utf-8", errors=LONE_HALVES)
+        (made / NAMES[2]).write_text(gate_page(result), encoding="utf-8", errors=LONE_HALVES)
     return [folder / name for name in NAMES]
+
+
+def gate_page(result: GateResult) -> str:
+    """The result as Markdown."""
+    return markdown((Heading(f"Accuracy gate: {result.verdict}", level=1), *gate_blocks(result)))
 
 
 def junit(result: GateResult) -> bytes:
@@ -431,7 +413,7 @@ def append_summary(result: GateResult, path: Path) -> None:
         # Without O_CREAT: CI servers make the file, so one that is not there is a mistaken path.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         with open(descriptor, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
-            stream.write(f"\n{markdown(gate_blocks(result))}\n")
+            stream.write(f"\n{gate_page(result)}\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         logger.warning("the gate's summary could not be appended to %s: %s", path, reason)

@@ -5,7 +5,6 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from compressor.attribution.figures import expert_label
@@ -29,7 +28,7 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import SIGNS, advice_blocks, task_table, tested_blocks, verdict_block
+from compressor.evaluation.gate_report import SIGNS, gate_blocks
 from compressor.extras import require
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
@@ -123,9 +122,7 @@ def sizes(data: Report) -> tuple[Table]:
 def gate(data: Report) -> list[Block]:
     """The verdict in words, its tasks, and how it came about; or how to come by one."""
     if (result := data.gate) is not None:
-        verdict = replace(verdict_block(result), tone=SIGNS[result.verdict][0])
-        tested = Details("How it was tested", tested_blocks(result))
-        return [verdict, *advice_blocks(result), task_table(result), tested]
+        return [*gate_blocks(result)]
     name, source = data.title, data.plan.source
     run = ["moe-compress", "gate", source.model, name, "-o", f"{name}.gate"]
     run += ["--revision", source.revision] if source.revision else []

@@ -138,7 +138,7 @@ def test_hostile_names_are_shown_as_they_are() -> None:
 
 def test_verdict_says_what_would_decide_it_and_by_what_the_model_was_routed() -> None:
     text = text_of(made(bare(gate=gate(task("openbookqa", "inconclusive")))))
-    assert "What would decide it" in text and "items would decide it instead of 500" in text
+    assert "items would decide it instead of 500" in text
     routed = gate(task(), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
     assert "1 task, routed by c3po" in text_of(made(bare(gate=routed)))
 
