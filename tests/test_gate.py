@@ -143,6 +143,15 @@ def test_a_dry_run_needs_no_models_and_says_what_the_gate_can_show(run: Run) -> 
     assert shown.status == 2 and re.search(r"all together +│ +45", shown.out) and "--limit 12" in shown.err
 
 
+def test_a_dry_run_of_compress_says_what_its_gate_can_show(base: Path, tmp_path: Path) -> None:
+    ask = ("--search", "--gate", TASKS, "--max-drop", 0.05, "--dry-run", "--json")
+    content = json.loads(captured("compress", base, *CALIBRATION, *ask).out)
+    assert content["gate"]["pooled"]["items"] == 400 and content["gate"]["confidence"] == pytest.approx(1 - 0.05 / 4)
+    assert content["after"]["experts"] == 15  # the largest model that the search may try
+    few = captured("compress", base, *CALIBRATION, *ask, "--limit", 10)
+    assert few.status == 2 and re.search("20 items .*at least 86 items", few.err), few
+
+
 @pytest.mark.parametrize(("treat", "status"), [("pass", 0), ("fail", 1), (None, 3)])
 def test_an_undecided_gate_counts_as_it_is_told(
     run: Run, base: Path, good: Path, treat: str | None, status: int, monkeypatch: pytest.MonkeyPatch

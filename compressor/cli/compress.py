@@ -131,7 +131,14 @@ def compress(
     if constants and recipe.gate is not None:
         raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
     if dry_run or output is None:
-        found = None if recipe.gate is None else outlook_of(gate_request(recipe.gate, running.device))
+        found = None
+        if recipe.gate is not None:
+            wanted = gate_request(recipe.gate, running.device)
+            if recipe.gate.search:
+                from compressor.cli.searching import largest_tried
+
+                recipe, wanted = largest_tried(recipe, wanted)
+            found = outlook_of(wanted)
         return rendering.show_dry_run(compressor.dry_run(recipe), running.as_json, found)
     if recipe.output.push_to_hub is not None:  # refused now rather than after hours of work
         from compressor.hub.push import check_access

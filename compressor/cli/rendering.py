@@ -25,6 +25,7 @@ from compressor.run_record import read_record
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.attribution.report import Findings
     from compressor.cli.searching import Gated
+    from compressor.evaluation.gate import Outlook
     from compressor.gguf_files.blocks import GgufInspection
     from compressor.hub.push import PushSummary
     from compressor.pipeline.dry_run import DryRun

@@ -93,7 +93,8 @@ def prepare_gate(
 
     Raises `CompressionError` for a gate that not even an identical model passes, and for what the base cannot answer.
     """
-    check_search(recipe, search)
+    if search:
+        check_search(recipe)
     source = find_model(str(recipe.model), recipe.revision, progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
     tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
@@ -105,24 +106,18 @@ def prepare_gate(
     return Prepared(recipe, source, gate, tasks, found, opened, counts)
 
 
-def dry_gate(recipe: Recipe, gate: GateRequest, search: bool = False) -> tuple[Recipe, Outlook]:
-    """What a dry run shows of a gate, from headers alone; of a search, with the recipe of the largest model it may try.
-
-    Raises `CompressionError` for a gate that not even an identical model passes.
-    """
-    check_search(recipe, search)
-    if search:
-        source, checkpoint = read_headers(str(recipe.model), recipe.revision)
-        counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
-        recipe, gate = with_experts(recipe, counts[-1]), shared_among(gate, counts)
-    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
-    return recipe, passable(outlook(tasks, gate))
+def largest_tried(recipe: Recipe, gate: GateRequest) -> tuple[Recipe, GateRequest]:
+    """The largest model that a search may try and the gate that it has to pass, from headers alone: for a dry run."""
+    check_search(recipe)
+    source, checkpoint = read_headers(str(recipe.model), recipe.revision)
+    counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
+    return with_experts(recipe, counts[-1]), shared_among(gate, counts)
 
 
-def check_search(recipe: Recipe, search: bool) -> None:
-    """Refuse a search in which the number of experts is given, or is none to find."""
+def check_search(recipe: Recipe) -> None:
+    """Refuse a search for a number of experts that is given, or that no step takes."""
     prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
-    if search and (prune is None or prune.experts is not None or prune.ratio is not None):
+    if prune is None or prune.experts is not None or prune.ratio is not None:
         raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
 
 

@@ -163,6 +163,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
             owners |= dict.fromkeys(parts, name)
             version = _version(name, parts, options)
             counts = tuple(len(part.eval_docs) for part in parts.values())
+            if not any(counts):
+                raise CompressionError(f"task {name!r} has no items; check its definition")
             tasks.append(EvaluationTask(name, version, parts, grouped, loaded, counts))
     return tuple(tasks)
 
