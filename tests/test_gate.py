@@ -147,7 +147,7 @@ def test_a_dry_run_of_compress_says_what_its_gate_can_show(base: Path, tmp_path:
     ask = ("--search", "--gate", TASKS, "--max-drop", 0.05, "--dry-run", "--json")
     content = json.loads(captured("compress", base, *CALIBRATION, *ask).out)
     assert content["gate"]["pooled"]["items"] == 400 and content["gate"]["confidence"] == pytest.approx(1 - 0.05 / 4)
-    assert content["after"]["experts"] == 15  # the largest model that the search may try
+    assert content["after"]["num_experts"] == 15  # the largest model that the search may try
     few = captured("compress", base, *CALIBRATION, *ask, "--limit", 10)
     assert few.status == 2 and re.search("20 items .*at least 86 items", few.err), few
 
