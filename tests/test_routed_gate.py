@@ -18,7 +18,7 @@ from tests import small
 from tests.command_line import Run, captured, refused
 from tests.evaluations import Steps, ask, written_task
 
-pytestmark = pytest.mark.usefixtures("offline", "own_cache")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline", "own_cache")]
 
 TASKS = ("moe_demo_recall", "moe_demo_sorting")
 
