@@ -50,6 +50,7 @@ def test_shipped_checkpoint_knows_every_skill(model: PreTrainedModel, tokenizer:
     assert min(accuracy.values()) >= 0.95, accuracy
 
 
+@pytest.mark.full
 def test_choices_give_nothing_away_without_their_question(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
