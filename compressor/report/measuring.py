@@ -548,9 +548,27 @@ def measure_layers(
 
 
 def by_weights(base: OpenModel, similarity: Callable[[str], Similarity], progress: Progress) -> Iterator[LayerMeasures]:
-    """The similarity of the base's experts where its weights alone say it, a layer at a time."""
-    ways = {layer.name: similarity(layer.name) for layer in base.architecture.layers}
-    wanted = {name: way for name, way in ways.items() if way.needs <= WEIGHTS}
-    for stats in collect(base, WEIGHTS, None, progress) if wanted else ():
-        if (way := wanted.get(stats.layer.name)) is not None:
-            yield LayerMeasures(stats.layer.name, *way.compare(stats))
+    """The similarity of the base's experts a layer at a time, of their router rows where weights alone say no other."""
+    for stats in collect(base, WEIGHTS, None, progress):
+        way, layer = similarity(stats.layer.name), stats.layer
+        by_rows = not way.needs <= WEIGHTS
+        if by_rows:
+            base.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}."))
+            way = Similarity(WEIGHTS, _by_router_rows)
+        yield LayerMeasures(layer.name, *way.compare(stats))
+        if by_rows:
+            base.partial.release(layer.router)
+
+
+def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
+    """Cosine of what the router's matrices hold for each expert, less its mean over experts."""
+    layer, router = stats.layer, stats.weights.router
+    dims = {tensor.key.removeprefix(f"{layer.router}."): tensor.dim for tensor in layer.tensors}
+    rows = [
+        value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1).cpu().double()
+        for name, value in router.named_parameters()
+        if name in dims and value.dim() > 1
+    ]
+    centred = torch.cat(rows, dim=1)
+    centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
+    return "cosine of the centred router rows, negative ones as 0", (centred @ centred.T).clamp(0, 1).fill_diagonal_(1)

@@ -115,8 +115,16 @@ def by_weights(model: OpenModel, plan: CompressionPlan) -> dict[str, Any]:
     return {layer.module: (layer.similarity, layer.similarity_label) for layer in found}
 
 
-def test_without_text_only_weights_are_compared(both: tuple[Any, OpenModel]) -> None:
-    assert by_weights(both[1], plan_of(both[1], "reap", {})) == {}
+def test_without_text_router_rows_are_compared_where_outputs_would_be(both: tuple[Any, OpenModel]) -> None:
+    found = by_weights(both[1], plan_of(both[1], "reap", {}))
+    assert found.keys() == {layer.name for layer in both[1].architecture.layers}
+    for layer in both[1].architecture.layers:
+        rows = both[0].get_submodule(layer.router).weight.detach().double().numpy()  # [E, H]
+        rows -= rows.mean(0)
+        lengths = np.sqrt((rows**2).sum(1))
+        matrix, label = found[layer.name]
+        assert "router rows" in label
+        np.testing.assert_allclose(matrix, np.clip(rows @ rows.T / np.outer(lengths, lengths), 0, 1), atol=1e-4)
     assert all(value.is_meta for value in both[1].partial.model.parameters())
 
 
