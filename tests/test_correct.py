@@ -187,22 +187,9 @@ def planned(home: Path) -> dict[str, Any]:
     return content
 
 
-def refit(content: dict[str, Any]) -> dict[str, Any]:
-    """The options of the correction in the JSON of a plan."""
-    found: dict[str, Any] = content["steps"][-1]["options"]
-    return found
-
-
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
-    "unknown field": (lambda c: refit(c).update(speed=3), "correct has no option 'speed'"),
-    "no steps": (lambda c: refit(c).update(steps=0), "steps is 0; input should be greater than or equal to 1"),
-    "unknown method": (
-        lambda c: refit(c).update(method="polish"),
-        "method is 'polish'; input should be 'auto'",
-    ),
     "unknown dtype": (lambda c: c.update(dtype="int3"), "there is no dtype 'int3'"),
-    "no object": (lambda c: c["steps"][-1].update(options=[1]), "options should be an object"),
     "no data": (lambda c: c.update(calibration=None), "a correction needs calibration data; restore calibration"),
     "other seed": (lambda c: c["calibration"].update(seed=1), "no longer gives the tokens|repeating it gives"),
     "other length": (lambda c: c["calibration"]["asked"].update(sequence_length=16), "no longer gives the tokens"),

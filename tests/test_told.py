@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import logging
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from compressor.checkpoint.reader import read_header
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, wrap_faults
-from compressor.files import work_folder
 from compressor.records import MOST_DEPTH, bounded
-from compressor.steps.workdir import JOURNAL
 from tests import small
 from tests.command_line import Run, names, refused
 
 HOSTILE = "[/b][red]\x1b[2J\x07\u202egpj.\u2066x\x9b31m"
-DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def endless() -> pre_tokenizers.Split:
@@ -83,15 +78,6 @@ def test_warnings_are_short_and_plain() -> None:
     assert len(said) < 2 * MOST_LETTERS
 
 
-def test_a_name_of_megabytes_makes_a_short_sentence(tmp_path: Path) -> None:
-    raw = json.dumps({"x" * 3_000_000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / "a").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(4))
-    sentence = r"a: tensor 'x+ \.\.\. x+' has too long a name, .*; download it again"
-    with pytest.raises(CompressionError, match=sentence) as told:
-        read_header(tmp_path / "a")
-    assert len(str(told.value)) <= MOST_LETTERS + 5
-
-
 def test_json_is_bounded() -> None:
     nested: Any = []
     for _ in range(MOST_DEPTH - 1):
@@ -134,27 +120,3 @@ def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: N
     command = ("compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text)
     refused(run(*command), r"a\.jsonl, line 2 has '\\ud83d', half a character; mend or remove it")
     assert names(tmp_path) == ["a.jsonl", "in"]
-
-
-def test_a_config_that_makes_no_sense_is_refused_or_passed_over(run: Run, offline: None, tmp_path: Path) -> None:
-    folder = small.save(tmp_path / "in")
-    small.edit_json(folder / "config.json", lambda content: content.update(architectures=[1]))
-    assert run("inspect", folder).status == 0
-    for top_k in (-1, 0):
-        small.edit_json(folder / "config.json", lambda content, top_k=top_k: content.update(num_experts_per_tok=top_k))
-        for command in (["inspect", folder], ["compress", folder, "-o", tmp_path / "out", "--experts", 2]):
-            refused(run(*command), rf"the config sends a token to {top_k} experts \(\w+\); restore config\.json")
-    assert names(tmp_path) == ["in"]
-
-
-def test_a_leftover_that_is_no_plan_and_no_journal_is_made_anew(run: Run, offline: None, tmp_path: Path) -> None:
-    folder, out = small.save(tmp_path / "in"), tmp_path / "out"
-    for content in ("[]", "1", DEEP, '"\\ud800"', '{"key": [], "steps": {}, "written": [[]]}'):
-        work = work_folder(out)
-        work.mkdir()
-        for name in ("plan.json", JOURNAL):
-            (work / name).write_text(content)
-        made = run("compress", folder, "-o", out, "--experts", 2, "--strategy", "model-centric", "--correct", "none")
-        assert made.status == 0, made.err
-        assert names(tmp_path) == ["in", "out"]
-        shutil.rmtree(out)
