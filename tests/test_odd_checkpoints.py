@@ -153,47 +153,6 @@ def test_bfloat16_merges_in_float32_and_keeps_each_dtype(name: str, kept_wide: s
     assert all(value.dtype == dtypes[name] for name, value in tensors_of(tmp_path / "out").items())
 
 
-# ---- tensors that the stock model does not load ----
-
-HEADS: dict[str, tuple[str, str, str, list[str]]] = {
-    "deepseek_v3": (
-        "num_nextn_predict_layers",
-        "model.layers.2.",
-        "model.layers.3.",
-        ["model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight", "model.layers.3.shared_head.head.weight"],
-    ),
-    "glm4_moe": ("num_nextn_predict_layers", "model.layers.2.", "model.layers.3.", ["model.layers.3.eh_proj.weight"]),
-    "qwen3_next": ("mtp_num_hidden_layers", "model.layers.2.", "mtp.layers.0.", ["mtp.fc.weight", "mtp.norm.weight"]),
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_multi_token_prediction_head_is_named_and_left_out(name: str, tmp_path: Path) -> None:
-    field, source, target, more = HEADS[name]
-    model = zoo.save(name, tmp_path / "in")
-
-    def add_head(tensors: Tensors) -> Tensors:
-        last = {target + key.removeprefix(source): value for key, value in tensors.items() if key.startswith(source)}
-        return tensors | last | {key: torch.ones(4, 4) for key in more}
-
-    before = set(tensors_of(tmp_path / "in"))
-    rewrite(tmp_path / "in", add_head)
-    small.edit_json(tmp_path / "in" / "config.json", lambda config: config.update({field: 1}))
-    extra = set(tensors_of(tmp_path / "in")) - before
-    assert any(".experts.7." in key for key in extra)
-    summary = merge(tmp_path / "in", tmp_path / "out")
-    assert set(summary.left_out) == extra
-    assert summary.zeroed_fields == (field,)
-    written = tensors_of(tmp_path / "out")
-    assert not extra & set(written)
-    assert set(written) <= before
-    assert config_of(tmp_path / "out")[field] == 0
-    record = json.loads((tmp_path / "out" / "compression.json").read_text())
-    assert set(record["left_out"]) == extra
-    assert record["zeroed_fields"] == [field]
-    check(model, count_field(name), summary)
-
-
 # ---- shards ----
 
 
