@@ -68,6 +68,7 @@ def ruined(base: Path) -> Path:
     return changed(base, base.parent / "ruined", 3.0)
 
 
+@pytest.mark.full
 def test_a_good_model_passes_and_a_ruined_one_fails(
     run: Run, base: Path, good: Path, ruined: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_pat
             assert streamed[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.full
 def test_an_identical_copy_passes_and_a_gate_that_it_cannot_pass_is_refused(
     run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +278,7 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
     assert routed.status == 2 and "is of a routed model; compress again with --overwrite" in routed.err, routed
 
 
+@pytest.mark.full
 def test_a_search_that_was_stopped_tries_nothing_twice(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +354,7 @@ def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path,
     assert read_gate(tmp_path / "out").verdict == "fail"
 
 
+@pytest.mark.full
 def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> None:
     result = gated_run(base, tmp_path / "out", "--search", "--correct", "ridge", "--gate", EASY)
     assert result.status == 0, result
