@@ -124,13 +124,13 @@ REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many w
     "enumerate": {"strategy": "enumerate", "correct": "none", "distill": DISTILL},
     "similarity": {"strategy": "data-centric", "correct": "none"},
     "weights": {"strategy": "model-centric", "correct": "none"},
-    "attribution": {"strategy": "hub-guided", "correct": "none"},
 }
 
 
 def main(model: str, text: str, out: str, lacking: str = "") -> None:
     """Compress a model on the device, which may be `lacking` float64."""
     import compressor
+    from compressor.attribution.projecting import covariance, signs, spread, spread_by_expert
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import tune
     from compressor.steps.prune import choose
@@ -144,6 +144,9 @@ def main(model: str, text: str, out: str, lacking: str = "") -> None:
         except RuntimeError as refusal:
             print(refusal)
         LACKING.update([torch.float64] if lacking else [])
+        scores = torch.randn(3, 2, 4).to(NAME)  # of an attribution, whose tensors are of a class of their own
+        for measured in (spread(scores), spread_by_expert(scores), covariance(scores, scores), *signs(scores)):
+            assert measured.dtype == torch.float64
         for name, request in REQUESTS.items():
             compressor.compress(
                 model, f"{out}/{name}", experts=4, calibration=text, samples=16, sequence_length=32, dtype="float32",
