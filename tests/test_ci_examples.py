@@ -213,4 +213,4 @@ def test_commands_of_the_readme_are_accepted() -> None:
     lines = re.findall(r"^moe-compress .*$", README.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) == 2
     assert parse(shlex.split(lines[0]))["max_drop"] == 0.01
-    assert parse(shlex.split(lines[1]))["gate"] == "boolq,openbookqa,rte"
+    assert parse(shlex.split(lines[1]))["gate"] == ["boolq,openbookqa,rte"]
