@@ -81,29 +81,24 @@ def test_a_copy_elsewhere_has_its_files_named(run: Run, made: Path, tmp_path: Pa
     assert tree(tmp_path / "out") == tree(made / "out")
 
 
-def test_the_command_line_wins(run: Run, made: Path, tmp_path: Path) -> None:
-    recipe, out = made / "out" / "recipe.yaml", tmp_path / "plan.json"
+def test_the_command_line_wins(made: Path) -> None:
+    def changed(*settings: str, **flags: Any) -> Recipe:
+        named = {name.replace("__", "."): value for name, value in flags.items()}
+        return recipe_of(str(made / "out" / "recipe.yaml"), named, settings)
 
-    def planned(*more: Any) -> dict[str, Any]:
-        result = run("plan", recipe, "-o", out, "--overwrite", "--json", *more)
-        assert result.status == 0, result
-        return dict(json.loads(result.out))
+    def pruned(*settings: str, **flags: Any) -> Any:
+        (step,) = changed(*settings, **flags).steps
+        return step
 
-    def pruned(*more: Any) -> dict[str, Any]:
-        (step,) = planned(*more)["steps"]
-        return {**step["options"], "kept": step["plan"]["experts"], "layers": len(step["plan"]["layers"])}
-
-    assert pruned()["kept"] == 4
-    assert pruned("--experts", 3)["kept"] == 3
-    assert pruned("--ratio", 0.25)["kept"] == pruned("--set", "prune.ratio=0.25")["kept"] == 6
-    assert planned("--seed", 0)["seed"] == 0  # a default, but said
-    assert pruned("--merge", "max")["options"] == {"merge": "max", "merge_routers": False}
-    assert pruned("--strategy", "count-guided")["options"] == {}  # the options were another strategy's
-    assert planned("--samples", 2)["calibration"]["asked"]["samples"] == 2
-    assert planned("--set", "calibration.samples=2")["calibration"]["asked"]["samples"] == 2
-    assert planned("--calibration", "demo")["calibration"]["source"] == "demo"
-    small.save(tmp_path / "other", num_hidden_layers=1)
-    assert pruned()["layers"] == 2 and pruned("--set", f"model={tmp_path / 'other'}")["layers"] == 1
+    assert (pruned().experts, pruned().ratio, changed().seed) == (None, 0.5, 3)
+    assert [pruned(prune__experts=3).experts, pruned(prune__experts=3).ratio] == [3, None]
+    assert pruned(prune__ratio=0.25) == pruned("prune.ratio=0.25") == pruned().model_copy(update={"ratio": 0.25})
+    assert changed(seed=0).seed == 0  # a default, but said
+    assert pruned(prune__options__merge="max").options == {"merge": "max", "merge_routers": False}
+    assert pruned(prune__strategy="count-guided").options == {}  # the options were another strategy's
+    assert changed(calibration__samples=2).calibration == changed().calibration.model_copy(update={"samples": 2})
+    assert changed(calibration__data=["demo"]).calibration.data == ("demo",)
+    assert changed(f"model={made}").model == str(made)
 
 
 def test_protected_experts_stand_in_the_recipe(run: Run, made: Path, tmp_path: Path) -> None:
