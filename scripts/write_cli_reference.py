@@ -41,9 +41,9 @@ SHORTHANDS = """\
 ## Shorthands of compress
 
 `compress` and `plan` take these options, too, which `--help` doesn't show. Each sets the field beside it, as `--set`
-does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--no-merge-routers` sets its field to false, and `--option
-NAME=VALUE` any field of `prune.options`, the options of the strategy. `--json` prints JSON, and `--imatrix FILE` names
-the importance matrix by which experts of a GGUF file are chosen.
+does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
+option of the strategy, and `--no-merge-routers` is `--option merge_routers=false`. `--json` prints JSON, and
+`--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen.
 
 | option | field |
 |---|---|"""
@@ -71,7 +71,11 @@ def commands() -> dict[str, Any]:
 def page() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION, *(_section(name, command) for name, command in commands().items())]
-    rows = (f"| `--{option.name.replace('_', '-')}` | `{path}` |" for path, option in sorted(recipe_options()))
+    rows = (
+        f"| `--{option.name.replace('_', '-')}` | `{path}` |"
+        for path, option in sorted(recipe_options())
+        if option.name not in ("option", "no_merge_routers")
+    )
     hidden = [row for row in rows if row.split("`")[1][2:].replace("-", "_") not in SHOWN]
     return "\n".join([*parts, SHORTHANDS, *hidden, "", STEPS_INTRODUCTION, *map(_step_section, STEPS)])
 

@@ -38,8 +38,10 @@ SHOWN = (  # by `compress --help`
     "format", "push_to_hub", "device", "settings", "dry_run", "overwrite", "per_source",
 )  # fmt: skip
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
-OF_STRATEGIES = {f"prune.options.{name}": name for name in ("merge", "representation", "similarity")}
-NO_ROUTERS, MERGING = "prune.options.no_merge_routers", ("prune.options.merge", "prune.options.merge_routers")
+OF_STRATEGIES: dict[str, Any] = {  # options of `compress` that are a strategy's, whose modules --help does not load
+    "merge": str, "no_merge_routers": bool, "representation": str, "similarity": str, "option": list[str]
+}  # fmt: skip
+MERGING = ("prune.options.merge", "prune.options.merge_routers")
 MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
@@ -60,11 +62,10 @@ def recipe_options() -> Choices:
         names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
         named = options_of(model, without=("calibration", "options"), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
-    kinds: dict[str, Any] = {"no_merge_routers": bool, "option": list[str]}
-    for path, name in {**OF_STRATEGIES, NO_ROUTERS: "no_merge_routers", "prune.options": "option"}.items():
-        text = "Option of the strategy" + (" as name=value. May be repeated." if name == "option" else ".")
-        option: Any = Annotated[kinds.get(name, str) | None, flag(text, None, f"--{name.replace('_', '-')}")]
-        options.append((path, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
+    for name, kind in OF_STRATEGIES.items():
+        option: Any = Annotated[kind | None, flag("Option of the strategy.", None, f"--{name.replace('_', '-')}")]
+        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        options.append((f"prune.options.{name}", parameter))
     return options
 
 
@@ -72,10 +73,10 @@ def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[st
     """The recipe that a command line asks for; `model` is one, or a recipe's file, which flags and settings change."""
     if model is None:
         raise CompressionError("Missing argument 'MODEL'; see moe-compress compress --help")
-    values = {path: value for path, value in flags.items() if path not in ("prune.options", NO_ROUTERS)}
-    if NO_ROUTERS in flags:
+    values = dict(flags)
+    if values.pop("prune.options.no_merge_routers", False):
         values["prune.options.merge_routers"] = False
-    for text in flags.get("prune.options", ()):
+    for text in values.pop("prune.options.option", ()):
         name, value = read_option(text, f"--option {text!r} should be name=value")
         values[f"prune.options.{name}"] = value
     for text in settings or ():

@@ -169,7 +169,7 @@ def test_a_shorthand_sets_the_field_that_set_names(path: str) -> None:
 
 def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
     flags = {"prune.strategy": "data-centric", "prune.options.merge": "max", "prune.options.no_merge_routers": True}
-    (_, prune, _) = recipe_of("model", {**flags, "prune.options": ["align=true"]}, []).steps
+    (_, prune, _) = recipe_of("model", {**flags, "prune.options.option": ["align=true"]}, []).steps
     assert prune.options == {"merge": "max", "merge_routers": False, "align": True}  # type: ignore[attr-defined]
     for setting, message in {
         "gate.max_drop=0.02": "--max-drop goes with --gate; name the tasks to pass",
