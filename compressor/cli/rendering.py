@@ -125,7 +125,8 @@ def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> N
     spill = ", in files beyond 4 GB" if run.memory < run.layers_memory + run.activations else ""
     held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
     whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
-    blocks.append(Text(f"Memory: at most {human_bytes(run.memory)} ({held}{whole})"))
+    resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
+    blocks.append(Text(f"Memory: at most {human_bytes(run.memory)} ({held}{whole}); {resident}"))
     content = run.to_dict()
     if gate is not None:
         content["gate"] = plain_json(gate)

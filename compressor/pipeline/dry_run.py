@@ -72,6 +72,7 @@ class DryRun:
     after: Shape
     servers: Advice
     texts: tuple[TextNeed, ...]
+    weights: int  # bytes of the model in the computing dtype, which stay in memory where they fit
     layers_memory: int  # bytes of two of the largest decoder layer
     activations: int  # bytes of hidden states, above 4 GiB in files
     whole_memory: int  # bytes of a model that is trained in memory, with the optimizer's state
@@ -122,6 +123,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         after=after,
         servers=advice_on(served_model(task.seen), task.seen.architecture.layers, experts),
         texts=texts,
+        weights=model.partial.nbytes,
         layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
         whole_memory=max(need.whole for need in task.needs) * after.parameters,
