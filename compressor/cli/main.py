@@ -32,9 +32,11 @@ app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pret
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
     limit_caches()
-    with _own_warnings():
+    with _own_warnings() as held:
         try:
             status = app(prog_name=PROGRAM, standalone_mode=False)
+            for record in held if status != INTERRUPTED and "--json" not in sys.argv else ():
+                print(_OneLine().format(record), file=sys.stderr)
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -63,19 +65,30 @@ class _OneLine(logging.Formatter):
 
 
 @contextmanager
-def _own_warnings() -> Iterator[None]:
-    """Warnings of ours and of plugins on stderr; the Hub client's retries are reported by the error that ends them."""
+def _own_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Warnings of ours and of plugins on stderr; the Hub client's retries are reported by the error that ends them.
+
+    What a run will do goes to a terminal at once. For a log, where an error stands alone, it is held back.
+    """
+    held = list[logging.LogRecord]()
+
+    def shown(record: logging.LogRecord) -> bool:
+        if not here().is_first or record.levelno >= logging.WARNING:
+            return here().is_first  # several ranks say the same
+        if not sys.stderr.isatty():
+            held.append(record)
+        return sys.stderr.isatty() and "--json" not in sys.argv
+
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
-    least = logging.WARNING if "--json" in sys.argv else logging.INFO  # what a run will do is for people
-    handler.addFilter(lambda record: here().is_first and record.levelno >= least)  # several ranks say the same
+    handler.addFilter(shown)
     loggers = [logging.getLogger(package) for package in {"compressor", *packages()}]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     try:
-        yield
+        yield held
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
