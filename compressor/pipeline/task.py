@@ -178,8 +178,6 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
     check_order(resolved)
     needs, seen = _needs(resolved, model, plan)
-    for note in (note for need in needs for note in need.notes):
-        logger.info("%s", note)
     if before is not None and before.calibration is not None:  # a plan has one text for all: later ones are own
         resolved = [
             step.model_copy(update={"calibration": recipe.calibration})
@@ -241,6 +239,8 @@ def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
 
 def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
     """The state before the first step, once texts are read."""
+    for note in (note for need in task.needs for note in need.notes):
+        logger.info("%s", note)
     with run.clock.phase("read text"):
         texts = read_texts(task)
     logger.info("%s", how_resident(task.model))  # now that nothing is refused any more
