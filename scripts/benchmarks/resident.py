@@ -1,6 +1,6 @@
 """Measure what keeping a model on its device saves; the ratio is within one run.
 
-    python -m scripts.benchmarks.resident MODEL --text FILE [--ratio 0.25] [--correct tune] [--samples 32]
+    python -m scripts.benchmarks.resident MODEL [--calibration demo] [--ratio 0.25] [--correct tune] [--samples 32]
 
 Compresses a checkpoint one layer at a time and with all of it kept, in turns, each in a process of its own, and prints
 the phases' seconds, the peaks of anonymous memory, the ratio of the runs' seconds, and whether the weights are equal.
@@ -18,11 +18,26 @@ from scripts.benchmarks.frame import COMMAND, options, run_child, warm
 def main() -> None:
     """Compress in both ways."""
     parser = options(
-        __doc__, text="", ratio=0.25, correct="tune", strategy="count-guided", samples=32, turns=2, device="cpu"
+        __doc__,
+        calibration="demo",
+        ratio=0.25,
+        correct="tune",
+        strategy="count-guided",
+        samples=32,
+        turns=2,
+        device="cpu",
     )
     parser.add_argument("model", type=Path)
     given = parser.parse_args()
-    command = [*COMMAND, "compress", str(given.model), "--calibration", given.text, "--samples", str(given.samples)]
+    command = [
+        *COMMAND,
+        "compress",
+        str(given.model),
+        "--calibration",
+        given.calibration,
+        "--samples",
+        str(given.samples),
+    ]
     for name in ("ratio", "correct", "strategy", "device"):
         command += [f"--{name}", str(getattr(given, name))]
     least = dict.fromkeys(("no", "yes"), float("inf"))
