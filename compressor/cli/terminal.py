@@ -1,7 +1,6 @@
 """How the command line speaks: progress bars, JSON, the command as it was typed, and which process does the talking."""
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
@@ -75,13 +74,8 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
     if quiet or not here().is_first:
         yield Silent()
     else:
-        logger = logging.getLogger("compressor")  # which says beside the bars where the model is
-        logger.setLevel(logging.INFO)
-        try:
-            with Bars() as bars:
-                yield bars
-        finally:
-            logger.setLevel(logging.NOTSET)
+        with Bars() as bars:
+            yield bars
 
 
 @contextmanager
