@@ -128,7 +128,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     for name, options in of_steps.items():  # a step's together, since one may only do with another
         if options.keys() & {*COUNTS}:
             options = {**dict.fromkeys(COUNTS & step_class(name).model_fields.keys()), **options}
-        if "strategy" in options:
+        if name == "prune" and "strategy" in options:
             options = {"options": {}, **options}  # the recipe's were another strategy's
         elif isinstance(chosen := options.get("options"), dict):
             options = {**options, "options": {**getattr(steps.get(name), "options", {}), **chosen}}
