@@ -131,8 +131,8 @@ def test_the_template_scales_the_experts_of_the_demo_model(tmp_path: Path, run: 
 
 @pytest.mark.usefixtures("package")
 def test_the_template_is_listed_and_its_options_are_checked(tmp_path: Path, run: Run) -> None:
-    listed = run("steps").out
-    assert "scale" in listed and "Multiply each expert's down projection" in " ".join(listed.split())
+    listed = {entry["name"]: entry["summary"] for entry in json.loads(run("list", "steps", "--json").out)}
+    assert listed["scale"].startswith("Multiply each expert's down projection")
     for option, message in (("fator=0.5", r"has no option 'fator'; did you mean 'factor'\?"), ("factor=0", "factor")):
         refused = run("compress", DEMO, "-o", tmp_path / "out", "--experts", 12, "--set", f"scale.{option}")
         assert refused.status == 2 and re.search(message, refused.err), refused.err
