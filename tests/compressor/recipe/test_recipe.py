@@ -172,7 +172,7 @@ def test_a_new_field_of_a_step_is_an_option_everywhere(
 REFUSED: dict[str, tuple[str, str]] = {
     "misspelt": ("sed: 3", "has no field 'sed'; did you mean 'seed'"),
     "misspelt, of a step": ("steps: [prune: {stratgy: x}]", r"prune has no option 'stratgy' at steps\[0\]; did you"),
-    "unknown": ("zzz: 3", "has no field 'zzz'; known are model, revision, base"),
+    "unknown": ("zzz: 3", "has no field 'zzz'; known are revision, dtype, model, base"),
     "no name": ("3: 4", "has no field 3; known are"),
     "text for a number": ("seed: many", "seed is 'many'; input should be a valid integer"),
     "a switch for a number": ("steps: [prune: {experts: true}]", "experts is True, it should be a number"),
