@@ -146,9 +146,10 @@ def test_what_is_gone_is_said_and_what_the_run_noted_stands_for_it(place: Path, 
     found = measure(place / "out")
     assert found.missing == missing
     for layer in found.layers:
-        assert layer.visits_after is not None and layer.visits_before is None and layer.error is None
+        assert (layer.visits_after is None) == (TEXT in missing) and layer.visits_before is None and layer.error is None
         assert (layer.similarity is None) == (SOURCE in missing)
-    assert bool(found.layers) == (TEXT not in missing)
+        assert ("router rows" in layer.similarity_label) == (missing == (TEXT,))
+    assert bool(found.layers) == (missing != (SOURCE, TEXT))
     assert len(report_data(place / "out", found).layers) == 2
 
 
@@ -242,7 +243,7 @@ def test_an_output_without_weights_is_told(place: Path) -> None:
     assert found.missing == (
         "out holds no weights that can be run, so routed tokens, errors and similarities of outputs are not measured.",
     )
-    assert found.layers == ()
+    assert ["router rows" in layer.similarity_label for layer in found.layers] == [True, True]
 
 
 def test_a_result_is_kept_until_something_changes_and_what_the_run_noted_stands(
