@@ -3,13 +3,14 @@
     python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512] [--only NAME ...]
 
 Prints for each step the seconds and CPU seconds of a layer, and the peak of anonymous memory, below the rate of matrix
-products on the same machine. Every step is a recipe, run in a process of its own. `tune` and `distill` run twice, with
-different numbers of optimizer steps; the difference gives the time of one.
+products on the same machine. Every step is a recipe, run in a process of its own, streamed. `tune` (without `ridge`
+before it) and `distill` run twice, with different numbers of optimizer steps; the difference gives the time of one.
 """
 
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,17 @@ from typing import Any
 import torch
 import yaml
 
-from scripts.benchmarks.frame import COMMAND, Child, head, options, row, run_child, timed, warm, write_layers
+from scripts.benchmarks.frame import Child, head, options, row, run_child, timed, warm, write_layers
 from scripts.benchmarks.scale import random_text
 
 Step = dict[str, dict[str, Any]]
 KEEP, EXTRA = 64, 4  # experts; optimizer steps between the two runs of a step that is measured by their difference
+RUN = """
+from compressor.cli.main import main
+from compressor.steps.correct import refit
+refit.STEPS_OF = {**refit.STEPS_OF, "tune": ("tune",)}
+main()
+"""
 PRUNE: Step = {"prune": {"strategy": "count-guided", "experts": KEEP}}
 
 
@@ -96,9 +103,11 @@ def main() -> None:
 
         def run(steps: Sequence[Step], model: Path = base) -> Child:
             content = {"model": str(model), "base": str(base), "calibration": calibration, "steps": [*steps]}
+            content["resident"] = "no"
             recipe.write_text(yaml.safe_dump(content))
             shutil.rmtree(out, ignore_errors=True)
-            seen = run_child([*COMMAND, "compress", str(recipe), "-o", str(out), "--device", "cpu", "--json"])
+            flags = ["-o", str(out), "--device", "cpu", "--json"]
+            seen = run_child([sys.executable, "-c", RUN, "compress", str(recipe), *flags])
             if seen.status:
                 raise SystemExit(f"{steps} ended with status {seen.status}")
             return seen
