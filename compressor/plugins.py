@@ -20,6 +20,7 @@ import typing
 
 import torch
 
+from compressor.devices import as_float64, float64_device
 from compressor.entry_points import option
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, check_count

@@ -8,8 +8,7 @@ the highest are removed. Two things are our reading: biases do not count, and an
 
 import torch
 
-from compressor.devices import as_float64
-from compressor.plugins import LayerPlan, LayerStatistics, LayerWeights, keep_best, projections
+from compressor.plugins import LayerPlan, LayerStatistics, LayerWeights, as_float64, keep_best, projections
 
 NEEDS = frozenset({"weights"})
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from compressor.devices import as_float64, float64_device
 from compressor.plugins import (
     FLOAT32,
     CompressionError,
     Group,
     LayerPlan,
     LayerStatistics,
+    as_float64,
     closeness,
     competing,
+    float64_device,
     option,
     pairwise_distances,
     rounded,

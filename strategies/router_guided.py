@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.devices import as_float64
 from compressor.plugins import (
     FLOAT32,
     LayerPlan,
     LayerStatistics,
     MergeOptions,
+    as_float64,
     competing,
     keep_best,
     merge_option,

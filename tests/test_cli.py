@@ -363,7 +363,9 @@ def test_bad_commands(run: Run, tmp_path: Path) -> None:
 def test_bad_calibration(compress: Run, originals: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"messages": [{"role": "user", "content": "a"}]}')
-    refused(compress(originals / "single", "--calibration", text), "the tokenizer has no chat template")
+    refused(
+        compress(originals / "single", "--calibration", text), "tokenizer has no chat template; name a column of text"
+    )
     assert names(tmp_path) == ["a.jsonl"]
 
 

@@ -31,17 +31,20 @@ class RefusedError(Exception):
 class Fault:
     """What the next `times` requests that match meet instead of, or before, the right answer.
 
-    `path` is a regular expression searched in the path without its query. With `half` the right answer stops in the
-    middle of its body, quietly or by a TCP `reset`; otherwise the request is answered by `status` and `body`.
+    `path` is a regular expression searched in the path without its query. With `status` the request is answered that,
+    with `headers` and `body`; with `half` the right answer stops in the middle of its body, quietly or by `reset`; with
+    `reset` alone the connection is cut by a TCP reset once `after_bytes` of the body were read (all of it when None).
     """
 
     method: str
     path: str
-    status: int = 500
+    status: int | None = None
     times: int = 1
+    after_bytes: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    half: bool = False
     reset: bool = False
+    half: bool = False
 
 
 @dataclass(frozen=True, slots=True)

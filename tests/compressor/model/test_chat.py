@@ -32,7 +32,7 @@ TALK = [{"role": "user", "content": " ¿Qué? 🙂 <s>\n"}, {"role": "assistant"
     ],
 )
 def test_the_text_by_hand(template: str, ask: bool, expected: str) -> None:
-    assert render_chat(small.tokenizer(template), TALK, ask) == expected
+    assert render_chat(small.tokenizer(template), TALK, add_generation_prompt=ask) == expected
 
 
 def test_a_prompt_is_encoded_as_transformers_does_it() -> None:
@@ -45,7 +45,7 @@ def test_a_prompt_is_encoded_as_transformers_does_it() -> None:
 
 def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = write(tmp_path, '\n{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl")
-    message = r"line 2: the chat template cannot take these messages \(Roles must alternate: assistant\); .*'text'"
+    message = r"line 2: the chat template cannot take its messages \(Roles must alternate: assistant\)"
     with pytest.raises(CompressionError, match=message):
         run(path, small.tokenizer(STRICT))
     failing = small.tokenizer("{{ raise_exception('no') }}")
