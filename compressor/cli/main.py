@@ -32,6 +32,7 @@ app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pret
 def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
     limit_caches()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin hold each other up where cores are shared
     with _own_warnings() as held:
         try:
             status = app(prog_name=PROGRAM, standalone_mode=False)
