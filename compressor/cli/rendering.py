@@ -126,7 +126,8 @@ def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> N
     held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
     whole = f"; {human_bytes(run.whole_memory)} for a whole model that is trained" if run.whole_memory else ""
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
-    blocks.append(Text(f"Memory: at most {human_bytes(run.memory)} ({held}{whole}); {resident}"))
+    solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""
+    blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
     content = run.to_dict()
     if gate is not None:
         content["gate"] = plain_json(gate)
