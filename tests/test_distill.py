@@ -264,6 +264,7 @@ def test_another_base_than_the_source_is_told(run: Run, originals: Path, tmp_pat
     assert fine.status == 0 and "fingerprint" not in fine.err
 
 
+@pytest.mark.full
 def test_compress_distils_and_plan_and_recipe_repeat_it(
     run: Run, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +285,7 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
     refused(run("compress", *ask, "distill.stream=false", "-o", tmp_path / "one"), "exists already")
 
 
+@pytest.mark.full
 def test_plans_name_another_base_and_the_text_of_a_later_run_and_repeat_both(originals: Path, tmp_path: Path) -> None:
     small.save(tmp_path / "base", seed=1)
     text: dict[str, Any] = {"samples": 16, "sequence_length": 32, "dtype": "float32"}

@@ -73,6 +73,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {command: text.splitlines() for command, text in commands.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", RUNNING)
 def test_what_compressing_takes_is_enough(outcomes: dict[str, list[str]], command: str) -> None:
     assert outcomes[command][-1] == "0", outcomes[command]

@@ -90,6 +90,7 @@ def test_a_good_model_passes_and_a_ruined_one_fails(
     assert list(ElementTree.parse(tmp_path / "ruined" / "gate.xml").getroot().iter("failure"))
 
 
+@pytest.mark.full
 def test_a_streamed_gate_says_the_same(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
     found = []
     for how, streamed in (("--no-stream", []), ("--stream", ["base", "compressed"])):
@@ -171,6 +172,7 @@ def test_an_undecided_gate_counts_as_it_is_told(
     assert result.status == status, result
 
 
+@pytest.mark.full
 def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Path) -> None:
     found = []
     for model in (good, ruined):
@@ -185,6 +187,7 @@ def test_a_perplexity_is_gated_too(run: Run, base: Path, good: Path, ruined: Pat
     assert found == [0, 1]
 
 
+@pytest.mark.full
 def test_stored_base_results_are_reused_and_a_changed_base_is_not(
     run: Run, base: Path, good: Path, tmp_path: Path
 ) -> None:
@@ -338,6 +341,7 @@ def test_a_search_that_was_stopped_tries_nothing_twice(
     refused(gated_run(base, out, *ask, "--seed", 3), "exists already")
 
 
+@pytest.mark.full
 def test_compress_leaves_nothing_that_fails_and_keeps_what_was_there(base: Path, tmp_path: Path) -> None:
     ask = ("--experts", 4, "--gate", TASKS)
     result = gated_run(base, tmp_path / "out", *ask)

@@ -135,6 +135,7 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
         plan_of(without, strategy="model-centric", experts=4, mtp="half")
 
 
+@pytest.mark.full
 def test_heads_in_a_row_are_planned_in_order_and_carried_out_alike(tmp_path: Path) -> None:
     made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=2)
     asked: dict[str, Any] = dict(strategy="reap", experts=4, correct="ridge", sequential=True, **with_text(tmp_path))

@@ -350,6 +350,7 @@ def test_a_search_tries_experts_of_the_source(parts: Any, wide: Path) -> None:
         assert possible_counts(open_model(locate(str(wide))), make_recipe(str(wide), recipe)) == [2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_was_split_before_has_the_experts_of_its_config(wide: Path, tmp_path: Path) -> None:
     split(wide, tmp_path / "fine", 2)
     done = compressor.compress(str(tmp_path / "fine"), tmp_path / "out", experts=4, split=2, **calibration(tmp_path))
@@ -376,6 +377,7 @@ def test_auto_takes_the_first_number_of_parts_that_suits(wide: Path, tmp_path: P
     assert parts == 1 and GROUPS in why
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [512, 96])
 def test_what_auto_decided_is_said_at_the_start_and_recorded(width: int, tmp_path: Path, run: Run) -> None:
     model, text = small.save(tmp_path / "model", intermediate_size=width), small.text_file(tmp_path)

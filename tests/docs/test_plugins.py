@@ -108,6 +108,7 @@ def test_the_templates_own_tests_pass(package: Path) -> None:
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("package")
 def test_the_template_scales_the_experts_of_the_demo_model(tmp_path: Path, run: Run) -> None:
     steps = [{"prune": {"strategy": "model-centric", "experts": 12}}, {"scale": {"factor": 0.5}}]

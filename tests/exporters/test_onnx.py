@@ -218,6 +218,7 @@ def unsound(graph: Path) -> None:
 PLAIN = ExportOptions(past=False, tokens=4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [partial(tamper, change=scale), partial(tamper, change=spoil), unsound])
 def test_a_wrong_graph_leaves_nothing(change: Any, source: Path, retraced: Path, tmp_path: Path) -> None:
     change(retraced)

@@ -118,6 +118,7 @@ def attributions(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mass", "exponent"),
     [("gated-mass", 0.5), zoo.full("gated-mass", 2), zoo.full("visits", 1)],
@@ -155,6 +156,7 @@ def test_the_score_is_the_product_of_a_plain_forward_and_what_attribute_writes(
 # --- who runs the attribution, and on what ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_one_attribution_serves_hubs_strategies_and_all_rows(
     run: Run, originals: Path, data: tuple[Any, ...], attributions: list[Calibration], tmp_path: Path
 ) -> None:

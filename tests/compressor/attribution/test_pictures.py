@@ -186,6 +186,7 @@ def test_no_text_covers_another_or_leaves_its_picture(name: str) -> None:
             assert not one_axes.get_window_extent().overlaps(other_axes.get_window_extent())
 
 
+@pytest.mark.full
 def test_the_files_are_pngs_and_the_same_each_time(tmp_path: Path) -> None:
     made = attribution(layers=3, heads=1, dense=(), hubs={(0, 3): 400.0})
     for folder in ("one", "two"):

@@ -343,6 +343,7 @@ def test_headers_come_from_the_cache_without_the_hub(tmp_path: Path, served: Ser
     assert fetch_headers(MODEL).tensors == read_header(folder / "model.safetensors")  # places in the file, too
 
 
+@pytest.mark.full
 def test_the_command_shows_the_download(tmp_path: Path, served: Serve, run: Run) -> None:
     small.save(tmp_path / "model", shard="100KB")
     asked = ("compress", MODEL, "--experts", 4, "--strategy", "model-centric", "-o")

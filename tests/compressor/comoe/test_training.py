@@ -104,6 +104,7 @@ class Broken(Silent):
             raise KeyboardInterrupt
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("contrastive", [0.0, 0.3])
 def test_a_run_that_breaks_off_goes_on_to_the_same_bytes(tmp_path: Path, contrastive: float) -> None:
     options = replace(OPTIONS, contrastive=contrastive, accumulation=2)

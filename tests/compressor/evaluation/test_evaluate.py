@@ -252,6 +252,7 @@ EDITS: dict[str, Callable[[Evaluations], Any]] = {
 SETTINGS = [{"limit": 4}, {"num_fewshot": 1}, {"dtype": "bfloat16"}, {"batch_size": 1}, {"seed": 5}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("edit", "settings"), [*((name, {}) for name in EDITS), *((None, each) for each in SETTINGS)])
 def test_a_stored_result_is_not_reused_when_anything_changes(
     stored: Evaluations, edit: str | None, settings: dict[str, Any]

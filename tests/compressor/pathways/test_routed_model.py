@@ -84,6 +84,7 @@ def scores(place: Path, folder: Path, how: PathwayOptions | None, task: str, pro
     return Evaluation(source, tasks, wanted, answerer if how else None).run(progress)[task]
 
 
+@pytest.mark.full
 def test_a_routed_model_is_watched_as_a_plain_one(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, plain, other = own_tasks(tmp_path), Steps(), Steps()
     before, after = scores(place, folder, None, "sums", plain), scores(place, folder, UNMOVED, "sums", other)

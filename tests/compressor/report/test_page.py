@@ -172,6 +172,7 @@ def test_same_data_same_page(whole: str) -> None:
     assert len(whole.encode()) < 300_000
 
 
+@pytest.mark.full
 def test_page_of_a_large_model_is_not_too_large() -> None:
     """By what each of its layers adds."""
     small, large = (len(made(report(depth, 128, 96)).encode()) for depth in (2, 4))

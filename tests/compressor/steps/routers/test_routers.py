@@ -123,6 +123,7 @@ def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, models:
     refused(calibrate(run, models, outs[0], "--seed", 1), "exists already")
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_bytes(
     run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def bias(run: Run, folder: Path, out: Path, *more: Any) -> Any:
     return run("calibrate-router", folder / "smaller", "-o", out, *data, *sizes, *given, *more)
 
 
+@pytest.mark.full
 def test_a_bias_of_a_reference_set_is_recorded_and_repeats(run: Run, models: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert (result := bias(run, models, tmp_path / name, "--optimizer", "kernel", "--json")).status == 0, result
