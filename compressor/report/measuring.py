@@ -130,8 +130,8 @@ def measure(
     if text is not None and output is not None:
         tokens, source = text.tokens, _name(text.identity)
         fresh = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
-    elif base is not None:
-        fresh = by_weights(base, similarity, progress)
+    elif base is not None and any(similarity(layer.name).needs for layer in base.architecture.layers):
+        fresh = by_weights(base, similarity, progress)  # unless the run kept all of it
     for layer in fresh:  # beside what the run kept
         known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
         layers[layer.module] = replace(layers.get(layer.module, layer), **known)
@@ -565,7 +565,7 @@ def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
     layer, router = stats.layer, stats.weights.router
     dims = {tensor.key.removeprefix(f"{layer.router}."): tensor.dim for tensor in layer.tensors}
     rows = [
-        value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1).cpu().double()
+        as_float64(value.detach().movedim(dims[name], 0)[: layer.experts].flatten(1))
         for name, value in router.named_parameters()
         if name in dims and value.dim() > 1
     ]
