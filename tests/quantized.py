@@ -17,9 +17,18 @@ Tensors = dict[str, torch.Tensor]
 
 BLOCK = 16  # a published checkpoint has 128
 GROUP = 16  # of int4 columns; a published checkpoint has 32 or 128
-MXFP4 = 32  # values under one scale, fixed by the format
+MXFP4, NVFP4 = 32, 16  # values under one scale, fixed by the formats
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8_MAX = 448.0
+
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "observer": "static_minmax", "observer_kwargs": {}}
+_NVFP4 = _FP4 | {"strategy": "tensor_group", "group_size": NVFP4, "scale_dtype": "torch.float8_e4m3fn"}
+_MXFP4 = _FP4 | {"strategy": "group", "group_size": MXFP4, "scale_dtype": "torch.uint8"}
+# Of weights and activations, as published checkpoints have them.
+FP4_SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nvfp4-pack-quantized": (_NVFP4 | {"dynamic": False}, _NVFP4 | {"dynamic": "local"}),
+    "mxfp4-pack-quantized": (_MXFP4 | {"dynamic": False}, _MXFP4 | {"dynamic": True}),
+}
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
 _SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2}
@@ -99,11 +108,16 @@ def save_mxfp4(folder: Path, seed: int = 0, sizes: dict[str, Any] | None = None)
 
 
 def save_compressed_tensors(
-    folder: Path, family: str = "qwen3_moe", format: str = "pack-quantized", seed: int = 0, symmetric: bool = True
+    folder: Path,
+    family: str = "qwen3_moe",
+    format: str = "pack-quantized",
+    seed: int = 0,
+    symmetric: bool = True,
+    sizes: dict[str, Any] | None = None,
 ) -> None:
     """compressed-tensors: per-channel fp8 (`float-quantized`), per-channel int8 (`int-quantized`,
-    `naive-quantized`) or int4 in groups (`pack-quantized`)."""
-    config, tensors = _random(family, seed)
+    `naive-quantized`), int4 in groups (`pack-quantized`), or fp4 (`nvfp4-pack-quantized`, `mxfp4-pack-quantized`)."""
+    config, tensors = _random(family, seed, sizes)
     router = "block_sparse_moe.gate" if family == "mixtral" else "mlp.gate"
     ignore = ["lm_head", *(f"model.layers.{layer}.{router}" for layer in range(config.num_hidden_layers))]
     stored: Tensors = {}
@@ -112,10 +126,17 @@ def save_compressed_tensors(
             stored[name] = tensor
         elif format == "pack-quantized":
             stored |= {f"{name}_{part}": value for part, value in _to_int4_groups(tensor, symmetric).items()}
+        elif format == "nvfp4-pack-quantized":
+            parts = _to_nvfp4(tensor)
+            stored |= {f"{name}_{part}": value for part, value in parts.items()}
+            stored[name.removesuffix("weight") + "input_global_scale"] = 100 * torch.rand(1)
+        elif format == "mxfp4-pack-quantized":
+            blocks, stored[f"{name}_scale"] = _to_mxfp4(tensor)
+            stored[f"{name}_packed"] = blocks.flatten(1)
         else:
             stored[name], stored[name + "_scale"] = _to_channels(tensor, format)
     packed = format == "pack-quantized"
-    weights = {
+    weights: dict[str, Any] = {
         "num_bits": 4 if packed else 8,
         "type": "float" if format == "float-quantized" else "int",
         "strategy": "group" if packed else "channel",
@@ -123,7 +144,9 @@ def save_compressed_tensors(
         "symmetric": symmetric,
         "dynamic": False,
     }
-    activations = None if packed else weights | {"strategy": "token", "dynamic": True}
+    activations: Any = None if packed else weights | {"strategy": "token", "dynamic": True}
+    if format in FP4_SCHEMES:
+        weights, activations = FP4_SCHEMES[format]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     quantization = {
         "quant_method": "compressed-tensors",
@@ -142,6 +165,7 @@ def dequantized(folder: Path) -> Tensors:
     stored = load_file(folder / "model.safetensors")
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
     companions = ("_scale_inv", "_scale", "_packed", "_shape", "_zero_point", "_blocks", "_scales")
+    format = quantization.get("format")
     plain = {name: tensor.float() for name, tensor in stored.items() if not name.endswith(companions)}
     for name, tensor in stored.items():
         base, _, part = name.rpartition("_")
@@ -150,6 +174,11 @@ def dequantized(folder: Path) -> Tensors:
             plain[base] = _from_fp8_blocks(stored[base], tensor, quantization["weight_block_size"])
         elif part == "blocks":
             plain[base] = _from_mxfp4(tensor, stored[base + "_scales"]).transpose(1, 2)
+        elif part == "packed" and format == "nvfp4-pack-quantized":
+            scale = stored[base + "_scale"].float() / stored[base + "_global_scale"]
+            plain[base] = _from_nvfp4(tensor, scale).bfloat16()  # to which compressed-tensors rounds
+        elif part == "packed" and format == "mxfp4-pack-quantized":
+            plain[base] = _from_mxfp4(tensor.unflatten(1, (-1, MXFP4 // 2)), stored[base + "_scale"])
         elif part == "packed":
             zero_point = stored.get(base + "_zero_point")
             plain[base] = _from_int4_groups(tensor, stored[base + "_scale"], stored[base + "_shape"], zero_point)
@@ -220,6 +249,24 @@ def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(FP4_VALUES)
     halves = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)
     return (halves.flatten(-2) * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2)
+
+
+def _to_nvfp4(weight: torch.Tensor) -> Tensors:
+    """[O, I] -> bytes [O, I / 2], the even column in the low half; scales [O, I / 16] in FP8; what divides them [1]."""
+    groups = weight.float().unflatten(1, (-1, NVFP4))  # [O, I / 16, 16]
+    largest = FP4_VALUES[7]
+    divisor = FP8_MAX * largest / weight.float().abs().max()
+    scale = (groups.abs().amax(2) / largest * divisor).to(torch.float8_e4m3fn)
+    distances = (groups / (scale.float() / divisor)[..., None])[..., None] - torch.tensor(FP4_VALUES)
+    codes = distances.abs().argmin(-1).to(torch.uint8).flatten(1)
+    return {"packed": codes[:, 0::2] | codes[:, 1::2] << 4, "scale": scale, "global_scale": divisor.reshape(1)}
+
+
+def _from_nvfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Bytes [O, I / 2] and scales [O, I / 16] -> [O, I]."""
+    table = torch.tensor(FP4_VALUES)
+    values = torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], dim=-1).flatten(1)
+    return values * scale.repeat_interleave(NVFP4, dim=1)
 
 
 def _to_channels(weight: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:

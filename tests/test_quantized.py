@@ -41,6 +41,8 @@ ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
     "fp8-ragged": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK), FP8),
     "int8-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "int-quantized"), COMPRESSED),
     "naive-int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"), COMPRESSED),
+    "nvfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"), COMPRESSED),
+    "mxfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="mxfp4-pack-quantized"), COMPRESSED),
     "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, symmetric=False), COMPRESSED),
     "fp8-ragged-even": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN), FP8),
 }

@@ -26,6 +26,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "packed-qwen3_moe": save_compressed_tensors,
     "packed-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral"),
     "float-qwen3_moe": lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"),
+    "nvfp4-qwen3_moe": lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"),
+    "mxfp4-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral", "mxfp4-pack-quantized"),
     "int8-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"),
 }
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))

@@ -37,12 +37,16 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 Save = Callable[[Path], None]
 UNGROUPED = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
+MXFP4 = "mxfp4-pack-quantized"
+WIDE = {"intermediate_size": 64}
 CASES: dict[str, tuple[Save, int]] = {  # and the neurons that stay together
     "fp8-qwen3_moe": (lambda folder: save_fp8(folder, sizes={"moe_intermediate_size": 64}), 16),
     "fp8-deepseek_v3": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=UNGROUPED), 16),
     "mxfp4-gpt_oss": (lambda folder: save_mxfp4(folder, sizes={"intermediate_size": 128}), 32),
     "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, "mixtral", symmetric=False), 16),
     "float-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"), 1),
+    "nvfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"), 16),
+    "mxfp4-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", MXFP4, sizes=WIDE), 32),
     "int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"), 1),
 }
 
@@ -84,7 +88,7 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     assert float((zoo.logits(after, ids) - logits).abs().max() / logits.abs().max()) < 2e-6
     modules = zoo.experts(plain_model(source, torch.bfloat16))
     for name, text in plan.split["neurons"].items():
-        energy = energies(modules[name], "mxfp4" in case)
+        energy = energies(modules[name], "gpt_oss" in case)
         experts, width = energy.shape
         first = unpacked(text, experts, width, 2, name) == 0
         sums = energy.unflatten(1, (-1, block)).sum(-1)

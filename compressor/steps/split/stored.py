@@ -29,8 +29,13 @@ from compressor.steps.tensors import OutputTensor, Piece, in_order_of, remap_tab
 
 PLAIN = ("F32", "BF16", "F16")
 SCALES = (".weight_scale_inv", ".weight_scale")
-COMPANIONS = (*SCALES, ".weight_packed", ".weight_zero_point")
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
+GLOBAL = (".weight_scale_2", ".weight_global_scale")  # by which all scales are multiplied, or are divided
+COMPANIONS = (*SCALES, *GLOBAL, ".weight_packed", ".weight_zero_point", ".input_scale", ".input_global_scale")
+EXPONENTS = ("F8_E8M0", "U8")
+FORMATS = (  # of compressed-tensors
+    *("float-quantized", "int-quantized", "naive-quantized"),
+    *("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+)
 MXFP4 = 32  # neurons under one scale of a down projection
 PACKED = 8  # numbers of 4 bits in one of 32
 FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
@@ -176,7 +181,10 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     layers = {layer.name: layer for layer in whole.architecture.layers}
     for layer in layers.values():
         _refuse_named(configs, whole, layer, factors.parts)
-    scaled = {role.family.rpartition("|")[0] for role in layout.roles.values() if role.family.endswith(SCALES)}
+    suffixes = dict[str, set[str]]()
+    for role in layout.roles.values():
+        family, _, suffix = role.family.rpartition("|")
+        suffixes.setdefault(family, set()).add(suffix)
     cuts = dict[str, Cut]()
     for name, role in layout.roles.items():
         if role.kind == "plain":
@@ -186,7 +194,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
             known = info.dtype in PLAIN or not role.is_router
             found = Cut() if known and whole.partial.plain_keys.patterns[name] is None else None
         elif role.kind == "expert":
-            found = _cut_of_one(info, role, width_of(module), factors.output, scaled)
+            found = _cut_of_one(info, role, width_of(module), factors.output, suffixes)
         else:
             found = _cut_of_mxfp4(info, role, module, factors)
             blocks.add(MXFP4)
@@ -221,18 +229,22 @@ def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: 
             raise CompressionError("its quantization_config speaks of single experts")
 
 
-def _cut_of_one(info: TensorInfo, role: Role, width: int, factor: float, scaled: set[str]) -> Cut | None:
+def _cut_of_one(
+    info: TensorInfo, role: Role, width: int, factor: float, suffixes: Mapping[str, set[str]]
+) -> Cut | None:
     """That of a tensor which is one expert's alone; None where it is not known how it counts neurons."""
     family, _, suffix = role.family.rpartition("|")
     axis = int(".down_proj" in role.family.removeprefix(role.layer).partition("|")[0])
     is_plain, is_scale, is_weight = info.dtype in PLAIN, suffix in SCALES, suffix in ("", ".weight_packed")
     if suffix == ".weight_shape" and info.shape == (2,):
         return Cut(axis, says_shape=True)
-    if suffix not in ("", *COMPANIONS) or (is_scale and not is_plain and info.dtype != "F8_E8M0"):
+    carrier = next((each for each in (*GLOBAL, *SCALES) if each in suffixes[family]), "")  # of the factor
+    if suffix not in ("", *COMPANIONS) or (is_weight and bool(carrier) == is_plain):
         return None
-    if is_weight and (family in scaled) == is_plain:
+    if is_scale and suffix == carrier and not is_plain and info.dtype not in EXPONENTS:
         return None
-    own = factor if axis and (is_scale or is_plain) else 1.0
+    own = factor if axis and suffix == carrier else 1.0
+    own = 1 / own if suffix == ".weight_global_scale" else own
     if info.parameters == 1 or (not is_weight and len(info.shape) == 2 and info.shape[axis] == 1):
         return Cut(axis, factor=own)  # the same for all neurons
     counts = len(info.shape) == 2 and width % info.shape[axis] == 0
