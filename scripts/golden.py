@@ -75,8 +75,8 @@ TEXTS = f"--calibration DATA {SIZES}"
 BASE = f"compress MODEL -o OUT --experts KEEP {TEXTS}"
 MERGE = f"{BASE} --strategy hc-smoe"
 FINE = "--dtype float32"
-DISTILL = "--distill experts --set distill.steps=20"
-ROUTERS = "--routers router --set routers.sequences=24"
+DISTILL = "--distill experts --set distill.steps=20 --set distill.sequence_length=256"
+ROUTERS = "--routers router --set routers.sequences=24 --set routers.sequence_length=256"
 SOURCES = f"--calibration demo --calibration TEXT {SIZES}"
 CASES = (
     Case("drop", (f"{BASE} --strategy count-guided --correct none",), generic=True),

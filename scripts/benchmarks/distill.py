@@ -25,9 +25,11 @@ def moved(way: str, seed: int, start: Path, given: argparse.Namespace) -> Callab
     """What writes the checkpoint `start` anew in one of the ways."""
     steps = list[compressor.Step]()
     if way.startswith("routers"):
-        steps.append(compressor.Routers("bias" if way == "routers bias" else "router"))
+        method = "bias" if way == "routers bias" else "router"
+        steps.append(compressor.Routers(method, sequences=400, sequence_length=given.length))
+    trained = {"steps": given.steps, "sequence_length": given.length, "contrastive": given.contrastive}
     if not way.startswith("routers") or "and" in way:
-        steps.append(compressor.Distill(way.split()[-1], steps=given.steps, contrastive=given.contrastive))
+        steps.append(compressor.Distill(way.split()[-1], **trained))
     return lambda out: compressor.compress(str(start), out, steps, calibration=given.text, base=given.model, seed=seed)
 
 

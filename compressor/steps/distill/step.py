@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.recipe.document import changed, divergence, entries, figure, is_number, result_of
-from compressor.recipe.step import Needs, Result, Step, TextPart
+from compressor.recipe.step import DEFAULT_LENGTH, Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class Distill(Step):
     )
     steps: int = Field(400, ge=1, le=10**6, description="Optimizer steps.")
     tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens in each step.")
-    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
     learning_rate: float | None = Field(
         None,
         ge=1e-12,

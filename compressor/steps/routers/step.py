@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.recipe.document import changed, divergence, entries, figure, result_of
-from compressor.recipe.step import Needs, Result, Step, TextPart
+from compressor.recipe.step import DEFAULT_LENGTH, Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,8 @@ class Routers(Step):
         description="Calibrate router weights (router), a bias per expert (bias) or the better one (auto).",
     )
     rounds: int = Field(4, ge=1, le=1000, description="Gradient rounds, each on its share of the text.")
-    sequences: int = Field(400, ge=1, le=10**6, description="Calibration sequences.")
-    sequence_length: int = Field(256, ge=2, le=10**6, description="Tokens in each sequence.")
+    sequences: int = Field(200, ge=1, le=10**6, description="Calibration sequences.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
     optimizer: Literal["own", "mode", "kernel", "ngd"] = Field(
         "own",
         description="How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd.",

@@ -28,7 +28,7 @@ def test_the_rate_rises_to_its_highest_and_falls_on_a_line(steps: int, rate: flo
     ("wrong", "message"),
     [
         ({"kl": 0}, "distill: nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight"),
-        ({"tokens_per_step": 100}, "distill: tokens_per_step 100 is less than one sequence of 256 tokens; raise it"),
+        ({"tokens_per_step": 100}, "distill: tokens_per_step 100 is less than one sequence of 512 tokens; raise it"),
         ({"step": 4}, "step distill has no option 'step'; did you mean 'steps'"),
     ],
 )
