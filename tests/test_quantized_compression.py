@@ -13,9 +13,10 @@ from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import decisions
-from tests import reference
+from tests import reference, zoo
 from tests.plans import by_hand, disposition
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+from tests.singles import FUSED, save_packed
 
 KEPT = (1, 2, 5, 7)
 CASES: dict[str, Callable[[Path], None]] = {
@@ -87,3 +88,35 @@ def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Pa
     wanted = dict(expected.state_dict())
     for key, value in found.state_dict().items():
         torch.testing.assert_close(value.float(), wanted[key].float(), atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", zoo.sweep(FUSED))
+def test_packed_experts_of_a_family_that_fuses_plain_ones_are_dropped_as_stored(name: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    model = save_packed(name, source)
+    plan, opened = drop_plan(source), open_model(locate(str(source)))
+    compressor.apply(by_hand(plan), out)
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    for layer in opened.architecture.layers:
+        for slot, expert in enumerate(KEPT):
+            old, new = f"{layer.name}.{expert}.", f"{layer.name}.{slot}."
+            kept = {name: value for name, value in before.items() if name.startswith(old)}
+            assert len(kept) == 9
+            assert all(torch.equal(value, after[name.replace(old, new)]) for name, value in kept.items())
+        assert not any(name.startswith(f"{layer.name}.{len(KEPT)}.") for name in after)
+    written = open_model(locate(str(out)), "float32", "cpu").partial
+    written.load(written.empty)
+    expected = reference.cut(model, opened.architecture.count_field, decisions(plan)).state_dict()
+    for key, value in written.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_merged_experts_are_written_fused_again(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    model = save_packed("gpt_oss", source)
+    summary = compressor.compress(str(source), out, experts=4, strategy="model-centric", dtype="float32")
+    expected = reference.cut(model, "num_local_experts", disposition(summary.plan)).state_dict()
+    found = zoo.reload("gpt_oss", out)
+    assert not hasattr(found.config, "quantization_config")
+    for key, value in found.state_dict().items():
+        torch.testing.assert_close(value.float(), expected[key], atol=2e-3, rtol=1e-2)  # written in bfloat16

@@ -32,6 +32,7 @@ from compressor.steps.split.opening import (
 from tests import zoo
 from tests.plans import by_hand
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+from tests.singles import save_packed
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -99,6 +100,17 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     assert same_bytes(weights(out), weights(tmp_path / "again"))
     assert (out / "config.json").read_bytes() == (tmp_path / "again" / "config.json").read_bytes()
     check_drop(plan, source, out, tmp_path)
+
+
+def test_packed_experts_of_a_family_that_fuses_plain_ones_are_split_as_stored(tmp_path: Path) -> None:
+    model = save_packed("gpt_oss", tmp_path / "model", intermediate_size=32)
+    compressor.compress(str(tmp_path / "model"), tmp_path / "out", [compressor.Split(2)])
+    written = open_model(locate(str(tmp_path / "out")), "float32", "cpu")
+    assert written.architecture.experts == 16 and written.layout.quantized
+    written.partial.load(written.partial.empty)
+    ids = zoo.tokens(model)
+    logits = zoo.logits(model, ids)
+    assert float((zoo.logits(written.partial.model, ids) - logits).abs().max() / logits.abs().max()) < 2e-6
 
 
 def energies(experts: Any, interleaved: bool) -> torch.Tensor:

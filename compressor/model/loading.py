@@ -19,6 +19,7 @@ from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.memory import available
 from compressor.model.architecture import build_stored
+from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
 STAGE = 2**25  # bytes that are pinned at once
@@ -225,8 +226,13 @@ class PartialModel:
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
         if self.quantizer is not None:
+            singles = single_experts(self.model, self.keys.unknown)
+            if singles:
+                plain = get_model_conversion_mapping(self.model)
+                self.conversions = self.quantizer.update_weight_conversions([*plain, *singles], self.model)
+                self.keys = map_keys(checkpoint, self.model, self.conversions)
             refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
-            self.plain_conversions = get_model_conversion_mapping(self.model)
+            self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         self._sources: dict[str, list[str]] = {}

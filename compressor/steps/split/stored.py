@@ -197,7 +197,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
             found = _cut_of_one(info, role, width_of(module), factors.output, suffixes)
         else:
             found = _cut_of_mxfp4(info, role, module, factors)
-            blocks.add(MXFP4)
+            blocks |= set() if name.endswith("_bias") else {MXFP4}
         if found is None:
             raise CompressionError(f"how {name} is stored is not known")
         cuts[name] = found

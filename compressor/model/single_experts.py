@@ -1,0 +1,43 @@
+"""Experts stored one by one where the stock model knows them fused only, as quantised checkpoints have them.
+
+compressed-tensors packs matrices, so that gpt_oss, quantised, has `experts.N.gate_proj`, `up_proj` and `down_proj`
+[out, in] in place of `experts.gate_up_proj` [E, in, 2 out]. Their biases may stay fused.
+"""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from compressor.model.architecture import experts_modules
+
+
+def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
+    """Weight converters for experts that the names which the loader does not know hold one by one."""
+    ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
+    return [
+        converter
+        for end, module in ends.items()
+        if any(re.search(rf"\b{re.escape(end)}\.\d+\.down_proj\.", name) for name in unknown)
+        for converter in _converters(f".{end}", module)
+    ]
+
+
+def _converters(end: str, experts: Any) -> list[Any]:
+    """Those of the experts modules whose names end so: each projection's tensors are stacked, then laid out."""
+    from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
+
+    made = []
+    inner = (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
+    for kind, suffix in (("weight", ""), ("bias", "_bias"))[: 1 + experts.has_bias]:
+        for sources, target in (inner, (["down_proj"], "down_proj")):
+            operations: list[Any] = [MergeModulelist(dim=0)]
+            if len(sources) > 1:
+                operations.append(Concatenate(dim=1))
+                operations += [] if experts.is_concatenated else [Interleave(dim=1, inverse=True)]
+            if experts.is_transposed and kind == "weight":
+                operations.append(Transpose(1, 2))
+            patterns = [f"{end}.*.{source}.{kind}" for source in sources]
+            made.append(WeightConverter(patterns, f"{end}.{target}{suffix}", operations))
+    return made
