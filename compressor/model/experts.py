@@ -83,16 +83,21 @@ class Projections:
     down: torch.Tensor
 
 
+def matrix_of(experts: Any, name: str, value: torch.Tensor, part: str) -> torch.Tensor:
+    """The matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
+    matrix = value.T if experts.is_transposed else value
+    if name != "gate_up_proj":
+        return matrix
+    gate, up = matrix.chunk(2, dim=0) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
+    return gate if part == "gate" else up
+
+
 def projections(experts: Any, expert: int) -> Projections:
     """The canonical view of one expert's weight matrices, whatever the module's layout."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     fused, down = getattr(experts, name)[expert], experts.down_proj[expert]
-    if experts.is_transposed:
-        fused, down = fused.T, down.T
-    if not experts.has_gate:
-        return Projections(None, fused, down)
-    gate, up = fused.chunk(2, dim=0) if experts.is_concatenated else (fused[0::2], fused[1::2])
-    return Projections(gate, up, down)
+    gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
+    return Projections(gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down"))
 
 
 def routed(

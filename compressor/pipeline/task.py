@@ -31,7 +31,7 @@ from compressor.steps.workdir import Workdir
 
 logger = logging.getLogger(__name__)
 
-LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage
+LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage; above, each is alone
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
 
 
@@ -126,11 +126,12 @@ def content_of(source: str) -> list[str]:
 def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
     """The number of each step's stage, from `first` on.
 
-    Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own.
+    Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own, and so is one
+    that stores tensors in another way.
     """
     numbers, stage, before = list[int](), first - 1, -1
     for step in steps:
-        rank = step.order
+        rank = None if step.order is None or step.order > LAST else step.order
         if rank is None or before < 0 or rank < before or (rank == before and rank < LAST):
             stage += 1
         numbers.append(stage)
@@ -198,7 +199,7 @@ def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[
             seen = step.view(seen)
         if step.order is None:
             needs.append(step.needs(model, steps[:number], planned))
-        elif stages[number] == first:
+        elif stages[number] == first or step.order > LAST:
             needs.append(step.needs(seen, of_stage(steps, stages[number]), planned))
         else:
             needs.append(Needs(text=True, heldout=1))

@@ -173,15 +173,22 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
 
 
 def make_job(
-    model: OpenModel, plan: CompressionPlan, cut: CutFiles | None = None, change: LayerChange | None = None
+    model: OpenModel,
+    plan: CompressionPlan,
+    cut: CutFiles | None = None,
+    change: LayerChange | None = None,
+    through: PartialModel | None = None,
 ) -> OutputJob:
-    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values."""
+    """The job of writing a plan; a correction needs its `cut` layers. `change` gives a layer's tensors other values.
+
+    All tensors are made `through` a model in the dtype of the output where one is given.
+    """
     architecture, layout, stored = model.architecture, model.layout, model.checkpoint
-    partial: PartialModel | None = None
-    if model.stored_parts and plan.is_drop and change is None:
+    partial = through
+    if model.stored_parts and plan.is_drop and change is None and through is None:
         outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
     else:
-        if model.is_split or change is not None or through_model(layout, plan):
+        if through is None and (model.is_split or change is not None or through_model(layout, plan)):
             partial = stored_partial(model)
             if model.stored_parts:
                 logger.warning("parts are merged, so quantised experts are written in a plain dtype")

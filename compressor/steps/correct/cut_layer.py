@@ -24,7 +24,7 @@ GROUPS = 8  # of batches, whose sums over tokens are added up first
 
 
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """Rows appended batch by batch to one buffer whose final length is foreseen."""
 
     expected: int
@@ -52,7 +52,7 @@ class _Argument:
 
     keyword: str | None
     dim: int | None = None
-    rows: _Rows | None = None  # None with a `dim`: the experts' own input
+    rows: Rows | None = None  # None with a `dim`: the experts' own input
     key: str | None = None  # a parameter or buffer of the block, by name
     plain: Any = None
 
@@ -66,15 +66,15 @@ class Recording:
     heldout: Collection[int] = ()  # numbers of the batches that are
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
-    _inputs: _Rows = field(init=False)
-    _outputs: _Rows = field(init=False)
+    _inputs: Rows = field(init=False)
+    _outputs: Rows = field(init=False)
     _call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     _watch: Watch | None = None
     _own: dict[int, str] = field(default_factory=dict)
     _batch: int = 0
 
     def __post_init__(self) -> None:
-        self._inputs, self._outputs = _Rows(self.expected), _Rows(self.expected)
+        self._inputs, self._outputs = Rows(self.expected), Rows(self.expected)
 
     def attach(self, model: Any) -> None:
         block = model.get_submodule(self.layer.block)
@@ -104,7 +104,7 @@ class Recording:
                 self.arguments.append(_Argument(keyword, plain=value))
             else:
                 same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
-                self.arguments.append(_Argument(keyword, dim, None if same else _Rows(self.expected)))
+                self.arguments.append(_Argument(keyword, dim, None if same else Rows(self.expected)))
         for argument, (_, value) in zip(self.arguments, named, strict=True):
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
@@ -131,9 +131,9 @@ class Recording:
     def gathered(self, rows: torch.Tensor) -> "Recording":
         """Gather what all ranks have recorded at their `rows`, rank by rank."""
 
-        def gather(value: torch.Tensor) -> _Rows:
+        def gather(value: torch.Tensor) -> Rows:
             every = gathered(value, rows)
-            return _Rows(len(every), every, len(every))
+            return Rows(len(every), every, len(every))
 
         whole = Recording(self.layer, 0)
         whole._inputs, whole._outputs = gather(self.inputs), gather(self.outputs)
@@ -141,7 +141,7 @@ class Recording:
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
         )
         arguments = self.arguments or [  # of a rank that has recorded nothing
-            _Argument(keyword, dim, _Rows(0) if by_rows else None, key) for keyword, dim, key, by_rows in described
+            _Argument(keyword, dim, Rows(0) if by_rows else None, key) for keyword, dim, key, by_rows in described
         ]
         whole.arguments = [own if own.rows is None else replace(own, rows=gather(own.rows.value)) for own in arguments]
         return whole

@@ -1,0 +1,53 @@
+"""GPTQ: round column by column, each column's error made up for by those that follow (Frantar et al. 2023,
+arXiv:2210.17323).
+
+B matrices at once, O output rows, I input columns, T tokens. H = X^T X of a matrix's inputs X [T, I].
+"""
+
+import torch
+from torch import Tensor
+
+from compressor.steps.quantize.scheme import ROW, Scales, Scheme
+
+DAMPING = 0.01  # of the mean diagonal of H
+BLOCK = 128  # columns whose errors are handed on to the rest at once
+
+
+def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tensor:
+    """Codes [B, O, I] of weights [B, O, I] that lose little of X W^T, all in float32.
+
+    With U = `upper` [B, I, I], the factor of H's inverse, column j's error over U[j, j] times U[j, j+1:] is taken from
+    the columns that follow. A column that no token uses is rounded to nearest.
+    """
+    columns = weight.shape[-1]
+    group = columns if scheme.group_size == ROW else scheme.group_size
+    effective = scales.effective
+    left, codes = weight.clone(), torch.empty_like(weight)
+    for begin in range(0, columns, BLOCK):
+        end = min(begin + BLOCK, columns)
+        errors = torch.empty_like(left[..., begin:end])
+        for column in range(begin, end):
+            scale = effective[..., column // group]
+            codes[..., column] = scheme.nearest(left[..., column] / scale)
+            error = (left[..., column] - codes[..., column] * scale) / upper[:, column, column, None]
+            left[..., column:end] -= error[..., None] * upper[:, None, column, column:end]
+            errors[..., column - begin] = error
+        left[..., end:] -= errors @ upper[:, begin:end, end:]
+    return codes
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """Upper Cholesky factors U [B, I, I] of the damped Hessians' inverses: H^-1 = U^T U; more damping where needed."""
+    diagonal = hessian.diagonal(dim1=1, dim2=2)
+    unused, damping = diagonal == 0, DAMPING
+    while True:
+        damped = hessian.clone()
+        mean = diagonal.mean(1, keepdim=True)
+        damped.diagonal(dim1=1, dim2=2).add_(damping * mean).masked_fill_(unused, 1.0)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed.any()):
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not bool(failed.any()):
+                return upper
+        damping *= 10

@@ -1,0 +1,177 @@
+"""Layers in order, each quantised by GPTQ on what the quantised earlier layers make of the calibration text.
+
+Of a layer, dense matrices come first, all on the inputs that they have now; then the experts, one after the other, on
+the tokens that are routed to them: gate and up, and then down on what the rounded gate and up give it. Tokens wait as
+they are, so that one expert's Hessians exist at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.batches import Calibration
+from compressor.distributed import here
+from compressor.model.architecture import MoeLayer
+from compressor.model.experts import Watch, expert_parameters, intermediate
+from compressor.model.loading import set_tensor
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import LayerVisitor, Pass, Replay
+from compressor.progress import Progress
+from compressor.steps.correct.cut_layer import Rows
+from compressor.steps.job import stored_partial
+from compressor.steps.quantize.gptq import gptq, inverse_factor
+from compressor.steps.quantize.matrices import Matrices, Matrix
+from compressor.steps.quantize.scheme import Scheme
+from compressor.steps.quantize.writing import Kept, Packed, Writer, largest_weights
+
+HESSIANS = 2**27  # bytes of Hessians that exist at a time, but for a single one
+CHUNK = 4096  # tokens whose outer products are added up at once
+
+
+@dataclass(slots=True)
+class Routed:
+    """Hidden states [T, H] that came to a layer's experts, and which [T, K] each went to; -1 for a choice unused."""
+
+    layer: MoeLayer
+    expected: int
+    hidden: Rows = field(init=False)
+    index: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hidden, self.index = Rows(self.expected), Rows(self.expected)
+
+    def watch(self, model: Any) -> Watch:
+        return Watch(model, self.layer, on_experts=self._came)
+
+    def _came(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        self.hidden.append(hidden)
+        self.index.append(index.masked_fill(weights == 0, -1))
+
+    def to(self, expert: int) -> Tensor:
+        """Hidden states [n, H] of an expert's tokens, in float32."""
+        if not self.hidden.used:
+            return torch.zeros(0, 1)
+        rows = (self.index.value == expert).any(1).nonzero().flatten()
+        return self.hidden.value.index_select(0, rows).float()
+
+
+def hessian_of(inputs: Iterable[Tensor], columns: int, device: torch.device) -> Tensor:
+    """X^T X [I, I] in float32 of inputs [n, I] of all processes."""
+    total = torch.zeros(columns, columns, device=device)
+    for value in inputs:
+        for chunk in value.float().split(CHUNK):
+            total.addmm_(chunk.T, chunk)
+    return here().all_reduce(total)
+
+
+@dataclass(slots=True)
+class Quantizing(LayerVisitor):
+    """Quantises each layer before the batches pass it."""
+
+    model: OpenModel
+    calibration: Calibration
+    scheme: Scheme
+    matrices: Matrices
+    kept: Kept
+    dtype: torch.dtype  # that is written
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # of the layer that is being quantised
+    sums: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
+
+    def before(self, unit: str, replay: Replay) -> None:
+        own = self.matrices.of(unit)
+        if not own:
+            return
+        live = self.model.partial.model
+        for key in dict.fromkeys(matrix.key for matrix in own):  # loaded tensors may be the files' own
+            set_tensor(live, key, live.get_parameter(key).detach().clone())
+        if self.kept.sums(unit) is not None:
+            tensors = self.kept.tensors(unit)
+            for matrix in own:
+                prefix = f"{matrix.module}."
+                stored = {name.removeprefix(prefix): tensors[name] for name in self._names(matrix)}
+                matrix.of(live).copy_(self.scheme.unpack(stored))
+            return
+        self.tensors, self.sums = {}, {}
+        self.largest = largest_weights(own, lambda matrix: matrix.of(live)) if self.scheme.name == "nvfp4" else {}
+        numbers = range(len(self.calibration.batches))
+        if dense := [matrix for matrix in own if matrix.expert is None]:
+            self._quantize_dense(live, dense, lambda: replay(numbers))
+        layers = [layer for layer in self.at.moe_layers if any(matrix.owner == layer.name for matrix in own)]
+        recorded = [Routed(layer, self.calibration.tokens) for layer in layers]
+        watches = [each.watch(live).attach() for each in recorded]
+        replay(numbers)
+        for watch in watches:
+            watch.detach()
+        for each in recorded:
+            self._quantize_experts(live, each, [matrix for matrix in own if matrix.owner == each.layer.name])
+        if here().is_first:
+            self.kept.save(unit, self.sums, self.tensors)
+        here().barrier()
+        self.tensors = {}
+
+    def _names(self, matrix: Matrix) -> list[str]:
+        return [f"{matrix.module}.{name}" for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype)]
+
+    def _quantize_dense(self, live: Any, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
+        inputs: dict[str, Tensor] = {
+            matrix.owner: torch.zeros(matrix.columns, matrix.columns, device=self.model.partial.device)
+            for matrix in dense
+        }
+
+        def seen(name: str, module: Any, args: tuple[Any, ...]) -> None:
+            for chunk in args[0].detach().flatten(0, -2).float().split(CHUNK):
+                inputs[name].addmm_(chunk.T, chunk)
+
+        handles = [live.get_submodule(name).register_forward_pre_hook(partial(seen, name)) for name in inputs]
+        run()
+        for handle in handles:
+            handle.remove()
+        for matrix in dense:
+            self._round(live, [matrix], inverse_factor(here().all_reduce(inputs[matrix.owner])[None]))
+
+    def _quantize_experts(self, live: Any, routed: Routed, matrices: Sequence[Matrix]) -> None:
+        experts, device = live.get_submodule(routed.layer.name), self.model.partial.device
+        own = {(matrix.expert, matrix.part): matrix for matrix in matrices}
+        hidden, width = (own[0, part].columns for part in ("up", "down"))
+        at_once = max(1, HESSIANS // (4 * max(hidden, width) ** 2))
+        for numbers in torch.arange(routed.layer.experts).split(at_once):
+            inputs = {expert: routed.to(expert) for expert in numbers.tolist()}
+            upper = inverse_factor(torch.stack([hessian_of([x], hidden, device) for x in inputs.values()]))
+            for part in ("gate", "up") if experts.has_gate else ("up",):
+                self._round(live, [own[expert, part] for expert in inputs], upper)
+            hessians = [hessian_of(_inner(experts, expert, x), width, device) for expert, x in inputs.items()]
+            self._round(live, [own[expert, "down"] for expert in inputs], inverse_factor(torch.stack(hessians)))
+
+    def _round(self, live: Any, batch: Sequence[Matrix], upper: Tensor) -> None:
+        """Round matrices, put their values into the live model, and keep them as they are stored."""
+        weight = torch.stack([matrix.of(live).float() for matrix in batch])
+        shared = torch.stack([self.largest[matrix.together] for matrix in batch]) if self.largest else None
+        scales = self.scheme.scales(weight, self.dtype, clip=True, largest=shared)
+        made = Packed.of(self.scheme, batch, gptq(self.scheme, weight, scales, upper), scales, self.dtype)
+        for matrix, value in zip(batch, made.values, strict=True):
+            matrix.of(live).copy_(value)
+        self.tensors |= made.tensors
+        self.sums |= made.sums
+
+
+def _inner(experts: Any, expert: int, inputs: Tensor) -> Iterator[Tensor]:
+    """What an expert's down projection is given for its tokens [n, H], in chunks [m, I]."""
+    parameters = expert_parameters(experts, expert)
+    for chunk in inputs.split(CHUNK) if len(inputs) else ():
+        yield intermediate(experts, parameters, chunk.to(experts.down_proj.dtype))
+
+
+def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
+    """Quantise all layers by GPTQ in one pass over calibration text; those that are kept already are not made again."""
+    model = writer.model
+    visitor = Quantizing(model, calibration, writer.scheme, writer.matrices, writer.kept, stored_partial(model).dtype)
+    units = {matrix.unit for matrix in writer.matrices.every}
+    one = Pass(model, calibration.batches, progress, "quantize", seed, wanted=units, shared=True)
+    with torch.no_grad():
+        one.run(visitor)
+    here().barrier()

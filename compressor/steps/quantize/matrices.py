@@ -1,0 +1,177 @@
+"""Which weight matrices are quantised, under which names they are stored, and how they lie in the model's tensors.
+
+Experts are stored one module each: by the names of their own tensors where transformers knows such, and otherwise, for
+families that store experts fused, as `<experts module>.<number>.gate_proj`, `.up_proj` and `.down_proj`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import dot_natural_key
+
+from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.experts import matrix_of, parameter_names
+from compressor.model.loading import KeyMap, map_keys, parent_and_name, saved_names
+from compressor.model.opened import OpenModel
+
+EXPERTS, ALL = "experts", "all"
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # by servers, into one matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight matrix [rows, columns]: one of an expert's, or a dense layer's own."""
+
+    module: str  # name under which it is stored
+    key: str  # state-dict entry that it is, or is a part of
+    unit: str
+    rows: int
+    columns: int
+    owner: str  # the module that holds the entry
+    expert: int | None = None
+    part: str = ""  # of an expert: gate, up or down
+
+    @property
+    def together(self) -> str:
+        """A name that it shares with those that servers fuse with it, which then share NVFP4's global scale."""
+        parent, _, leaf = self.module.rpartition(".")
+        if self.expert is not None:
+            return f"{self.owner}.{self.expert}.{'down' if self.part == 'down' else 'in'}"
+        return next((f"{parent}.{others[0]}" for others in FUSED if leaf in others), self.module)
+
+    def of(self, model: nn.Module) -> Tensor:
+        """The matrix [rows, columns] in a live model: a view, which can be written into."""
+        if self.expert is None:
+            return getattr(*parent_and_name(model, self.key))  # type: ignore[no-any-return]
+        experts, name = model.get_submodule(self.owner), self.key.rpartition(".")[2]
+        return matrix_of(experts, name, getattr(experts, name)[self.expert], self.part)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """All matrices to quantise in the order of the layers, and what holds them now."""
+
+    every: tuple[Matrix, ...]
+    replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
+    ignored: tuple[str, ...]  # names of linear modules that stay as they are
+    stored: bool  # whether they can be read from stored tensors, without loading the layer
+
+    def of(self, unit: str) -> list[Matrix]:
+        return [matrix for matrix in self.every if matrix.unit == unit]
+
+
+def find_matrices(model: OpenModel, targets: str) -> Matrices:
+    """The routed experts' matrices, or with `ALL` those of attention and dense layers, too; from headers alone.
+
+    Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
+    """
+    partial, architecture = model.partial, model.architecture
+    layers = {layer.name: layer for layer in architecture.layers}
+    in_experts = {
+        f"{name}.{tensor}": layer
+        for name, layer in layers.items()
+        for tensor in parameter_names(partial.model.get_submodule(name))[:2]
+        if f"{name}.{tensor}" not in partial.tied
+    }
+    by_itself = model.layout.regular and not model.layout.quantized
+    stored = by_itself and all(_as_it_lies(partial, key) for key in in_experts)
+    shapes = {name: info.shape for name, info in model.checkpoint.tensors.items()}
+    keys: KeyMap = partial.plain_keys
+    if not stored:
+        plain = build_meta(architecture.config, partial.dtype)
+        shapes = {name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))}
+        keys = map_keys(shapes, partial.model, partial.plain_conversions)
+    names = _names_of_experts(partial, keys, in_experts)
+    dense = _dense(model, keys, shapes) if targets == ALL else {}
+    every = [
+        *(_of_experts(partial.model, in_experts, names)),
+        *(_of_dense(model, key, name) for key, name in dense.items()),
+    ]
+    order = {unit: number for number, unit in enumerate(architecture.units)}
+    quantized = {matrix.key for matrix in every}
+    replaced = frozenset(name for name, key in keys.targets.items() if key in quantized)
+    linear = {
+        name
+        for name, module in partial.model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in quantized
+    }
+    by_key = {key: name for name, key in keys.targets.items()}
+    ignored = linear | {by_key.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in linear}
+    return Matrices(tuple(sorted(every, key=lambda each: order[each.unit])), replaced, tuple(sorted(ignored)), stored)
+
+
+def _operations(partial: Any, pattern: str | None) -> list[Any]:
+    found = (each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
+    return [operation for each in found for operation in getattr(each, "operations", ())]
+
+
+def _as_it_lies(partial: Any, key: str) -> bool:
+    """Whether an experts tensor is stored as it is, or as matrices [rows, columns] of single experts."""
+    patterns = {partial.plain_keys.patterns[name] for name, into in partial.plain_keys.targets.items() if into == key}
+    return all(
+        pattern is None or ("*" in pattern and not any("Transpose" in type(each).__name__ for each in operations))
+        for pattern in patterns
+        for operations in [_operations(partial, pattern)]
+    )
+
+
+def _names_of_experts(
+    partial: Any, keys: KeyMap, in_experts: Mapping[str, MoeLayer]
+) -> dict[tuple[str, int, str], str]:
+    """Names under which matrices of single experts are stored, by (key, expert, part)."""
+    families: dict[tuple[str, str], list[str]] = {}
+    for name, key in keys.targets.items():
+        pattern = keys.patterns[name]
+        if key in in_experts and pattern is not None and "*" in pattern:
+            families.setdefault((key, pattern), []).append(name)
+    found = dict[tuple[str, int, str], str]()
+    for (key, pattern), names in families.items():
+        converter = next(each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
+        targets = [key, *(key.replace(converter.target_patterns[0], each) for each in converter.target_patterns[1:])]
+        place = converter.source_patterns.index(pattern)
+        part = {"down_proj": "down", "up_proj": "up"}.get(key.rpartition(".")[2], ("gate", "up")[min(place, 1)])
+        experts = in_experts[key].experts
+        for number, name in enumerate(sorted(names, key=dot_natural_key)):  # of a second target after the first's
+            found[targets[number // experts], number % experts, part] = name.removesuffix(".weight")
+    return found
+
+
+def _of_experts(
+    model: nn.Module, in_experts: Mapping[str, MoeLayer], names: Mapping[tuple[str, int, str], str]
+) -> Iterator[Matrix]:
+    for key, layer in in_experts.items():
+        module = model.get_submodule(layer.name)
+        tensor = key.rpartition(".")[2]
+        parts = {"down_proj": ("down",), "up_proj": ("up",)}.get(tensor, ("gate", "up"))
+        for expert, part in product(range(layer.experts), parts):
+            rows, columns = matrix_of(module, tensor, getattr(module, tensor)[expert], part).shape
+            name = names.get((key, expert, part), f"{layer.name}.{expert}.{part}_proj")
+            yield Matrix(name, key, layer.unit, rows, columns, layer.name, expert, part)
+
+
+def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Stored names of dense layers' weights in decoder layers, by key."""
+    routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
+    inside = tuple(f"{unit}." for unit in model.architecture.units)
+    modules = dict(model.partial.model.named_modules())
+    return {
+        key: name
+        for name, key in keys.targets.items()
+        if key.startswith(inside)
+        and not key.startswith(routers)
+        and key.endswith(".weight")
+        and isinstance(module := modules[key.removesuffix(".weight")], nn.Linear)
+        and module.out_features > 1
+        and keys.patterns[name] is None
+        and tuple(shapes[name]) == tuple(module.weight.shape)
+        and key not in model.partial.tied
+    }
+
+
+def _of_dense(model: OpenModel, key: str, name: str) -> Matrix:
+    rows, columns = model.partial.model.get_parameter(key).shape
+    unit = max((unit for unit in model.architecture.units if key.startswith(f"{unit}.")), key=len)
+    return Matrix(name.removesuffix(".weight"), key, unit, rows, columns, key.removesuffix(".weight"))

@@ -1,0 +1,245 @@
+"""How weights are rounded and stored: scales, the nearest representable values, and compressed-tensors' packing.
+
+B matrices at once, O output rows, I input columns, n groups of a row that share a scale: weights [B, O, I], scales
+[B, O, n]. compressed-tensors computes the scales' range and packs; all values here are float32.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.reader import DTYPE_NAMES, tensor_bytes
+from compressor.errors import CompressionError
+from compressor.extras import require
+
+ROW = -1  # group size of one scale for each row, as others write it
+GROUPS = (128, 64, 32)  # tried in this order where none is named
+SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
+POWER = 2.4  # of the error that it minimises
+FP4_MAX, FP8_MAX = 6.0, 448.0
+FP4 = ("mxfp4", "nvfp4")
+FIXED = {"fp8": ROW, "mxfp4": 32, "nvfp4": 16}  # group sizes that the format sets
+BITS = {"fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "mxfp4": 4, "nvfp4": 4}
+CLIPPED = ("int4", "int3", "int2", "nvfp4")  # of others, a smaller range gains next to nothing
+FORMATS = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+PRESETS = {"fp8": "FP8_DYNAMIC", "mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Scales [B, O, n] of groups as they are stored, and NVFP4's global scale [B, 1, 1], which divides them."""
+
+    groups: Tensor
+    overall: Tensor | None = None
+
+    @property
+    def effective(self) -> Tensor:
+        """What a stored number is multiplied by: [B, O, n]."""
+        return self.groups if self.overall is None else self.groups / self.overall
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A scheme by name with the number of columns that share a scale, `ROW` for whole rows."""
+
+    name: str
+    group_size: int
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.name]
+
+    @property
+    def format(self) -> str:
+        """The name of the storage in compressed-tensors."""
+        return FORMATS.get(self.name, "pack-quantized")
+
+    @cached_property
+    def args(self) -> Any:
+        """compressed-tensors' own description."""
+        require("compressed_tensors")
+        from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+        if self.name in PRESETS:
+            return preset_name_to_scheme(PRESETS[self.name], ["Linear"]).weights
+        strategy = {"strategy": "channel"} if self.group_size == ROW else {"group_size": self.group_size}
+        return QuantizationArgs(num_bits=self.bits, type="int", symmetric=True, dynamic=False, **strategy)
+
+    @cached_property
+    def described(self) -> Any:
+        """compressed-tensors' scheme: of FP8 with activations that servers round while they compute."""
+        from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
+        if self.name in PRESETS:
+            scheme = preset_name_to_scheme(PRESETS[self.name], ["Linear"])
+            return scheme.model_copy(update={"format": self.format})
+        return QuantizationScheme(targets=["Linear"], weights=self.args, format=self.format)
+
+    def config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of config.json, without the modules to `ignore`."""
+        from compressed_tensors.quantization import QuantizationConfig
+
+        groups = {"group_0": self.described}
+        made = QuantizationConfig(
+            config_groups=groups, ignore=[*ignore], format=self.format, quantization_status="compressed"
+        )
+        content: dict[str, Any] = made.model_dump(mode="json", exclude_none=True)
+        return content
+
+    def bits_per_weight(self, columns: int, dtype: torch.dtype) -> float:
+        """Bits of a weight with its share of the scales, in a matrix of so many columns."""
+        scale = 8 if self.name in FP4 else 8 * dtype.itemsize
+        return self.bits + scale / (columns if self.group_size == ROW else self.group_size)
+
+    def stored(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Safetensors dtype and shape of what is stored for a matrix, by the last part of its name."""
+        groups = 1 if self.group_size == ROW else columns // self.group_size
+        if self.name == "fp8":
+            return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": (DTYPE_NAMES[dtype], (rows, 1))}
+        if self.name in FP4:
+            scale = "U8" if self.name == "mxfp4" else "F8_E4M3"
+            overall = {"weight_global_scale": ("F32", (1,))} if self.name == "nvfp4" else {}
+            return {
+                "weight_packed": ("U8", (rows, columns // 2)),
+                "weight_scale": (scale, (rows, groups)),
+                **overall,
+            }
+        return {
+            "weight_packed": ("I32", (rows, -(-columns * self.bits // 32))),
+            "weight_scale": (DTYPE_NAMES[dtype], (rows, groups)),
+            "weight_shape": ("I64", (2,)),
+        }
+
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Bytes of a stored matrix."""
+        return sum(tensor_bytes(*each) for each in self.stored(rows, columns, dtype).values())
+
+    def nearest(self, value: Tensor) -> Tensor:
+        """The nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
+        if self.name == "fp8":
+            return value.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+        if self.name in FP4:  # 0, .5, 1, 1.5, 2, 3, 4, 6: the step doubles at 2 and at 4
+            size = value.abs()
+            step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+            return (value / step).round().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
+        most = 2 ** (self.bits - 1)
+        return value.round().clamp_(-most, most - 1)
+
+    def codes(self, weight: Tensor, scales: Scales) -> Tensor:
+        """Numbers [B, O, I] in units of their scales that weights [B, O, I] are rounded to."""
+        return self.nearest(self._grouped(weight) / scales.effective[..., None]).flatten(-2)
+
+    def values(self, codes: Tensor, scales: Scales) -> Tensor:
+        """What is loaded again of stored numbers [B, O, I], in float32."""
+        value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
+        return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
+
+    def rounded(self, weight: Tensor, scales: Scales) -> Tensor:
+        """Weights [B, O, I] rounded to nearest."""
+        return self.values(self.codes(weight, scales), scales)
+
+    def scales(self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None) -> Scales:
+        """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error; stored in `dtype`.
+
+        Clip search shrinks each group's range by the factor that minimises sum |error|^2.4 over the group. NVFP4's
+        global scale is that of the `largest` [B] weight, if given.
+        """
+        grouped, overall = self._grouped(weight), None
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        if self.name == "nvfp4":
+            own = weight.abs().amax((1, 2)) if largest is None else largest
+            overall = (FP8_MAX * FP4_MAX / own)[:, None, None]
+            overall = torch.where(torch.isfinite(overall), overall, torch.ones_like(overall))
+        best, least = self._stored_scales(low, high, overall, dtype), None
+        for factor in SHRINK if clip and self.name in CLIPPED else ():
+            tried = self._stored_scales(low * factor, high * factor, overall, dtype)
+            effective = Scales(tried, overall).effective[..., None]
+            error = (self.nearest(grouped / effective) * effective - grouped).abs_().pow_(POWER).sum(-1)
+            better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
+            best = torch.where(better, tried, best)
+            least = error if least is None else torch.where(better, error, least)
+        return Scales(best, overall)
+
+    def _grouped(self, weight: Tensor) -> Tensor:
+        size = weight.shape[-1] if self.group_size == ROW else self.group_size
+        return weight.view(*weight.shape[:-1], -1, size)
+
+    def _stored_scales(self, low: Tensor, high: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        scales: Tensor = calculate_qparams(low, high, self.args, overall)[0]
+        if self.name in FP4:
+            return scales
+        return scales.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)  # which no range may round to 0
+
+    def pack(self, codes: Tensor, scales: Scales, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Stored tensors of B matrices' codes [B, O, I], by the last part of their names: [B, ...] each."""
+        if self.name == "fp8":
+            return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales.groups.to(dtype)}
+        if self.name == "mxfp4":
+            exponents = scales.groups.log2().round().to(torch.int16) + 127
+            return {"weight_packed": _pack_fp4(codes), "weight_scale": exponents.to(torch.uint8)}
+        if scales.overall is not None:
+            stored = scales.groups.to(torch.float8_e4m3fn)
+            return {
+                "weight_packed": _pack_fp4(codes),
+                "weight_scale": stored,
+                "weight_global_scale": scales.overall.flatten(1),
+            }
+        shape = torch.tensor(codes.shape[1:]).repeat(len(codes), 1)
+        packed = _pack_integers(codes.to(torch.int8), self.bits)
+        return {"weight_packed": packed, "weight_scale": scales.groups.to(dtype), "weight_shape": shape}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """One stored matrix [O, I] as it is loaded."""
+        from compressed_tensors.compressors import BaseCompressor
+
+        value: Tensor = BaseCompressor.get_value_from_registry(self.format).decompress(dict(tensors), self.described)[
+            "weight"
+        ]
+        return value
+
+
+def _pack_integers(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes int8 [B, O, I] in words of 32 bits, the first in the lowest bits, as compressed-tensors packs."""
+    unsigned = (codes + 2 ** (bits - 1)).view(torch.uint8)  # -128 + 128 wraps around to 0, and so on
+    per_byte = {4: 2, 8: 1}.get(bits)
+    if per_byte is None or codes.shape[-1] % (4 * per_byte):
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        return torch.stack([pack_to_int32(matrix, bits) for matrix in codes])
+    packed = unsigned if per_byte == 1 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+    words: Tensor = packed.contiguous().view(torch.int32)
+    return words
+
+
+def _pack_fp4(codes: Tensor) -> Tensor:
+    """Two codes of [B, O, I] in a byte, the first in its low half: sign, and the number's place among the eight."""
+    doubled = (codes.abs() * 2).to(torch.uint8)  # 0, 1, 2, 3, 4, 6, 8, 12
+    place = torch.where(doubled <= 4, doubled, torch.clamp(doubled // 2 + 2, max=7))
+    place |= torch.signbit(codes).to(torch.uint8) << 3
+    return place[..., 0::2] | (place[..., 1::2] << 4)
+
+
+def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:
+    """The scheme for matrices of these numbers of columns; where no group size is named, the largest usual one.
+
+    Raises `CompressionError` naming the sizes that divide all of them.
+    """
+    widths = sorted(set(columns))
+    fixed = FIXED.get(name)
+    if fixed is not None and group_size not in (None, fixed):
+        what = "one scale a row (-1)" if fixed == ROW else f"groups of {fixed}"
+        raise CompressionError(f"quantize: {name} has {what}; leave group_size out")
+    fitting = [size for size in GROUPS if all(width % size == 0 for width in widths)]
+    size = fixed or group_size or next(iter(fitting), ROW)
+    if size == ROW or all(width % size == 0 for width in widths):
+        return Scheme(name, size)
+    others = [each for each in (256, *GROUPS, 16, 8) if all(width % each == 0 for width in widths)]
+    remedy = f"give group_size {' or '.join(map(str, [*others, ROW]))}" if fixed is None else "choose int4 or fp8"
+    shown = ", ".join(map(str, widths))
+    raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {remedy}")

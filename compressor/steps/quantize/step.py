@@ -1,0 +1,111 @@
+"""The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compressor.document.blocks import Block, Text
+from compressor.recipe.step import Needs, Step
+
+if TYPE_CHECKING:
+    from compressor.model.opened import OpenModel
+    from compressor.steps.quantize.scheme import Scheme
+    from compressor.steps.quantize.writing import Writer
+    from compressor.steps.state import State
+    from compressor.steps.tensors import OutputJob
+
+ONCE = "weights are quantised once, after everything that changes them"
+
+
+class Quantize(Step):
+    """Store weights in fewer bits, as a compressed-tensors checkpoint."""
+
+    name: ClassVar[str] = "quantize"
+    order: ClassVar[int | None] = 4
+    not_after: ClassVar[Mapping[str, str]] = {"quantize": ONCE, "constants": "constants stand for unquantised experts"}
+    verified_by_kept: ClassVar[bool] = True
+
+    scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = Field(
+        "int4", description="Numbers that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."
+    )
+    group_size: int | None = Field(
+        None,
+        ge=-1,
+        description="Columns that share a scale, -1 for a whole row (default: the format's own; of integers the "
+        "largest of 128, 64 and 32 that divides all matrices, else -1).",
+    )
+    targets: Literal["experts", "all"] = Field(
+        "experts",
+        description="What is quantised: routed experts, or all of attention and dense layers, too; never routers, "
+        "norms, embeddings or the head.",
+    )
+    method: Literal["rtn", "gptq"] = Field(
+        "rtn",
+        description="rtn rounds to the nearest number and needs no text; gptq searches for the best range and makes "
+        "up for errors on calibration text.",
+    )
+
+    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
+        """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
+        self.chosen(model)
+        return Needs(text=self.method == "gptq", passes=int(self.method == "gptq"))
+
+    def chosen(self, model: "OpenModel") -> "Scheme":
+        """The scheme with its group size for a model's matrices."""
+        from compressor.steps.quantize.matrices import find_matrices
+        from compressor.steps.quantize.scheme import scheme_for
+
+        columns = (matrix.columns for matrix in find_matrices(model, self.targets).every)
+        return scheme_for(self.scheme, self.group_size, columns)
+
+    def plan(self, state: "State") -> Mapping[str, Any]:
+        """The format and its effective bits; of a source that was quantised otherwise, that it's dequantised first."""
+        from compressor.steps.job import stored_partial
+
+        writer = self._writer(state)
+        dtype, every = stored_partial(state.model).dtype, writer.matrices.every
+        weights = sum(matrix.rows * matrix.columns for matrix in every)
+        nbytes = sum(writer.scheme.nbytes(matrix.rows, matrix.columns, dtype) for matrix in every)
+        return {
+            "format": writer.scheme.format,
+            "group_size": writer.scheme.group_size,
+            "matrices": len(every),
+            "weights": weights,
+            "bits": round(8 * nbytes / weights, 4),
+            "dequantized": state.model.layout.quantized,
+        }
+
+    def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
+        from compressor.steps.quantize.in_order import quantize_in_order
+
+        if self.method == "gptq":
+            assert state.text is not None
+            quantize_in_order(self._writer(state), state.text.fit, state.progress, state.seed)
+        return {}
+
+    def job(self, state: "State") -> "OutputJob":
+        return self._writer(state).job(state.stage_plan())
+
+    def _writer(self, state: "State") -> "Writer":
+        from compressor.steps.quantize.matrices import find_matrices
+        from compressor.steps.quantize.writing import Kept, Writer
+
+        assert state.work is not None
+        matrices = find_matrices(state.model, self.targets)
+        return Writer(state.model, self.chosen(state.model), matrices, Kept(state.work.kept(state.number, "quantized")))
+
+    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
+        """Scheme, groups and effective bits."""
+        if not (plan := entry.get("plan")):
+            return ()
+        groups = "one scale a row" if plan["group_size"] == -1 else f"groups of {plan['group_size']}"
+        what = "routed experts" if self.targets == "experts" else "experts, attention and dense layers"
+        before = ", which were dequantised first," if plan.get("dequantized") else ""
+        how = "GPTQ with clip search" if self.method == "gptq" else "rounding to nearest"
+        return (
+            Text(
+                f"Quantised {what}{before} to {self.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
+                f"stored as {plan['format']}."
+            ),
+        )

@@ -1,0 +1,186 @@
+"""The output of the step: a compressed-tensors checkpoint, written a decoder layer at a time and read once more.
+
+Before the output is put in place every matrix is loaded as a reader will load it, and compared with what it was rounded
+to: by a checksum of its values, which waits in the work folder.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial as bind
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError
+from compressor.files import write_whole
+from compressor.kept import keep_tensors, kept_tensors
+from compressor.model.experts import matrix_of
+from compressor.model.opened import OpenModel, open_model
+from compressor.recipe.plan import CompressionPlan
+from compressor.steps.job import files_with, make_job, stored_partial
+from compressor.steps.quantize.matrices import Matrices, Matrix
+from compressor.steps.quantize.scheme import Scales, Scheme
+from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
+
+AT_ONCE = 2**21  # weights of matrices of one shape that are rounded together
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is known of finished layers: checksums of the values that each matrix was rounded to, and packed tensors."""
+
+    folder: Path
+
+    def sums(self, unit: str) -> dict[str, int] | None:
+        """Checksums of a layer's matrices by module; None if the layer is not finished."""
+        path = self.folder / f"{unit}.json"
+        try:
+            content: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # as after a loss of power
+            return None
+        return content
+
+    def save(self, unit: str, sums: Mapping[str, int], tensors: Mapping[str, Tensor] | None = None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if tensors is not None:
+            keep_tensors(self._tensors(unit), tensors, None)
+        write_whole(self.folder / f"{unit}.json", json.dumps(dict(sums)))
+
+    def tensors(self, unit: str) -> dict[str, Tensor]:
+        """Packed tensors of a layer that was quantised in the pass over text, by name; none otherwise."""
+        path = self._tensors(unit)
+        return kept_tensors(path) if path.exists() else {}
+
+    def _tensors(self, unit: str) -> Path:
+        return self.folder / f"{unit}.safetensors"
+
+
+def checksum(value: Tensor) -> int:
+    """CRC-32 of a matrix's bytes, with both zeros alike."""
+    return zlib.crc32(tensor_bytes_view(value + 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Matrices as they are stored, by name, and the values [B, O, I] that are loaded of them."""
+
+    tensors: dict[str, Tensor]
+    values: Tensor
+    sums: dict[str, int]  # checksums of the values, by module
+
+    @classmethod
+    def of(cls, scheme: Scheme, batch: Sequence[Matrix], codes: Tensor, scales: Scales, dtype: torch.dtype) -> Self:
+        """What is stored of matrices that were rounded to these codes [B, O, I]."""
+        tensors = {
+            f"{matrix.module}.{name}": value[number]
+            for name, value in scheme.pack(codes, scales, dtype).items()
+            for number, matrix in enumerate(batch)
+        }
+        values = scheme.values(codes, scales).to(dtype)
+        return cls(tensors, values, {own.module: checksum(value) for own, value in zip(batch, values, strict=True)})
+
+
+def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
+    """Largest absolute weight among those that servers fuse, by `Matrix.together`."""
+    found = dict[str, Tensor]()
+    for matrix in matrices:
+        own = read(matrix).abs().amax().float()
+        found[matrix.together] = torch.maximum(found.get(matrix.together, own), own)
+    return found
+
+
+def batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """Matrices of one shape, as many as are rounded together."""
+    waiting: dict[tuple[int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        batch = waiting.setdefault((matrix.rows, matrix.columns), [])
+        batch.append(matrix)
+        if (len(batch) + 1) * matrix.rows * matrix.columns > AT_ONCE:
+            yield waiting.pop((matrix.rows, matrix.columns))
+    yield from waiting.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes a model with these matrices quantised."""
+
+    model: OpenModel
+    scheme: Scheme
+    matrices: Matrices
+    kept: Kept
+
+    def job(self, plan: CompressionPlan) -> OutputJob:
+        model, units = self.model, self.model.architecture.units
+        partial = stored_partial(model)
+        inner = make_job(model, plan, through=None if self.matrices.stored else partial)
+        own = [
+            OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit)
+            for matrix in self.matrices.every
+            for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items()
+        ]
+        outputs = [each for each in inner.outputs if each.name not in self.matrices.replaced]
+        others = [unit for unit in inner.units if unit and unit not in units]  # of multi-token-prediction heads
+        config = json.loads(bytes(inner.files["config.json"]))
+        config["quantization_config"] = self.scheme.config([*self.matrices.ignored, *self._of_heads(inner, units)])
+        files = {**inner.files, "config.json": files_with(model, config)["config.json"]}
+        return replace(
+            inner,
+            outputs=tuple(in_order_of([*units, *others], [*outputs, *own])),
+            produce=bind(self._produce, inner, partial),
+            files=files,
+            verify=bind(self._verify, inner, partial.dtype),
+        )
+
+    def _of_heads(self, inner: OutputJob, units: Sequence[str]) -> list[str]:
+        """Modules of multi-token-prediction heads, which stay as they are."""
+        heads = [each for each in inner.outputs if each.unit and each.unit not in units and len(each.shape) == 2]
+        return sorted(each.name.removesuffix(".weight") for each in heads if each.name.endswith(".weight"))
+
+    def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
+        own = self.matrices.of(unit)
+        if own and self.kept.sums(unit) is not None and (tensors := self.kept.tensors(unit)):
+            yield from ((name, iter([tensor_bytes_view(value)])) for name, value in tensors.items())
+        elif own:
+            if not self.matrices.stored:
+                partial.load(partial.keys_under(unit))
+            sums, read, scheme = dict[str, int](), bind(self._read, partial), self.scheme
+            largest = largest_weights(own, read) if scheme.name == "nvfp4" else None
+            for batch in batches(own):
+                weight = torch.stack([read(matrix).float() for matrix in batch])
+                shared = None if largest is None else torch.stack([largest[matrix.together] for matrix in batch])
+                scales = scheme.scales(weight, partial.dtype, largest=shared)
+                made = Packed.of(scheme, batch, scheme.codes(weight, scales), scales, partial.dtype)
+                sums |= made.sums
+                yield from ((name, iter([tensor_bytes_view(value)])) for name, value in made.tensors.items())
+            self.kept.save(unit, sums)
+        yield from (entry for entry in inner.produce(unit) if entry[0] not in self.matrices.replaced)
+
+    def _read(self, partial: Any, matrix: Matrix) -> Tensor:
+        """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
+        if not self.matrices.stored:
+            return matrix.of(partial.model)
+        keys, checkpoint = partial.plain_keys, self.model.checkpoint
+        if keys.targets.get(f"{matrix.module}.weight") == matrix.key:
+            return checkpoint.read_checked(f"{matrix.module}.weight")
+        name = next(name for name, key in keys.targets.items() if key == matrix.key)
+        experts, tensor = partial.model.get_submodule(matrix.owner), matrix.key.rpartition(".")[2]
+        return matrix_of(experts, tensor, checkpoint.read_checked(name)[matrix.expert], matrix.part)
+
+    def _verify(self, inner: OutputJob, dtype: torch.dtype, folder: Path) -> None:
+        """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
+        inner.verify(folder)
+        written = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), "cpu")
+        for unit in self.model.architecture.units:
+            own, sums = self.matrices.of(unit), self.kept.sums(unit) or {}
+            written.partial.load({matrix.key for matrix in own})
+            for matrix in own:
+                if checksum(matrix.of(written.partial.model).detach()) != sums.get(matrix.module):
+                    raise CompressionError(
+                        f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report this"
+                    )
+            written.partial.release(unit)
