@@ -34,8 +34,8 @@ from compressor.pathways.reference import (
 )
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, sources_of
-from compressor.progress import Progress, Silent
+from compressor.pipeline.task import HELDOUT, Run, first_state, open_run, prepare, sources_of
+from compressor.progress import Announced, Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import Step, TextOptions
@@ -288,7 +288,7 @@ def compare(
                 most=evaluation_samples,
                 strict=text.strict,
             )
-        data = _read_calibration(opened, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
+        data = _read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
         if per_source:
             refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
@@ -305,14 +305,13 @@ def compare(
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
 
 
-def _read_calibration(
-    model: OpenModel, text: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
-) -> Calibration:
+def _read_calibration(run: Run, text: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0) -> Calibration:
     """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
+    model = run.model
     spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve, strict=text.strict)
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     here().assert_same_on_all(data.identity["sha256"], "calibration text")
-    logger.info("%s", how_resident(model))
+    run.progress = Announced([how_resident(model)], run.progress)
     return data
 
 
@@ -379,7 +378,7 @@ def attribute(
     """
     text = _text_options(calibration)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        data = _read_calibration(run.model, text, seed)
+        data = _read_calibration(run, text, seed)
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 

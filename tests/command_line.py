@@ -60,8 +60,9 @@ def captured(*arguments: Any) -> Result:
 
 
 def refused(result: Result, message: str) -> None:
+    """One sentence says why, below what a run says once work begins."""
     assert result.status == 2, result
-    assert re.fullmatch(r"Error: [^\n]+\n", result.err), result.err
+    assert re.fullmatch(r"((Keep|keeping|one layer) [^\n]+\n)*Error: [^\n]+\n", result.err), result.err
     assert re.search(message, result.err), result.err
     assert result.out == ""
 

@@ -571,6 +571,6 @@ def test_interrupted_from_the_keyboard(
     with monkeypatch.context() as patch:
         patch.setattr(workdir, "_write_tensor", interrupt)
         result = run(*command, "-o", out)
-    assert result.status == 130 and result.err.strip() == "Interrupted; run the same command again to go on."
+    assert result.status == 130 and result.err.endswith("\nInterrupted; run the same command again to go on.\n")
     assert not out.exists() and run(*command, "-o", out).status == 0
     assert tree(out) == whole and names(tmp_path) == ["out"]

@@ -19,6 +19,7 @@ from compressor.model.opened import open_alike, open_model
 from compressor.model.streaming import Pass
 from compressor.recipe.recipe import Recipe, read_recipe
 from tests import small, zoo
+from tests.command_line import Run
 from tests.pretended import DISTILL, ROUTERS
 from tests.quantized import save_fp8
 from tests.small import tree
@@ -116,6 +117,18 @@ def test_the_run_says_where_the_model_is(
     assert first.startswith("keeping ") and first.endswith(" kB on cpu")
     assert float(first.split()[1]) == pytest.approx(size / 1000, rel=0.01)
     assert second == f"one layer at a time on cpu: {first.split()[1]} kB, {human_bytes(1000)} free"
+
+
+def test_the_run_says_so_once_when_work_begins(tmp_path: Path, run: Run) -> None:
+    model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
+    ask = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "reap", "--calibration", text)
+    (tmp_path / "other.txt").write_text(text.read_text())
+    sources = run(*ask, "--strategy", "model-centric", "--calibration", tmp_path / "other.txt", "--per-source")
+    assert sources.status == 2 and sources.err.startswith("Error: ")  # once the text has been read
+    lines = run(*ask, "--samples", 8, "--sequence-length", 32).err.splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("keeping ")] == [0]
+    assert lines[1].startswith("calibrate and plan"), lines
+    assert run(*ask, "--samples", 8, "--sequence-length", 32, "--overwrite", "--json").err == ""
 
 
 def test_a_run_goes_on_with_another_residency(tmp_path: Path) -> None:

@@ -33,11 +33,9 @@ def main() -> None:
     """Run the command line; every fault that a user can mend is one sentence on stderr and exit status 2."""
     limit_caches()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin hold each other up where cores are shared
-    with _own_warnings() as held:
+    with _own_warnings():
         try:
             status = app(prog_name=PROGRAM, standalone_mode=False)
-            for record in held if status != INTERRUPTED and "--json" not in sys.argv else ():
-                print(_OneLine().format(record), file=sys.stderr)
         except CompressionError as error:
             _fail(str(error))
         except USAGE_ERROR as error:
@@ -66,19 +64,15 @@ class _OneLine(logging.Formatter):
 
 
 @contextmanager
-def _own_warnings() -> Iterator[list[logging.LogRecord]]:
-    """Warnings of ours and of plugins on stderr; the Hub client's retries are reported by the error that ends them.
+def _own_warnings() -> Iterator[None]:
+    """Warnings of ours and of plugins on stderr, and what a run will do, unless only JSON is wanted.
 
-    What a run will do goes to a terminal at once. For a log, where an error stands alone, it is held back.
+    The Hub client's retries are reported by the error that ends them.
     """
-    held = list[logging.LogRecord]()
 
     def shown(record: logging.LogRecord) -> bool:
-        if not here().is_first or record.levelno >= logging.WARNING:
-            return here().is_first  # several ranks say the same
-        if not sys.stderr.isatty():
-            held.append(record)
-        return sys.stderr.isatty() and "--json" not in sys.argv
+        wanted = record.levelno >= logging.WARNING or "--json" not in sys.argv
+        return wanted and here().is_first  # several ranks say the same
 
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
@@ -89,7 +83,7 @@ def _own_warnings() -> Iterator[list[logging.LogRecord]]:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     try:
-        yield held
+        yield
     finally:
         for logger in loggers:
             logger.removeHandler(handler)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from compressor.files import file_digest
 from compressor.memory import PeakMemory
 from compressor.model.in_memory import LoadedModel, opened
 from compressor.model.opened import OpenModel, how_resident
-from compressor.progress import Clock, Progress, Silent
+from compressor.progress import Announced, Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import Needs, Step, TextOptions
@@ -28,8 +27,6 @@ from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.state import OWN, Observer, State, Texts, part_name
 from compressor.steps.workdir import Workdir
-
-logger = logging.getLogger(__name__)
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage; above, each is alone
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
@@ -240,14 +237,13 @@ def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
 
 def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
     """The state before the first step, once texts are read."""
-    for note in (note for need in task.needs for note in need.notes):
-        logger.info("%s", note)
     with run.clock.phase("read text"):
         texts = read_texts(task)
-    logger.info("%s", how_resident(task.model))  # now that nothing is refused any more
     plan = first_plan(task, texts[0])
     first = len(plan.steps) - len(task.steps)
-    own = run.progress, run.clock, texts, work, observer
+    needs = (need for step, need in zip(task.steps, task.needs, strict=True) if step.name != "split")
+    lines = [*(note for need in needs for note in need.notes), how_resident(task.model)]  # the summary has the split's
+    own = Announced(lines, run.progress), run.clock, texts, work, observer
     return State(task.model, task.base, task.model, task.steps, plan, *own, number=first, first=first)
 
 
