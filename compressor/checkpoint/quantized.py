@@ -72,6 +72,17 @@ def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
     return next((wanted for glob, wanted in plan.items() if re.search(glob.replace("*", ".*"), name)), dtype)
 
 
+def scheme_of(config: Any, module: str) -> Any:
+    """The config group of compressed-tensors that names a module, or else has its class."""
+    from compressed_tensors.utils.match import match_name
+
+    def fit(group: Any) -> tuple[bool, bool]:
+        named = any(match_name(module, target) for target in group.targets)
+        return named, any(target.isidentifier() for target in group.targets)
+
+    return max(config.config_groups.values(), key=fit)
+
+
 class _Fp8Dequantize(Fp8Dequantize):
     """Upstream's, right also for a side that is no multiple of the block, and casting unscaled tensors."""
 
@@ -117,19 +128,13 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         return plain
 
     def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
-        """One module's plain weight, by the config group that names the module, or else has its class."""
+        """One module's plain weight."""
         if "weight_scale" not in parts:
             return parts["weight"]
         from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.utils.match import match_name
 
         config = self.hf_quantizer.compressor.quantization_config
-
-        def fit(group: Any) -> tuple[bool, bool]:
-            named = any(match_name(name.removesuffix(".weight"), target) for target in group.targets)
-            return named, any(target.isidentifier() for target in group.targets)
-
-        scheme = max(config.config_groups.values(), key=fit)
+        scheme = scheme_of(config, name.removesuffix(".weight"))
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)

@@ -212,6 +212,12 @@ class Checkpoint:
         self.raw_config = read_object(folder / "config.json")
         self.tensors = _locate_tensors(folder) if tensors is None else tensors
 
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The quantization_config of the model or of its text model; empty where there is none."""
+        nodes = (self.raw_config, *(value for value in self.raw_config.values() if isinstance(value, dict)))
+        return next((node["quantization_config"] for node in nodes if node.get("quantization_config")), {})
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 

@@ -42,6 +42,7 @@ def show_inspection(report: Inspection, as_json: bool) -> None:
         "experts": f"{report.experts} in each, top-{report.top_k}",
         "routing": report.routing,
         "quantization": report.quantization or "none",
+        **({"stock loading": report.loader_fault} if report.loader_fault else {}),
         **({"constants": report.constants} if report.constants else {}),
         "parameters": human_count(report.parameters),
         "bytes": human_bytes(report.bytes),

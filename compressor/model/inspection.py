@@ -6,13 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
-from compressor.model.opened import advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
 from compressor.model.serving import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
@@ -63,6 +64,7 @@ class Inspection:
     module_of_layers: tuple[str, ...]
     servers: tuple[Advice, ...] = ()  # what servers make of the model as it is, and of every outcome
     constants: str | None = None  # that experts are constants, and what that means
+    loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
 
 
 def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int) -> Size:
@@ -106,6 +108,15 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
         return source, Checkpoint(source.folder)
     checkpoint = fetch_headers(model, revision)
     return ModelSource(model, checkpoint.folder.name, checkpoint.folder), checkpoint
+
+
+def stock_fault(model: OpenModel) -> str | None:
+    """What stock transformers does wrong with a model's quantised experts, in a sentence; None if nothing is known."""
+    packed = (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale"))
+    if (name := next(packed, None)) is None:
+        return None
+    alone = model.architecture.family if model.partial.has_single_experts else None
+    return loader_fault(model.checkpoint.quantization, name.rpartition(".")[0], alone)
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
@@ -160,4 +171,5 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         module_of_layers=tuple(layer.name for layer in architecture.layers),
         servers=tuple(advice_on(served, architecture.layers, count) for count in dict.fromkeys([first.experts, *left])),
         constants=constants,
+        loader_fault=stock_fault(opened),
     )

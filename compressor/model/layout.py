@@ -97,9 +97,7 @@ def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, dou
 
 def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any) -> Layout:
     """Give every stored tensor its role; `partial` is the `PartialModel` of the same checkpoint."""
-    raw, experts = checkpoint.raw_config, architecture.experts
-    nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
-    quantized = any(node.get("quantization_config") for node in nodes)
+    experts, quantized = architecture.experts, bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
     owners = {tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors}
     tables = {table: layer for layer in architecture.layers for table in layer.tables}

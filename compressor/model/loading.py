@@ -225,8 +225,10 @@ class PartialModel:
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
+        self.has_single_experts = False  # that stock transformers knows fused alone
         if self.quantizer is not None:
             singles = single_experts(self.model, self.keys.unknown)
+            self.has_single_experts = bool(singles)
             if singles:
                 plain = get_model_conversion_mapping(self.model)
                 self.conversions = self.quantizer.update_weight_conversions([*plain, *singles], self.model)

@@ -19,7 +19,7 @@ def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
     return [
         converter
         for end, module in ends.items()
-        if any(re.search(rf"\b{re.escape(end)}\.\d+\.down_proj\.", name) for name in unknown)
+        if any(re.search(rf"\b{re.escape(end)}\.\d+\.down_proj\.weight", name) for name in unknown)
         for converter in _converters(f".{end}", module)
     ]
 

@@ -1,0 +1,106 @@
+"""Whether the installed transformers loads experts of a quantisation rightly, found out on two random matrices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.checkpoint.quantized import scheme_of
+from compressor.errors import reason_of
+from compressor.extras import require
+
+EXPERTS, SIDE = 2, 64
+ROUNDED = 2.0**-6  # of the largest weight: two roundings to bfloat16 differ by less
+NEEDED = ("weight", "weight_packed", "weight_shape")
+
+
+def loader_fault(
+    quantization: Mapping[str, Any], module: str = "model.layers.0.mlp.experts.0.down_proj", family: str | None = None
+) -> str | None:
+    """What the stock loader does wrong with experts of a `quantization_config`, in a sentence; None if nothing.
+
+    Experts of compressed-tensors are packed by its own compressor, and what the loader makes of them is compared with
+    what they mean. `module` is the name of one, where the config has several groups, and `family` the architecture if
+    it stores experts fused in stock checkpoints, but here one by one.
+    """
+    from transformers import __version__
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method, stock = str(quantization.get("quant_method")), f"transformers {__version__}"
+    if method != "compressed-tensors":
+        return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
+    if family is not None:
+        return f"{stock} does not load experts of {family} that are stored one by one"
+    require("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    quantizer = CompressedTensorsHfQuantizer(CompressedTensorsConfig.from_dict({**quantization, "dequantize": True}))
+    quantizer.validate_environment()
+    config = quantizer.compressor.quantization_config
+    scheme = scheme_of(config, module) if config.config_groups else None
+    if scheme is None or scheme.weights is None:
+        return None
+    kind = scheme.format or config.format
+    try:
+        experts, wanted = _packed(scheme, kind)
+        loaded = _loaded(quantizer, experts, wanted)
+        if loaded is None:
+            return f"{stock} does not load {kind} experts"
+        if _alike(loaded, wanted):
+            return None
+        extra = [part for part in experts[0] if part not in NEEDED]
+        unread = [part for part in extra if torch.equal(loaded, _loaded(quantizer, _changed(experts, part), wanted))]
+    except Exception as fault:  # whatever an integration raises
+        return f"{stock} does not load {kind} experts: {reason_of(fault)}"
+    why = f": it drops {' and '.join(unread)}" if unread else ""
+    return f"{stock} loads {kind} experts wrongly{why}"
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() <= ROUNDED * wanted.abs().max())
+
+
+def _packed(scheme: Any, kind: str) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """The stored parts of each of some random matrices, and what they mean, [E, O, I]."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    compressor, weights = BaseCompressor.get_value_from_registry(kind), scheme.weights
+    block = weights.block_structure or (1, max(weights.group_size or 0, 0) or SIDE)
+    rows, columns = max(SIDE, 2 * block[0]), 2 * block[1]
+    grid = {"tensor": (1, 1), "channel": (rows, 1)}.get(weights.strategy, (rows // block[0], 2))
+    generator, experts, meant = torch.Generator().manual_seed(0), list[dict[str, Tensor]](), list[Tensor]()
+    for _ in range(EXPERTS):
+        weight = torch.randn(rows, columns, generator=generator)
+        cells = weight.unflatten(1, (grid[1], -1)).unflatten(0, (grid[0], -1))
+        low, high = cells.amin((1, 3)), cells.amax((1, 3))
+        whole = generate_gparam(low.min(), high.max()) if weights.strategy == "tensor_group" else None
+        scale, zero = calculate_qparams(low, high, weights, whole)
+        parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, "weight_global_scale": whole}
+        given = {part: value for part, value in parts.items() if value is not None}
+        experts.append(compressor.compress(given, scheme))
+        meant.append(compressor.decompress(experts[-1], scheme)["weight"])
+    return experts, torch.stack(meant).bfloat16()
+
+
+def _loaded(quantizer: Any, experts: list[dict[str, Tensor]], wanted: Tensor) -> Any:
+    """What the stock loader puts into a parameter of the shape that is wanted; None if it puts nothing there."""
+    from transformers.core_model_loading import MergeModulelist, WeightConverter
+
+    model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
+    plain = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
+    converter = quantizer.update_weight_conversions([plain], model)[0]
+    for number, parts in enumerate(experts):
+        for part, value in parts.items():
+            name = f"experts.{number}.down_proj.{part}"
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                converter.add_tensor(target, name, pattern, value)
+    return converter.convert("experts.down_proj", model=model).get("experts.down_proj")
+
+
+def _changed(experts: list[dict[str, Tensor]], part: str) -> list[dict[str, Tensor]]:
+    """The experts with another value of one of their parts."""
+    return [{**parts, part: (2 * parts[part].float() + 1).to(parts[part].dtype)} for parts in experts]

@@ -1,0 +1,67 @@
+"""What is said of the stock loader, against what it really makes of checkpoints."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, __version__
+
+import compressor
+from compressor.checkpoint.loader_fault import loader_fault
+from compressor.checkpoint.reader import Checkpoint
+from tests import zoo
+from tests.quantized import plain_model, save_compressed_tensors
+from tests.singles import save_packed
+
+STOCK = f"transformers {__version__}"
+NO_ZERO_POINTS = "does not load pack-quantized experts: Asymmetric quant requires zero-point values"
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "int4": ({}, None),
+    "int4-asymmetric": ({"symmetric": False}, NO_ZERO_POINTS),
+    "fp8": ({"format": "float-quantized"}, None),
+    "int8": ({"format": "int-quantized"}, "does not load int-quantized experts"),
+    "mxfp4": ({"format": "mxfp4-pack-quantized"}, None),
+    "nvfp4": (
+        {"format": "nvfp4-pack-quantized"},
+        "loads nvfp4-pack-quantized experts wrongly: it drops weight_global_scale",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_the_sentence_is_true_of_the_stock_loader(case: str, tmp_path: Path) -> None:
+    options, wanted = CASES[case]
+    save_compressed_tensors(tmp_path, **options)
+    found = loader_fault(Checkpoint(tmp_path).quantization)
+    assert found == (None if wanted is None else f"{STOCK} {wanted}")
+    assert compressor.inspect(str(tmp_path)).loader_fault == found
+    plain = plain_model(tmp_path, torch.bfloat16)
+    experts, alike = "model.layers.0.mlp.experts.down_proj", False
+    with suppress(RuntimeError):  # of weights that cannot be converted
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        alike = torch.allclose(stock.get_parameter(experts), plain.get_parameter(experts), rtol=0.02)
+    assert alike == (found is None)
+
+
+def test_experts_that_are_not_quantised_have_no_fault(tmp_path: Path) -> None:
+    zoo.save("qwen3_moe", tmp_path)
+    assert compressor.inspect(str(tmp_path)).loader_fault is None
+    groups = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
+    assert loader_fault(groups) is None
+
+
+def test_packed_experts_one_by_one_are_named(tmp_path: Path) -> None:
+    save_packed("gpt_oss", tmp_path)
+    wanted = f"{STOCK} does not load experts of gpt_oss that are stored one by one"
+    assert compressor.inspect(str(tmp_path)).loader_fault == wanted
+
+
+def test_an_unknown_method_is_named() -> None:
+    assert loader_fault({"quant_method": "modelopt"}) == f"{STOCK} does not read modelopt checkpoints"
