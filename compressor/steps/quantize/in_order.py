@@ -150,7 +150,7 @@ class Quantizing(LayerVisitor):
     def _round(self, live: Any, batch: Sequence[Matrix], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored."""
         weight = torch.stack([matrix.of(live).float() for matrix in batch])
-        shared = torch.stack([self.largest[matrix.together] for matrix in batch]) if self.largest else None
+        shared = torch.cat([self.largest[matrix.together] for matrix in batch]) if self.largest else None
         scales = self.scheme.scales(weight, self.dtype, clip=True, largest=shared)
         made = Packed.of(self.scheme, batch, gptq(self.scheme, weight, scales, upper), scales, self.dtype)
         for matrix, value in zip(batch, made.values, strict=True):

@@ -121,11 +121,9 @@ class Scheme:
     def nearest(self, value: Tensor) -> Tensor:
         """The nearest representable number of each, in units of its scale; ties to even, as hardware rounds."""
         if self.name == "fp8":
-            return value.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
-        if self.name in FP4:  # 0, .5, 1, 1.5, 2, 3, 4, 6: the step doubles at 2 and at 4
-            size = value.abs()
-            step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-            return (value / step).round().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
+            return _nearest_float(value.clamp(-FP8_MAX, FP8_MAX), 3, -6)
+        if self.name in FP4:
+            return _nearest_float(value.clamp(-FP4_MAX, FP4_MAX), 1, 0)
         most = 2 ** (self.bits - 1)
         return value.round().clamp_(-most, most - 1)
 
@@ -149,14 +147,14 @@ class Scheme:
         global scale is that of the `largest` [B] weight, if given.
         """
         grouped, overall = self._grouped(weight), None
-        low, high = grouped.amin(-1), grouped.amax(-1)
+        most = _largest(grouped.abs())
         if self.name == "nvfp4":
             own = weight.abs().amax((1, 2)) if largest is None else largest
             overall = (FP8_MAX * FP4_MAX / own)[:, None, None]
             overall = torch.where(torch.isfinite(overall), overall, torch.ones_like(overall))
-        best, least = self._stored_scales(low, high, overall, dtype), None
+        best, least = self._stored_scales(most, overall, dtype), None
         for factor in SHRINK if clip and self.name in CLIPPED else ():
-            tried = self._stored_scales(low * factor, high * factor, overall, dtype)
+            tried = self._stored_scales(most * factor, overall, dtype)
             effective = Scales(tried, overall).effective[..., None]
             error = (self.nearest(grouped / effective) * effective - grouped).abs_().pow_(POWER).sum(-1)
             better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
@@ -168,10 +166,10 @@ class Scheme:
         size = weight.shape[-1] if self.group_size == ROW else self.group_size
         return weight.view(*weight.shape[:-1], -1, size)
 
-    def _stored_scales(self, low: Tensor, high: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _stored_scales(self, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
         from compressed_tensors.quantization.utils import calculate_qparams
 
-        scales: Tensor = calculate_qparams(low, high, self.args, overall)[0]
+        scales: Tensor = calculate_qparams(-most, most, self.args, overall)[0]
         if self.name in FP4:
             return scales
         return scales.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)  # which no range may round to 0
@@ -204,25 +202,47 @@ class Scheme:
         return value
 
 
+def _nearest_float(value: Tensor, mantissa: int, lowest: int) -> Tensor:
+    """Round float32 to so many bits of mantissa, ties to even; below 2^`lowest`, to multiples of the smallest step.
+
+    Casting to 8 bits and back does the same, several times as slowly on a CPU.
+    """
+    shift, step = 23 - mantissa, 2.0 ** (lowest - mantissa)
+    bits = value.view(torch.int32)
+    rounded = (bits >> shift).bitwise_and_(1).add_((1 << (shift - 1)) - 1).add_(bits).bitwise_and_(-(1 << shift))
+    anchor = 1.5 * 2**23 * step  # float32 has this step where it is added
+    small = (value + anchor).sub_(anchor).copysign_(value)
+    return torch.where(value.abs() < 2.0**lowest, small, rounded.view(torch.float32))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Maximum over the last dimension, which is slow to reduce where it's short."""
+    while values.shape[-1] <= 32 and values.shape[-1] % 2 == 0:
+        values = torch.maximum(*values.chunk(2, dim=-1))
+    return values.amax(-1)
+
+
 def _pack_integers(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [B, O, I] in words of 32 bits, the first in the lowest bits, as compressed-tensors packs."""
-    unsigned = (codes + 2 ** (bits - 1)).view(torch.uint8)  # -128 + 128 wraps around to 0, and so on
-    per_byte = {4: 2, 8: 1}.get(bits)
+    """Codes [B, O, I] in words of 32 bits, the first in the lowest bits, as compressed-tensors packs them."""
+    unsigned, per_byte = codes + 2 ** (bits - 1), {4: 2, 8: 1}.get(bits)
     if per_byte is None or codes.shape[-1] % (4 * per_byte):
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-        return torch.stack([pack_to_int32(matrix, bits) for matrix in codes])
-    packed = unsigned if per_byte == 1 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
-    words: Tensor = packed.contiguous().view(torch.int32)
-    return words
+        return torch.stack([pack_to_int32(matrix, bits) for matrix in codes.to(torch.int8)])
+    packed: Tensor = _paired(unsigned) if per_byte == 2 else unsigned.to(torch.uint8)
+    return packed.view(torch.int32)
 
 
 def _pack_fp4(codes: Tensor) -> Tensor:
     """Two codes of [B, O, I] in a byte, the first in its low half: sign, and the number's place among the eight."""
-    doubled = (codes.abs() * 2).to(torch.uint8)  # 0, 1, 2, 3, 4, 6, 8, 12
-    place = torch.where(doubled <= 4, doubled, torch.clamp(doubled // 2 + 2, max=7))
-    place |= torch.signbit(codes).to(torch.uint8) << 3
-    return place[..., 0::2] | (place[..., 1::2] << 4)
+    doubled = codes.abs() * 2  # 0, 1, 2, 3, 4, 6, 8, 12
+    place = doubled - (doubled - 4).clamp_(min=0).mul_(0.5) - (doubled - 8).clamp_(min=0).mul_(0.25)
+    return _paired(place.add_(4).sub_(torch.full_like(codes, 4).copysign_(codes)))
+
+
+def _paired(numbers: Tensor) -> Tensor:
+    """Numbers of 0 to 15 [..., I], two in a byte, the first in its low half."""
+    return numbers[..., 0::2].add(numbers[..., 1::2], alpha=16).to(torch.uint8)
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:

@@ -6,7 +6,8 @@ to: by a checksum of its values, which waits in the work folder.
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from pathlib import Path
@@ -27,7 +28,10 @@ from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 
-AT_ONCE = 2**21  # weights of matrices of one shape that are rounded together
+AT_ONCE = 2**18  # weights that are rounded at once: few enough to stay in the cache
+
+
+WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,9 @@ class Kept:
         return self.folder / f"{unit}.safetensors"
 
 
-def checksum(value: Tensor) -> int:
-    """CRC-32 of a matrix's bytes, with both zeros alike."""
-    return zlib.crc32(tensor_bytes_view(value + 0))
+def checksum(value: Tensor, before: int = 0) -> int:
+    """CRC-32 of a matrix's bytes, with both zeros alike, after that of the rows `before`."""
+    return zlib.crc32(tensor_bytes_view(value + 0), before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +93,25 @@ def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]
     """Largest absolute weight among those that servers fuse, by `Matrix.together`."""
     found = dict[str, Tensor]()
     for matrix in matrices:
-        own = read(matrix).abs().amax().float()
+        own = read(matrix).abs().amax().float()[None]
         found[matrix.together] = torch.maximum(found.get(matrix.together, own), own)
     return found
 
 
-def batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """Matrices of one shape, as many as are rounded together."""
-    waiting: dict[tuple[int, int], list[Matrix]] = {}
-    for matrix in matrices:
-        batch = waiting.setdefault((matrix.rows, matrix.columns), [])
-        batch.append(matrix)
-        if (len(batch) + 1) * matrix.rows * matrix.columns > AT_ONCE:
-            yield waiting.pop((matrix.rows, matrix.columns))
-    yield from waiting.values()
+def round_to_nearest(
+    scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+) -> tuple[dict[str, Tensor], int]:
+    """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
+    pieces, total = list[dict[str, Tensor]](), 0
+    for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
+        part = rows.float()[None]
+        scales = scheme.scales(part, dtype, largest=largest)
+        codes = scheme.codes(part, scales)
+        pieces.append({name: value[0] for name, value in scheme.pack(codes, scales, dtype).items()})
+        total = checksum(scheme.values(codes, scales).to(dtype), total)
+    stored = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0] if name not in WHOLE}
+    stored |= {name: pieces[0][name] for name in WHOLE if name in pieces[0]}
+    return stored | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in stored else {}), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +158,16 @@ class Writer:
             if not self.matrices.stored:
                 partial.load(partial.keys_under(unit))
             sums, read, scheme = dict[str, int](), bind(self._read, partial), self.scheme
-            largest = largest_weights(own, read) if scheme.name == "nvfp4" else None
-            for batch in batches(own):
-                weight = torch.stack([read(matrix).float() for matrix in batch])
-                shared = None if largest is None else torch.stack([largest[matrix.together] for matrix in batch])
-                scales = scheme.scales(weight, partial.dtype, largest=shared)
-                made = Packed.of(scheme, batch, scheme.codes(weight, scales), scales, partial.dtype)
-                sums |= made.sums
-                yield from ((name, iter([tensor_bytes_view(value)])) for name, value in made.tensors.items())
+            largest = largest_weights(own, read) if scheme.name == "nvfp4" else {}
+
+            def rounded(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
+                return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
+
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                for matrix, (tensors, total) in zip(own, pool.map(rounded, own), strict=True):
+                    sums[matrix.module] = total
+                    for name, value in tensors.items():
+                        yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
             self.kept.save(unit, sums)
         yield from (entry for entry in inner.produce(unit) if entry[0] not in self.matrices.replaced)
 
