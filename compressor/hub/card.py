@@ -4,6 +4,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,8 @@ from compressor.evaluation.gate_report import card_metrics
 from compressor.evaluation.gate_verdict import GateResult, TaskGate
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.opened import open_model
+from compressor.model.inspection import stock_fault
+from compressor.model.opened import OpenModel, open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import changed
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split, parts_of
@@ -62,6 +64,7 @@ class Facts:
     active: tuple[int | None, int] | None  # parameters less the experts that a token isn't routed to, before and after
     dtypes: Mapping[str, int]  # stored elements by dtype; empty where only a graph lies
     graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
+    fault: str | None = None  # what stock transformers does wrong with quantised experts
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -108,13 +111,18 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
     graphs = [place for place in ("", ONNX_FOLDER) if all((folder / place / name).is_file() for name in ONNX_FILES)]
     if not has_weights and "" not in graphs:
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
+    model = None
+    if has_weights:
+        with suppress(CompressionError):  # as for constants
+            model = open_model(ModelSource(str(folder), None, folder), device="cpu")
     return Facts(
         folder=folder,
         outcome=outcome,
         config=read_object(folder / "config.json"),
-        active=_active_parameters(folder, outcome) if has_weights else None,
+        active=_active_parameters(model, outcome) if model is not None else None,
         dtypes=_check_weights(folder, outcome.after) if has_weights else {},
         graph=graphs[0] if graphs else None,
+        fault=stock_fault(model) if model is not None else None,
     )
 
 
@@ -133,15 +141,11 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
     return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def _active_parameters(folder: Path, outcome: Outcome) -> tuple[int | None, int] | None:
+def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, int] | None:
     """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert.
 
     The base's alone are None where it stores its tensors in another way.
     """
-    try:
-        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
-    except CompressionError:
-        return None
     layout, towers = model.layout, {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
@@ -373,9 +377,13 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
             "In transformers (names and shapes of all tensors were checked against the stock model of version "
             f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
         )
-        blocks += [
+        stock = [
             Text((checked, Code("device_map"), " needs the package accelerate):")),
             Listing("\n".join(code), "python"),
+        ]
+        fault = one_line(facts.fault or "")
+        blocks += [
+            *([Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else stock),
             Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
             serve,
         ]

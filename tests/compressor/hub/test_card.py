@@ -25,6 +25,7 @@ from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.hub.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
+from compressor.steps.quantize.step import Quantize
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes
 from tests.plans import pruned
@@ -293,6 +294,14 @@ def onnx(folder: Path) -> Path:
     (folder / "model.onnx").write_bytes(b"graph" * 100)
     (folder / "onnx_export.json").write_text(export_record())
     return folder
+
+
+def test_stock_loading_is_offered_only_where_it_is_right(tmp_path: Path) -> None:
+    for scheme, offered in (("nvfp4", False), ("mxfp4", True)):
+        api.compress(str(DEMO), tmp_path / scheme, [Quantize(scheme=scheme)])
+        told = body(card_text(tmp_path / scheme, REPOSITORY))
+        assert ("AutoModelForCausalLM" in told) is offered
+        assert ("experts wrongly: it drops" in told) is not offered
 
 
 def test_a_graph_beside_the_weights_is_offered_with_how_it_was_verified(copied: Path) -> None:
