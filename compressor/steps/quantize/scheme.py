@@ -172,7 +172,8 @@ class Scheme:
         scales: Tensor = calculate_qparams(-most, most, self.args, overall)[0]
         if self.name in FP4:
             return scales
-        return scales.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)  # which no range may round to 0
+        least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # the smallest subnormal: no range may round to 0
+        return scales.to(dtype).float().clamp_(min=least)
 
     def pack(self, codes: Tensor, scales: Scales, dtype: torch.dtype) -> dict[str, Tensor]:
         """Stored tensors of B matrices' codes [B, O, I], by the last part of their names: [B, ...] each."""
