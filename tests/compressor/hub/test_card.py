@@ -297,7 +297,7 @@ def onnx(folder: Path) -> Path:
 
 
 def test_stock_loading_is_offered_only_where_it_is_right(tmp_path: Path) -> None:
-    for scheme, offered in (("nvfp4", False), ("mxfp4", True)):
+    for scheme, offered in (("nvfp4", False), ("fp8", True)):
         api.compress(str(DEMO), tmp_path / scheme, [Quantize(scheme=scheme)])
         told = body(card_text(tmp_path / scheme, REPOSITORY))
         assert ("AutoModelForCausalLM" in told) is offered
