@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.devices import free_memory, pick_device
+from compressor.devices import pick_device
 from compressor.distributed import here
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.tasks import (
@@ -27,17 +29,15 @@ from compressor.evaluation.tasks import (
 )
 from compressor.files import file_digest
 from compressor.formatting import human_bytes
-from compressor.memory import available
 from compressor.model.architecture import build_stored, load_config
-from compressor.model.opened import pick_dtype
+from compressor.model.opened import memory_budget, pick_dtype
 from compressor.progress import Progress
 from compressor.records import read_as
 from compressor.run_record import read_cached, versions, write_cached
 
 logger = logging.getLogger(__name__)
 
-HEADROOM = 2**30  # bytes beside the weights: what lm-eval, a batch's activations and its logits take
-SHARE = 1.1  # of the weights: a layer is there twice while the stock loader puts its experts together
+HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits take
 WRITTEN = "generate_until"
 PACKAGES = ("lm-eval", "torch", "transformers")
 PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
@@ -280,7 +280,7 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
     Raises `CompressionError` where several ranks are asked not to.
     """
     if here().is_alone:
-        return options.stream if options.stream is not None else not fits(source, options.dtype, options.device)
+        return options.stream if options.stream is not None else not fits_whole(source, options.dtype, options.device)
     if options.stream is False:
         raise CompressionError(
             "several ranks answer layer by layer; leave out --no-stream, or start it without torchrun"
@@ -288,10 +288,8 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
     return True
 
 
-def fits(source: ModelSource, dtype: str, device: str) -> bool:
-    """Whether the whole model, computing in this dtype on this device, fits into the available memory.
-
-    The weights pass through the machine's memory and, where there is one, through the device's own.
-    """
-    known = [budget for budget in (available(), free_memory(pick_device(device))) if budget is not None]
-    return not known or weight_bytes(source, dtype) <= (min(known) - HEADROOM) / SHARE
+def fits_whole(source: ModelSource, dtype: str, device: str) -> bool:
+    """Whether the stock loader can hold the model in the machine's memory, and in the device's own if it has any."""
+    budgets = map(memory_budget, (torch.device("cpu"), pick_device(device)))
+    needed = weight_bytes(source, dtype) + HEADROOM
+    return all(budget is None or needed <= budget for budget in budgets)

@@ -145,12 +145,16 @@ def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
 def fits(model: OpenModel, promised: int = 0) -> bool:
     """Whether a model can stay on its device, where `promised` bytes are for another one.
 
-    Beside it there are a layer being read and one being made, and a share of what is free is left to what passes
-    compute. Ranks on one machine share its memory.
+    Beside it there are a layer being read and one being made.
     """
-    free, ranks = free_memory(model.partial.device), here().size if model.partial.device.type == "cpu" else 1
-    needed = model.partial.nbytes + promised + 2 * model.largest_layer
-    return free is not None and ranks * needed <= (1 - SPARE) * free
+    budget = memory_budget(model.partial.device)
+    return budget is not None and model.partial.nbytes + promised + 2 * model.largest_layer <= budget
+
+
+def memory_budget(device: torch.device) -> float | None:
+    """Bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
+    free, ranks = free_memory(device), here().size if device.type == "cpu" else 1
+    return None if free is None else (1 - SPARE) * free / ranks
 
 
 def how_resident(model: OpenModel) -> str:

@@ -21,7 +21,7 @@ from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.evaluate import fits
+from compressor.evaluation.evaluate import fits_whole
 from compressor.extras import require
 from compressor.files import TOOL, new_folder
 from compressor.formatting import human_bytes
@@ -207,7 +207,7 @@ def export(
     check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
     with new_folder(out, partial(check_target, out, options.overwrite)) as content:
         graph, routes, reference, original = write_graph(opened, content, options, progress)
-        mapped = not fits(opened.source, "float32", "cpu") if options.stream is None else options.stream
+        mapped = not fits_whole(opened.source, "float32", "cpu") if options.stream is None else options.stream
         exported = Graph(content / GRAPH, mapped)
         changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
         if options.dtype == "fp16":

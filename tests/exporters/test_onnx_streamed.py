@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation import evaluate as evaluating
+from compressor.model import opened
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.opened import open_model
@@ -104,7 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("streamed")
     source = save(folder / "source")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluating, "available", lambda: 1000)
+        patch.setattr(opened, "free_memory", lambda device: 1000)
         held = Held(patch)
         summary = export(source, folder / "out", STREAMED)
     yield Made(source, folder / "out", summary, held.most)

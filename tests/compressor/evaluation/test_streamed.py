@@ -19,6 +19,7 @@ from compressor.evaluation import model as streamed
 from compressor.evaluation.evaluate import Evaluation, plan_evaluation, streams, weight_bytes
 from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
+from compressor.model import opened
 from compressor.progress import Silent
 from tests import small
 from tests.evaluations import Steps, no_network, own_tasks, written_task
@@ -141,8 +142,9 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     tensors = load_file(source.folder / "model.safetensors")
     assert weights == sum(value.numel() for value in tensors.values()) * 4
     assert weight_bytes(source, "bfloat16") == weights // 2
-    for left, expected in ((None, False), (2**40, False), (evaluating.HEADROOM + weights, True), (0, True)):
-        monkeypatch.setattr(evaluating, "available", lambda left=left: left)
+    needed = weights + evaluating.HEADROOM
+    for left, expected in ((None, False), (1.26 * needed, False), (1.24 * needed, True), (0, True)):
+        monkeypatch.setattr(opened, "free_memory", lambda device, left=left: left)
         assert streams(source, wanted) is expected
         assert streams(source, options(stream=not expected)) is not expected
     written_task(tmp_path)
