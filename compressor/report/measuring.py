@@ -336,9 +336,10 @@ class Similarity:
         try:
             (label, table), experts = self.measure(stats), stats.layer.experts
             if table.shape != (experts, experts) or not bool(table.isfinite().all()):
-                raise CompressionError(f"its similarity is no matrix of {experts} x {experts} finite numbers")
+                raise CompressionError(f"its strategy gives no matrix of {experts} x {experts} finite numbers")
         except Exception as error:  # of a plugin: a report can do without
-            logger.warning("%s: its strategy cannot compare its experts: %s", stats.layer.name, reason_of(error))
+            what = "%s: the report lacks the similarity of its experts, which could not be compared: %s"
+            logger.warning(what, stats.layer.name, reason_of(error))
             return None, ""
         rows = table.cpu().clamp(0, 1).tolist()
         return tuple(tuple(round(value, DIGITS) for value in row) for row in rows), str(label)
@@ -569,6 +570,8 @@ def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:
         for name, value in router.named_parameters()
         if name in dims and value.dim() > 1
     ]
+    if not rows:
+        raise CompressionError("its router has no matrix with a row for each")
     centred = torch.cat(rows, dim=1)
     centred = torch.nn.functional.normalize(centred - centred.mean(dim=0), dim=1)
     return "cosine of the centred router rows, negative ones as 0", (centred @ centred.T).clamp(0, 1).fill_diagonal_(1)

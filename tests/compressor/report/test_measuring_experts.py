@@ -128,6 +128,24 @@ def test_without_text_router_rows_are_compared_where_outputs_would_be(both: tupl
     assert all(value.is_meta for value in both[1].partial.model.parameters())
 
 
+def test_a_router_without_rows_is_named_with_what_the_report_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = opened("mixtral", tmp_path)[1]
+    plan = plan_of(model, "reap", {})
+    others = [  # as if its rows were none of an expert's tensors
+        replace(layer, tensors=tuple(each for each in layer.tensors if not each.key.startswith(layer.router)))
+        for layer in model.architecture.layers
+    ]
+    found = by_weights(replace(model, architecture=replace(model.architecture, layers=tuple(others))), plan)
+    assert set(found.values()) == {(None, "")}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{layer.name}: the report lacks the similarity of its experts, which could not be compared: its router has no "
+        "matrix with a row for each"
+        for layer in others
+    ]
+
+
 def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does(tmp_path: Path) -> None:
     model = opened("mixtral", tmp_path)[1]
     plan = plan_of(model, "auto", {"candidates": "reap,model-centric"}, won="model-centric")
