@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -185,7 +185,7 @@ class CutLayer:
     @classmethod
     def of(
         cls, recording: Recording, experts: Any, router: Any, block: Any, constants: Constants | None = None
-    ) -> "CutLayer":
+    ) -> Self:
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
         wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]

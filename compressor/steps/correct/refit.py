@@ -28,7 +28,7 @@ STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not
 
 
 @contextmanager
-def _float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
     """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
 
     Afterwards these are back in their own dtype with their new values, the others as they were.
@@ -122,7 +122,7 @@ def correct_layer(
         return {"kept": NONE, "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
-    with _float_router(model, layer, recording) as router:
+    with float_router(model, layer, recording) as router:
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block, constants)
         guard = _Guard(cut, heldout, router, dtypes, writing)
         errors = {"before": guard.best}

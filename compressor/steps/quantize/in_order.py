@@ -17,15 +17,16 @@ from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch, expert_parameters, intermediate
-from compressor.model.loading import set_tensor
-from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass, Replay
+from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.streaming import Pass, Replay
 from compressor.progress import Progress
-from compressor.steps.correct.cut_layer import Rows
+from compressor.steps.correct.cut_layer import Recording, Rows
+from compressor.steps.correct.in_order import RecordingVisitor
 from compressor.steps.job import stored_partial
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scheme
+from compressor.steps.quantize.straight_through import tune_rounded
 from compressor.steps.quantize.writing import Kept, Packed, Writer, largest_weights
 
 HESSIANS = 2**27  # bytes of Hessians that exist at a time, but for a single one
@@ -69,18 +70,19 @@ def hessian_of(inputs: Iterable[Tensor], columns: int, device: torch.device) -> 
 
 
 @dataclass(slots=True)
-class Quantizing(LayerVisitor):
+class Quantizing(RecordingVisitor):
     """Quantises each layer before the batches pass it."""
 
-    model: OpenModel
-    calibration: Calibration
     scheme: Scheme
     matrices: Matrices
     kept: Kept
     dtype: torch.dtype  # that is written
+    steps: int  # of training
+    seed: int
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of the layer that is being quantised
     sums: dict[str, int] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
+    scales: dict[Matrix, Tensor] = field(default_factory=dict)  # of the layer's matrices: [O, n]
 
     def before(self, unit: str, replay: Replay) -> None:
         own = self.matrices.of(unit)
@@ -95,20 +97,28 @@ class Quantizing(LayerVisitor):
                 prefix = f"{matrix.module}."
                 stored = {name.removeprefix(prefix): tensors[name] for name in self._names(matrix)}
                 matrix.of(live).copy_(self.scheme.unpack(stored))
+            for key, name in self.matrices.names.items():
+                if name in tensors:  # of a router
+                    set_tensor(live, key, tensors[name].to(self.model.partial.device))
             return
-        self.tensors, self.sums = {}, {}
+        self.tensors, self.sums, self.scales = {}, {}, {}
         self.largest = largest_weights(own, lambda matrix: matrix.of(live)) if self.scheme.name == "nvfp4" else {}
+        assert self.calibration is not None
         numbers = range(len(self.calibration.batches))
         if dense := [matrix for matrix in own if matrix.expert is None]:
             self._quantize_dense(live, dense, lambda: replay(numbers))
         layers = [layer for layer in self.at.moe_layers if any(matrix.owner == layer.name for matrix in own)]
         recorded = [Routed(layer, self.calibration.tokens) for layer in layers]
         watches = [each.watch(live).attach() for each in recorded]
-        replay(numbers)
+        recordings = self.record(layers, replay) if self.steps else []
+        if not self.steps:
+            replay(numbers)
         for watch in watches:
             watch.detach()
         for each in recorded:
             self._quantize_experts(live, each, [matrix for matrix in own if matrix.owner == each.layer.name])
+        for recording in recordings:
+            self._tune(live, recording)
         if here().is_first:
             self.kept.save(unit, self.sums, self.tensors)
         here().barrier()
@@ -153,10 +163,24 @@ class Quantizing(LayerVisitor):
         shared = torch.cat([self.largest[matrix.together] for matrix in batch]) if self.largest else None
         scales = self.scheme.scales(weight, self.dtype, clip=True, largest=shared)
         made = Packed.of(self.scheme, batch, gptq(self.scheme, weight, scales, upper), scales, self.dtype)
+        self._put(live, batch, made)
+        self.scales |= {matrix: scales.groups[number] for number, matrix in enumerate(batch)}
+
+    def _put(self, live: Any, batch: Sequence[Matrix], made: Packed) -> None:
         for matrix, value in zip(batch, made.values, strict=True):
             matrix.of(live).copy_(value)
         self.tensors |= made.tensors
         self.sums |= made.sums
+
+    def _tune(self, live: Any, recording: Recording) -> None:
+        """Train a layer through its rounding, and keep what that has changed."""
+        layer, names = recording.layer, self.matrices.names
+        scales = {matrix: scale for matrix, scale in self.scales.items() if matrix.owner == layer.name}
+        router = {tensor.key for tensor in layer.tensors if tensor.key in names} - {matrix.key for matrix in scales}
+        tuned = tune_rounded(live, recording, self.scheme, scales, router, self.dtype, self.steps, self.seed)
+        for matrix, (codes, found) in tuned.kept.items():
+            self._put(live, [matrix], Packed.of(self.scheme, [matrix], codes, found, self.dtype))
+        self.tensors |= {names[key]: getattr(*parent_and_name(live, key)).detach().clone() for key in tuned.router}
 
 
 def _inner(experts: Any, expert: int, inputs: Tensor) -> Iterator[Tensor]:
@@ -166,10 +190,14 @@ def _inner(experts: Any, expert: int, inputs: Tensor) -> Iterator[Tensor]:
         yield intermediate(experts, parameters, chunk.to(experts.down_proj.dtype))
 
 
-def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:
-    """Quantise all layers by GPTQ in one pass over calibration text; those that are kept already are not made again."""
-    model = writer.model
-    visitor = Quantizing(model, calibration, writer.scheme, writer.matrices, writer.kept, stored_partial(model).dtype)
+def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, steps: int, seed: int) -> None:
+    """Quantise all layers by GPTQ, with so many steps of training, in one pass over calibration text.
+
+    Those that are kept already are not made again.
+    """
+    model, dtype = writer.model, stored_partial(writer.model).dtype
+    how = (writer.scheme, writer.matrices, writer.kept, dtype, steps, seed)
+    visitor = Quantizing(model, calibration, *how)
     units = {matrix.unit for matrix in writer.matrices.every}
     one = Pass(model, calibration.batches, progress, "quantize", seed, wanted=units, shared=True)
     with torch.no_grad():

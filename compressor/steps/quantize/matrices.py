@@ -57,6 +57,7 @@ class Matrices:
     every: tuple[Matrix, ...]
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
     ignored: tuple[str, ...]  # names of linear modules that stay as they are
+    names: Mapping[str, str]  # under which tensors are stored that are stored as they are, by key
     stored: bool  # whether they can be read from stored tensors, without loading the layer
 
     def of(self, unit: str) -> list[Matrix]:
@@ -100,7 +101,9 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     }
     by_key = {key: name for name, key in keys.targets.items()}
     ignored = linear | {by_key.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in linear}
-    return Matrices(tuple(sorted(every, key=lambda each: order[each.unit])), replaced, tuple(sorted(ignored)), stored)
+    every.sort(key=lambda each: order[each.unit])
+    as_they_are = {key: name for name, key in keys.targets.items() if keys.patterns[name] is None}
+    return Matrices(tuple(every), replaced, tuple(sorted(ignored)), as_they_are, stored)
 
 
 def _operations(partial: Any, pattern: str | None) -> list[Any]:

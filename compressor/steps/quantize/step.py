@@ -1,9 +1,9 @@
 """The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Text
 from compressor.recipe.step import Needs, Step
@@ -46,10 +46,20 @@ class Quantize(Step):
         "up for errors on calibration text.",
     )
 
+    tune: int = Field(
+        0, ge=0, le=10**5, description="Optimizer steps that train each layer of int2 or int3 after gptq (try 120)."
+    )
+
+    @model_validator(mode="after")
+    def _tunable(self) -> Self:
+        if self.tune and (self.method != "gptq" or self.scheme not in ("int4", "int3", "int2")):
+            raise ValueError("tune trains what gptq has rounded to integers; give method gptq and int3 or int2")
+        return self
+
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
         self.chosen(model)
-        return Needs(text=self.method == "gptq", passes=int(self.method == "gptq"))
+        return Needs(text=self.method == "gptq", heldout=int(self.tune > 0), passes=int(self.method == "gptq"))
 
     def chosen(self, model: "OpenModel") -> "Scheme":
         """The scheme with its group size for a model's matrices."""
@@ -81,7 +91,7 @@ class Quantize(Step):
 
         if self.method == "gptq":
             assert state.text is not None
-            quantize_in_order(self._writer(state), state.text.fit, state.progress, state.seed)
+            quantize_in_order(self._writer(state), state.text.fit, state.progress, self.tune, state.seed)
         return {}
 
     def job(self, state: "State") -> "OutputJob":
@@ -103,6 +113,7 @@ class Quantize(Step):
         what = "routed experts" if self.targets == "experts" else "experts, attention and dense layers"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if self.method == "gptq" else "rounding to nearest"
+        how += f" and {self.tune} steps of training" if self.tune else ""
         return (
             Text(
                 f"Quantised {what}{before} to {self.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "

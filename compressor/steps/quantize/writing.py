@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.files import write_whole
@@ -151,10 +152,14 @@ class Writer:
         return sorted(each.name.removesuffix(".weight") for each in heads if each.name.endswith(".weight"))
 
     def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
-        own = self.matrices.of(unit)
-        if own and self.kept.sums(unit) is not None and (tensors := self.kept.tensors(unit)):
-            yield from ((name, iter([tensor_bytes_view(value)])) for name, value in tensors.items())
-        elif own:
+        dtypes = {each.name: TORCH_DTYPES[each.dtype] for each in inner.outputs if each.unit == unit}
+        own, kept = self.matrices.of(unit), dict[str, Tensor]()
+        if own and self.kept.sums(unit) is not None:
+            kept = self.kept.tensors(unit)
+        for name, value in kept.items():
+            dtype = dtypes.get(name, value.dtype)  # of a router, which may compute in another one
+            yield name, iter([tensor_bytes_view(value.to(dtype))])
+        if own and not kept:
             if not self.matrices.stored:
                 partial.load(partial.keys_under(unit))
             sums, read, scheme = dict[str, int](), bind(self._read, partial), self.scheme
@@ -169,7 +174,7 @@ class Writer:
                     for name, value in tensors.items():
                         yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
             self.kept.save(unit, sums)
-        yield from (entry for entry in inner.produce(unit) if entry[0] not in self.matrices.replaced)
+        yield from (entry for entry in inner.produce(unit) if entry[0] not in {*self.matrices.replaced, *kept})
 
     def _read(self, partial: Any, matrix: Matrix) -> Tensor:
         """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
