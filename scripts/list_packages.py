@@ -39,6 +39,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "steps.routers": "router calibration: weights or biases moved toward the base",
     "steps.distill": "training toward the base on text",
     "steps.constants": "constants for experts that are left out, and how many each layer can spare",
+    "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
     "pipeline": "from a recipe to a finished output, stage by stage; the record of a run",
     "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
     "comoe": "LoRA experts with a router beside linear layers",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.steps.correct import cut_layer
-from compressor.steps.correct.cut_layer import _Rows
+from compressor.steps.correct.cut_layer import Rows
 from tests import zoo
 from tests.opened import Calls, plain_calls
 from tests.ordered import SHARED, Corrected, keeps, opened_wide, run, watch_corrections, with_heldout
@@ -64,7 +64,7 @@ def test_every_family_is_recorded_as_a_plain_forward_calls_it(
 
 def test_rows_in_files_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_layer.allocate, "__defaults__", (0,))
-    rows, whole = _Rows(5), torch.randn(23, 4)
+    rows, whole = Rows(5), torch.randn(23, 4)
     for part in whole.split(4):
         rows.append(part)
     assert torch.equal(rows.value, whole)
