@@ -91,7 +91,8 @@ def _found(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLay
     count, parts = layer.experts // layer.parts, range(layer.parts)
     if not 0 <= entry.expert < count:
         raise CompressionError(
-            f"{where}: {layer.name} has no expert {entry.expert}; its experts are numbered 0 to {count - 1}"
+            f"{where}: {layer.name} has no expert {entry.expert}; the experts that this step gets are numbered 0 to "
+            f"{count - 1}"
         )
     if layer.parts > 1 and entry.part is not None:
         if entry.part not in parts:
