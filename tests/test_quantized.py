@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.opened import open_model
+from compressor.model.opened import load_whole, open_model
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
 
 Save = Callable[[Path], None]
@@ -96,6 +96,14 @@ def test_one_layer_alone_has_the_hand_dequantised_weights(tmp_path: Path, case: 
         if not tensor.is_meta:
             assert tensor.dtype == plain[name].dtype, name
             assert torch.equal(tensor, plain[name]), name
+
+
+@pytest.mark.parametrize("case", ["fp8-qwen3_moe", "nvfp4-qwen3_moe"])
+def test_a_whole_model_has_the_hand_dequantised_weights(tmp_path: Path, case: str) -> None:
+    save(tmp_path, case)
+    loaded, plain = load_whole(tmp_path, dtype=torch.bfloat16), plain_model(tmp_path, torch.bfloat16)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
 def test_unreadable_method_is_refused() -> None:

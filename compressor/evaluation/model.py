@@ -79,6 +79,11 @@ class WatchedModel(HFLM):
     AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
     spent = None  # each item is run once
 
+    def _get_config(self, *arguments: Any, **named: Any) -> None:
+        super()._get_config(*arguments, **named)
+        if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
+            del self.config.quantization_config
+
     def watch(self, watch: AnswerWatch) -> None:
         self.watcher = watch
         self.set_cache_hook(watch)

@@ -264,12 +264,16 @@ def warn_of_servers(before: Served, after: Served, layers: Sequence[MoeLayer]) -
 def load_whole(folder: Path, **settings: Any) -> Any:
     """A causal language model with `from_pretrained`'s settings, on the CPU unless they say otherwise.
 
-    Raises `CompressionError` for a checkpoint that lacks weights: they would be random.
+    A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
+    checkpoint that lacks weights: they would be random.
     """
     from transformers import AutoModelForCausalLM
 
+    checkpoint = Checkpoint(folder)
+    if checkpoint.quantization:
+        return _load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
     config = settings["config"] = load_config(folder)  # which names no kernels
-    build_stored(Checkpoint(folder), config)  # which refuses a config that asks for far more than is stored
+    build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
     model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:
@@ -278,3 +282,14 @@ def load_whole(folder: Path, **settings: Any) -> Any:
             "download or write it again"
         )
     return model
+
+
+def _load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
+    """The stock model of a quantised checkpoint with plain weights."""
+    from transformers import GenerationConfig
+
+    partial = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), str(device)).partial
+    partial.load(partial.empty)
+    with suppress(OSError):
+        partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return partial.model
