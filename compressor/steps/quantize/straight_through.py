@@ -38,7 +38,7 @@ class RoundedLayer(CutLayer):
             if name not in leaves:  # a bias
                 made[name] = value.detach().float()
                 continue
-            parts = [key.rpartition(".")[2] for key in leaves if key.startswith(f"{name}.")]
+            parts = [part for part in ("gate", "up", "down") if f"{name}.{part}" in leaves]
             matrices = [self._through_rounding(leaves, name, part) for part in parts]
             paired = len(matrices) == 2 and not self.experts.is_concatenated
             matrix = torch.stack(matrices, 1).flatten(0, 1) if paired else torch.cat(matrices)
