@@ -16,7 +16,7 @@ from compressor.devices import pick_device
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 from compressor.model.architecture import build_stored, load_config, model_class
-from compressor.model.opened import pick_dtype
+from compressor.model.opened import load_dequantised, pick_dtype
 from compressor.progress import quiet_transformers
 
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
@@ -73,12 +73,14 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
         raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
     if kind.generate is not GenerationMixin.generate:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
+    if checkpoint.quantization:
+        return StockDecoder(load_dequantised(folder, wanted, place))
     build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(str(folder), config=config, dtype=wanted, output_loading_info=True)
             model = model.to(place).eval()
-    except Exception as error:  # the loader and its quantisers raise what they like
+    except Exception as error:  # the loader raises what it likes
         raise CompressionError(f"transformers cannot load {folder}: {reason_of(error)}; check its files") from error
     if missing := sorted(report["missing_keys"]):
         raise CompressionError(

@@ -271,7 +271,7 @@ def load_whole(folder: Path, **settings: Any) -> Any:
 
     checkpoint = Checkpoint(folder)
     if checkpoint.quantization:
-        return _load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
+        return load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
     config = settings["config"] = load_config(folder)  # which names no kernels
     build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
     model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
@@ -284,8 +284,8 @@ def load_whole(folder: Path, **settings: Any) -> Any:
     return model
 
 
-def _load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
-    """The stock model of a quantised checkpoint with plain weights."""
+def load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
+    """The stock model of a quantised checkpoint with plain weights, as all passes compute with them."""
     from transformers import GenerationConfig
 
     partial = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), str(device)).partial
