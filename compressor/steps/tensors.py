@@ -38,13 +38,17 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit."""
+    """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit.
+
+    `weights` counts the model's weights that it holds, where that isn't one for each element.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     unit: str
     content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
+    weights: int | None = None
 
     @classmethod
     def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
@@ -59,8 +63,8 @@ class OutputTensor:
 
     @property
     def parameters(self) -> int:
-        """Number of stored elements."""
-        return math.prod(self.shape)
+        """Number of the model's weights."""
+        return math.prod(self.shape) if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,11 +128,12 @@ class Writer:
         model, units = self.model, self.model.architecture.units
         partial = stored_partial(model)
         inner = make_job(model, plan, through=None if self.matrices.stored else partial)
-        own = [
-            OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit)
-            for matrix in self.matrices.every
-            for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items()
-        ]
+        own = list[OutputTensor]()
+        for matrix in self.matrices.every:
+            weights = matrix.rows * matrix.columns  # counted with the first of its tensors
+            for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items():
+                own.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, weights=weights))
+                weights = 0
         outputs = [each for each in inner.outputs if each.name not in self.matrices.replaced]
         others = [unit for unit in inner.units if unit and unit not in units]  # of multi-token-prediction heads
         config = json.loads(bytes(inner.files["config.json"]))

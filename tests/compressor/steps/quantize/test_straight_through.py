@@ -57,7 +57,7 @@ def test_it_computes_with_the_rounded_weights(name: str) -> None:
 
 
 def test_gradients_pass_the_rounding() -> None:
-    """Of sum(c * round(w/s) * s), with round as the identity: c for w where w/s is in range, c * (round - w/s) for s."""
+    """Of sum(c * round(w/s) * s) with round as the identity: c for w within range, c * (round(w/s) - w/s) for s."""
     found = cut_case("nemotron_h")
     layer = rounded_layer(found, quantised(found))
     leaves = layer.parameters[0]
