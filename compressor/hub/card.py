@@ -132,8 +132,8 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
     counted = Size.of(tensors)
     if counted.bytes != recorded.bytes:  # of packed weights, the record counts what they stand for
         raise CompressionError(
-            f"the weights in {folder} hold {counted.parameters} parameters in {counted.bytes} bytes, its "
-            f"{COMPRESSION} says {recorded.parameters} in {recorded.bytes}; they do not belong together, compress again"
+            f"the weights in {folder} hold {counted.bytes} bytes, its {COMPRESSION} says {recorded.bytes}; they do not "
+            "belong together, compress again"
         )
     dtypes = Counter[str]()
     for tensor in tensors:

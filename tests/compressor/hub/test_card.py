@@ -329,8 +329,8 @@ def test_a_graph_alone_claims_no_safetensors(copied: Path) -> None:
 
 def test_a_record_that_does_not_belong_to_the_files_is_refused(copied: Path) -> None:
     record = (copied / "compression.json").read_text()
-    edited(copied, lambda content: content["parameters"].update(after=7))
-    with pytest.raises(CompressionError, match=r"says 7 in .*do not belong together"):
+    edited(copied, lambda content: content["bytes"].update(after=7))
+    with pytest.raises(CompressionError, match=r"says 7; they do not belong together"):
         card_text(copied, REPOSITORY)
     (copied / "compression.json").write_text(record)
     edited(copied, lambda content: content["plan"]["source"].update(fingerprint="0" * 64))
