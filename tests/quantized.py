@@ -4,6 +4,7 @@ Letters: E experts, O output rows, I input columns, B block rows or columns, G g
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 Tensors = dict[str, torch.Tensor]
 
+MODELOPT = "hf_quant_config.json"
 BLOCK = 16  # a published checkpoint has 128
 GROUP = 16  # of int4 columns; a published checkpoint has 32 or 128
 MXFP4, NVFP4 = 32, 16  # values under one scale, fixed by the formats
@@ -67,7 +69,7 @@ _FP8_UNTOUCHED: dict[str, list[str] | None] = {
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model of the checkpoint's config without quantisation that holds the weights of `dequantized`."""
     config = AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(None, config=config, state_dict=dequantized(folder), dtype=dtype)
     return model.eval()
@@ -160,11 +162,49 @@ def save_compressed_tensors(
     _write(folder, config, stored, quantization)
 
 
+def save_modelopt(
+    folder: Path,
+    family: str = "qwen3_moe",
+    algorithm: str = "NVFP4",
+    declared: Sequence[str] = ("config.json", MODELOPT),
+    sizes: dict[str, Any] | None = None,
+) -> None:
+    """NVIDIA's modelopt: NVFP4, FP8 with one scale a matrix, or with MIXED_PRECISION experts in the one, the rest in
+    the other; `declared` in these files."""
+    config, tensors = _random(family, 0, sizes)
+    stored, layers = Tensors(), dict[str, dict[str, str]]()
+    for name, tensor in tensors.items():
+        if not _is_linear(name, tensor):
+            stored[name] = tensor
+            continue
+        is_expert = ".experts." in name
+        own = {"MIXED_PRECISION": "NVFP4" if is_expert else "FP8"}.get(algorithm, algorithm)
+        layers[name.removesuffix(".weight")] = {"quant_algo": own}
+        if own == "NVFP4":
+            parts = _to_nvfp4(tensor)
+            stored |= {name: parts["packed"], f"{name}_scale": parts["scale"]}
+            stored[f"{name}_scale_2"] = 1 / parts["global_scale"].squeeze()
+        else:
+            scale = tensor.float().abs().max() / FP8_MAX
+            stored |= {name: (tensor.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+        stored[name.removesuffix("weight") + "input_scale"] = torch.rand(())
+    excluded = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers))]
+    said = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
+    if algorithm == "MIXED_PRECISION":
+        said |= {"quantized_layers": layers}
+    producer = {"name": "modelopt", "version": "0.33.0"}
+    of_file = {"producer": producer, "quantization": said | {"exclude_modules": excluded}}
+    of_config = said | {"ignore": excluded, "quant_method": "modelopt", "producer": producer}
+    _write(folder, config, stored, of_config if "config.json" in declared else None)
+    if MODELOPT in declared:
+        (folder / MODELOPT).write_text(json.dumps(of_file))
+
+
 def dequantized(folder: Path) -> Tensors:
     """The checkpoint's weights in float32 under the names they would have if it were not quantised."""
     stored = load_file(folder / "model.safetensors")
-    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
-    companions = ("_scale_inv", "_scale", "_packed", "_shape", "_zero_point", "_blocks", "_scales")
+    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    companions = ("_scale_inv", "_scale", "_scale_2", "_packed", "_shape", "_zero_point", "_blocks", "_scales")
     format = quantization.get("format")
     plain = {name: tensor.float() for name, tensor in stored.items() if not name.endswith(companions)}
     for name, tensor in stored.items():
@@ -182,6 +222,8 @@ def dequantized(folder: Path) -> Tensors:
         elif part == "packed":
             zero_point = stored.get(base + "_zero_point")
             plain[base] = _from_int4_groups(tensor, stored[base + "_scale"], stored[base + "_shape"], zero_point)
+        elif part == "scale" and f"{name}_2" in stored:
+            plain[base] = _from_nvfp4(stored[base], tensor.float() * stored[f"{name}_2"])
         elif part == "scale" and base in stored:
             plain[base] = stored[base].float() * tensor.float()
     return plain
@@ -207,9 +249,9 @@ def _is_linear(name: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight"))
 
 
-def _write(folder: Path, config: PreTrainedConfig, stored: Tensors, quantization: dict[str, Any]) -> None:
+def _write(folder: Path, config: PreTrainedConfig, stored: Tensors, quantization: dict[str, Any] | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    fields = config.to_dict() | {"quantization_config": quantization}
+    fields = config.to_dict() | ({"quantization_config": quantization} if quantization else {})
     fields["architectures"] = [type(AutoModelForCausalLM.from_config(config)).__name__]
     (folder / "config.json").write_text(json.dumps(fields, indent=2, default=str))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

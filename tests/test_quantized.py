@@ -21,7 +21,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.decoders import stock_decoder
 from compressor.model.opened import load_whole, open_model
-from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 
 Save = Callable[[Path], None]
 
@@ -44,6 +44,11 @@ ALL: dict[str, tuple[Save, type]] = READ_BY_STOCK | {
     "naive-int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "naive-quantized"), COMPRESSED),
     "nvfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"), COMPRESSED),
     "mxfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="mxfp4-pack-quantized"), COMPRESSED),
+    "modelopt-nvfp4": (save_modelopt, COMPRESSED),
+    "modelopt-file": (lambda folder: save_modelopt(folder, "mixtral", declared=[MODELOPT]), COMPRESSED),
+    "modelopt-config": (lambda folder: save_modelopt(folder, "deepseek_v3", declared=["config.json"]), COMPRESSED),
+    "modelopt-fp8": (lambda folder: save_modelopt(folder, algorithm="FP8"), COMPRESSED),
+    "modelopt-mixed": (lambda folder: save_modelopt(folder, algorithm="MIXED_PRECISION"), COMPRESSED),
     "packed-asymmetric": (lambda folder: save_compressed_tensors(folder, symmetric=False), COMPRESSED),
     "fp8-ragged-even": (lambda folder: save_fp8(folder, "deepseek_v3", sizes=HALF_A_BLOCK_EVEN), FP8),
 }
@@ -115,6 +120,12 @@ def test_unreadable_method_is_refused() -> None:
         dequantizer(configured(quant_method="gptq", bits=4))
 
 
+@pytest.mark.parametrize("said", [{"quant_algo": "W4A8_AWQ"}, {"quantization": {"quant_algo": "W4A8_AWQ"}}])
+def test_an_unknown_algorithm_of_modelopt_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(CompressionError, match="W4A8_AWQ is not known; known are NVFP4, W4A16_NVFP4, FP8"):
+        dequantizer(configured(quant_method="modelopt", **said))
+
+
 def test_a_transform_is_refused() -> None:
     config = configured(quant_method="compressed-tensors", transform_config={"config_groups": {"R3": {}}})
     with pytest.raises(CompressionError, match="transform_config"):
@@ -127,6 +138,10 @@ def test_a_scale_that_would_not_be_read_is_refused() -> None:
     weight = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(CompressionError, match="gate_up_proj_scale_inv: transformers would load"):
         refuse_unread_scales(quantizer, {weight: weight, f"{weight}_scale_inv": None})
+    modelopt = dequantizer(configured(quant_method="modelopt", quant_algo="FP8"))
+    assert modelopt is not None
+    with pytest.raises(CompressionError, match="gate_up_proj_weight_scale: transformers would load"):
+        refuse_unread_scales(modelopt, {weight: weight, f"{weight}_weight_scale": None})
     refuse_unread_scales(quantizer, {"model.layers.61.eh_proj.weight": None})
 
 

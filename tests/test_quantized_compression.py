@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import decisions
 from tests import reference, zoo
 from tests.plans import by_hand, disposition
-from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 from tests.singles import FUSED, save_packed
 
 KEPT = (1, 2, 5, 7)
@@ -29,6 +30,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "float-qwen3_moe": lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"),
     "nvfp4-qwen3_moe": lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"),
     "mxfp4-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral", "mxfp4-pack-quantized"),
+    "modelopt-nvfp4": save_modelopt,
+    "modelopt-fp8": lambda folder: save_modelopt(folder, algorithm="FP8"),
     "int8-mixtral": lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"),
 }
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -60,7 +63,7 @@ def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, c
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             number, rest = name.split(".experts.")[1].split(".", 1)
             old = f"{name.split('.experts.')[0]}.experts.{KEPT[int(number)]}.{rest}"
-            assert torch.equal(value.view(torch.uint8), before[old].view(torch.uint8)), name
+            assert torch.equal(value.reshape(-1).view(torch.uint8), before[old].reshape(-1).view(torch.uint8)), name
         elif value.shape == before[name].shape:
             assert torch.equal(value.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8)), name
         else:
@@ -88,6 +91,29 @@ def test_a_merge_is_written_plain_and_equals_the_merged_plain_model(tmp_path: Pa
     wanted = dict(expected.state_dict())
     for key, value in found.state_dict().items():
         torch.testing.assert_close(value.float(), wanted[key].float(), atol=1e-6, rtol=1e-2)
+
+
+def test_modelopt_s_own_file_follows_the_experts(tmp_path: Path) -> None:
+    source, dropped, merged = (tmp_path / name for name in ("in", "dropped", "merged"))
+    save_modelopt(source, algorithm="MIXED_PRECISION", declared=[MODELOPT])
+    content = json.loads((source / MODELOPT).read_text())
+    experts = "model.layers.1.mlp.experts"
+    content["quantization"]["exclude_modules"] += [f"{experts}.5.up_proj", f"{experts}.6", "model.layers.*.norm*"]
+    (source / MODELOPT).write_text(json.dumps(content))
+    compressor.apply(by_hand(drop_plan(source)), dropped)
+    assert "quantization_config" not in json.loads((dropped / "config.json").read_text())
+    written = json.loads((dropped / MODELOPT).read_text())["quantization"]
+    assert written["exclude_modules"][-2:] == [f"{experts}.{KEPT.index(5)}.up_proj", "model.layers.*.norm*"]
+    assert {f"{experts}.3.up_proj", "model.layers.1.self_attn.q_proj"} <= written["quantized_layers"].keys()
+    assert f"{experts}.4.up_proj" not in written["quantized_layers"]
+    opened = open_model(locate(str(dropped)))
+    assert opened.architecture.experts == len(KEPT) and opened.layout.quantized and not opened.layout.left_out
+    compressor.compress(str(source), merged, experts=4, strategy="model-centric")
+    assert not (merged / MODELOPT).exists() and not open_model(locate(str(merged))).layout.quantized
+    content["quantization"]["exclude_modules"].append(f"{experts}.[0-3].up_proj")
+    (source / MODELOPT).write_text(json.dumps(content))
+    with pytest.raises(CompressionError, match=r"experts\.\[0-3\]\.up_proj', by which .* speaks of single experts"):
+        compressor.apply(by_hand(drop_plan(source)), tmp_path / "refused")
 
 
 @pytest.mark.parametrize("name", zoo.sweep(FUSED))

@@ -31,7 +31,7 @@ from compressor.steps.split.opening import (
 )
 from tests import zoo
 from tests.plans import by_hand
-from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_mxfp4
+from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 from tests.singles import save_packed
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -48,6 +48,8 @@ CASES: dict[str, tuple[Save, int]] = {  # and the neurons that stay together
     "float-qwen3_moe": (lambda folder: save_compressed_tensors(folder, "qwen3_moe", "float-quantized"), 1),
     "nvfp4-qwen3_moe": (lambda folder: save_compressed_tensors(folder, format="nvfp4-pack-quantized"), 16),
     "mxfp4-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", MXFP4, sizes=WIDE), 32),
+    "modelopt-nvfp4": (save_modelopt, 16),
+    "modelopt-fp8": (lambda folder: save_modelopt(folder, algorithm="FP8", declared=["config.json"]), 1),
     "int8-mixtral": (lambda folder: save_compressed_tensors(folder, "mixtral", "int-quantized"), 1),
 }
 

@@ -7,7 +7,7 @@ and `LoadStateDictConfig`; its `preprocess_model` and `postprocess_model` stay o
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,9 +18,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compressor.errors import CompressionError
 from compressor.extras import require
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by code
+MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
@@ -31,17 +35,17 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
         return None
     fields: dict[str, Any] = dict(declared) if isinstance(declared, dict) else declared.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    settings: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    settings: Any = _OWN_CONFIGS.get(method) or AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if settings is None or "dequantize" not in inspect.signature(settings).parameters:
         raise CompressionError(f"config.json: can't dequantise {method!r}; start from plain or fp8 weights.")
     if method == "compressed-tensors":
         require("compressed_tensors")
     if fields.get("transform_config"):
         raise CompressionError("config.json: transformers would ignore transform_config and be wrong.")
-    kind: Any = AUTO_QUANTIZER_MAPPING[method]
+    kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
         quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
-    except (ImportError, ValueError, TypeError, KeyError) as fault:
+    except (ImportError, ValueError, TypeError, KeyError, AttributeError) as fault:
         raise CompressionError(f"config.json: this {method} checkpoint can't be read: {fault}") from fault
     return quantizer
 
@@ -49,7 +53,8 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
 def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | None]) -> None:
     """Refuse a weight loaded without its scale; `targets`: each tensor on disk -> the parameter it fills."""
     for parameter, names in quantizer.serialized_names.items():
-        companions = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
+        added = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
+        companions = [*added, *(f"_{parameter}{suffix}" for suffix in added)]  # of x.weight, and of fused x.up
         for name, suffix in ((name, suffix) for name in targets for suffix in companions):
             weight = name.removesuffix(suffix)
             if weight != name and targets[name] is None and targets.get(weight) is not None:
@@ -141,6 +146,46 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
         return compressor.decompress(parts, scheme)["weight"]
 
 
+class _ModelOptDequantize(_CompressedTensorsDequantize):
+    """NVFP4 and FP8 of NVIDIA's modelopt, a mixture of both, too: which one it is, a module's own tensors say."""
+
+    def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
+        weight, scale = parts["weight"], parts.get("weight_scale")
+        if scale is None:
+            return weight
+        if weight.dtype != torch.uint8:
+            return weight.float() * scale.float().reshape(-1, 1)
+        scales = scale.float() * parts["weight_scale_2"].float()  # [O, I / 16]
+        codes = torch.stack([weight & 15, weight >> 4], dim=-1).int()
+        values = torch.tensor(FP4, device=weight.device).index_select(0, codes.flatten())
+        return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
+
+
+class _ModelOptConfig(QuantizationConfigMixin):
+    """What modelopt writes into config.json, or into its own file in an object `quantization`."""
+
+    def __init__(self, dequantize: bool = True, **declared: Any) -> None:
+        self.quant_method, self.dequantize = "modelopt", dequantize
+        declared = declared.get("quantization") or declared
+        each = [declared, *(declared.get("quantized_layers") or {}).values()]
+        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in each} - {"", "MIXED_PRECISION"}
+        if unknown := sorted(algorithms - {*MODELOPT_ALGORITHMS}):
+            raise ValueError(f"its quant_algo {unknown[0]} is not known; known are {', '.join(MODELOPT_ALGORITHMS)}")
+
+
+class _ModelOptQuantizer(HfQuantizer):
+    """transformers has none."""
+
+    is_trainable = True
+    serialized_names: ClassVar = {"weight": ["weight", "weight_scale", "weight_scale_2"]}
+
+    def get_load_operations(self) -> dict[str, type]:
+        return {"dequantize": _ModelOptDequantize}
+
+    def is_serializable(self) -> bool:
+        return False
+
+
 class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _Fp8Dequantize}
@@ -153,4 +198,5 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
         return {"dequantize": _CompressedTensorsDequantize}
 
 
+_OWN_CONFIGS = {"modelopt": _ModelOptConfig}
 _CORRECTED = {FineGrainedFP8HfQuantizer: _Fp8Quantizer, CompressedTensorsHfQuantizer: _CompressedQuantizer}

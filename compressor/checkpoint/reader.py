@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -148,6 +148,7 @@ MODEL_NAME = "model.onnx"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MODELOPT = "hf_quant_config.json"  # what NVIDIA's modelopt says of its quantisation, not always in config.json, too
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
 GAP_BYTES = 2**20  # tensors nearer than this in a file are mapped together
 
@@ -196,6 +197,20 @@ def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
     raise CompressionError(f"{folder} {fault}")
 
 
+def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
+    """How a checkpoint's weights are quantised, by config.json or by modelopt's own file; empty if neither says it."""
+    nodes = (raw_config, *(value for value in raw_config.values() if isinstance(value, dict)))
+    for declared in (node.get("quantization_config") for node in nodes):
+        if declared and isinstance(declared, dict):
+            return declared
+    return {"quant_method": "modelopt", **own} if (own := modelopt_file(folder)) else {}
+
+
+def modelopt_file(folder: Path) -> dict[str, Any]:
+    """The content of modelopt's own file; empty where there is none."""
+    return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
+
+
 class Checkpoint:
     """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed.
 
@@ -210,13 +225,8 @@ class Checkpoint:
             raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
         self.folder = folder
         self.raw_config = read_object(folder / "config.json")
+        self.quantization = quantization_of(folder, self.raw_config)
         self.tensors = _locate_tensors(folder) if tensors is None else tensors
-
-    @property
-    def quantization(self) -> dict[str, Any]:
-        """The quantization_config of the model or of its text model; empty where there is none."""
-        nodes = (self.raw_config, *(value for value in self.raw_config.values() if isinstance(value, dict)))
-        return next((node["quantization_config"] for node in nodes if node.get("quantization_config")), {})
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

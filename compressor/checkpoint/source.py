@@ -20,6 +20,7 @@ from huggingface_hub.utils import filter_repo_objects, tqdm
 from compressor.checkpoint.reader import (
     INDEX_NAME,
     MODEL_NAME,
+    MODELOPT,
     NAME_ONE,
     PICKLE_PATTERNS,
     SINGLE_NAME,
@@ -307,7 +308,7 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
     found = find_repository(model, revision)
     if isinstance(found, Path):
         return Checkpoint(found)
-    head, small = weights_file(model, found.files), (CONFIG, INDEX_NAME)
+    head, small = weights_file(model, found.files), (CONFIG, INDEX_NAME, MODELOPT)
     folder = fetch_small(found, revision, [name for name in small if name in found.files])
     shard_names(found, folder, head)
     try:

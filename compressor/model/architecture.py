@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registering
 
-from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.reader import Checkpoint, quantization_of
 from compressor.errors import CompressionError, reason_of
 from compressor.records import RESTORE, read_object
 
@@ -199,6 +199,9 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # config classes raise what they like
         raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason_of(error)}") from error
     choose_kernels(config)
+    nodes = (config, config.get_text_config(decoder=True))
+    if not any(getattr(node, "quantization_config", None) for node in nodes) and (found := quantization_of(folder, {})):
+        config.quantization_config = found
     return config
 
 

@@ -253,6 +253,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> He
     tensors = {name: replace(model.checkpoint.tensors[own], name=name) for name, own in view.items()}
     checkpoint = Checkpoint(model.checkpoint.folder, tensors)
     checkpoint.raw_config = raw
+    checkpoint.quantization = model.checkpoint.quantization if quantized else {}
     if not quantized:
         verify_plain(checkpoint, stock)
     opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)

@@ -38,7 +38,7 @@ def pick_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
             raise CompressionError(f"there is no dtype {name!r}; known are auto, {', '.join(DTYPES)}")
         return DTYPES[name]
     names, otherwise = ["BF16", "F16"], torch.bfloat16
-    if not checkpoint.raw_config.get("quantization_config"):
+    if not checkpoint.quantization:
         for node in (config, config.get_text_config()):
             if isinstance(getattr(node, "dtype", None), torch.dtype):
                 return node.dtype  # type: ignore[no-any-return]
@@ -211,7 +211,7 @@ def refuse_shared_experts(model: OpenModel) -> None:
 def served_model(model: OpenModel) -> Served:
     """An opened model as servers see it."""
     layer, text = model.architecture.layers[0], model.config.get_text_config()
-    quantization = model.checkpoint.raw_config.get("quantization_config")
+    quantization = model.checkpoint.quantization
     router = [tensor.key.rpartition(".")[2] for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")]
     return Served(
         model.architecture.family,

@@ -101,7 +101,7 @@ def verify_checkpoint(folder: Path, experts: int | None = None, known: Collectio
     for name, count in expert_counts(model).items():
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
-    if checkpoint.raw_config.get("quantization_config"):
+    if checkpoint.quantization:
         _verify_quantized(checkpoint, config, known)
     else:
         verify_plain(checkpoint, model, known)

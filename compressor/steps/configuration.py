@@ -3,10 +3,12 @@
 import copy
 import re
 from collections.abc import Mapping
+from fnmatch import translate
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
+from compressor.checkpoint.reader import MODELOPT
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, kernel_fields
 from compressor.model.layout import Layout, expert_prefixes
@@ -14,6 +16,7 @@ from compressor.recipe.plan import CompressionPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
+WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 EXTRA_HEAD = (("mtp", "nextn"), ("num", "layers"))  # a field with one of each announces a multi-token-prediction head
 
@@ -75,12 +78,30 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: Compression
     return renames
 
 
+def all_renames(
+    architecture: Architecture,
+    layout: Layout,
+    plan: CompressionPlan,
+    head_renames: Mapping[str, str | None] | None = None,
+) -> dict[str, str | None]:
+    """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
+    whole = architecture.layers[0].parts == 1  # of a split's, no name in a quantisation speaks of one
+    return (expert_renames(architecture, layout, plan) if whole else {}) | dict(head_renames or {})
+
+
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
     """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
-    if pattern.startswith(PREFIXES):
-        matches, ends = re.compile(pattern.partition(":")[2]).match, ("", ".", *(f".{leaf}" for leaf in LEAVES))
-        kept = [(old, new) for old, new in renames.items() if new is not None]
-        return any(bool(matches(old + end)) != bool(matches(new + end)) for old, new in kept for end in ends)
+    is_regular = pattern.startswith(PREFIXES)
+    if is_regular or WILDCARD.search(pattern):
+        begin = "" if is_regular else WILDCARD.split(pattern)[0]
+        matches = re.compile(pattern.partition(":")[2] if is_regular else translate(pattern)).match
+        alike = ((old, new) for old, new in renames.items() if old[: len(begin)] == begin[: len(old)])
+        kept = [(old, new) for old, new in alike if new is not None]
+        ends = ("", ".", *(f".{leaf}" for leaf in LEAVES))
+        if any(bool(matches(old + end)) != bool(matches(new + end)) for old, new in kept for end in ends):
+            return True
+    if is_regular:
+        return False
     named = PART_OF_NAME.search(pattern)
     return named is not None and any(
         new != old and re.search(rf"\b{re.escape(named.group())}$", old) for old, new in renames.items()
@@ -94,8 +115,8 @@ def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
         changed = None if (new := renames[old]) is None else new + text[len(old) :]
     if changed == text and text not in renames and _tells_experts_apart(text, renames):
         raise CompressionError(
-            f"config.json: {text!r} in quantization_config speaks of single experts, which get other numbers; "
-            "write it with full module names"
+            f"{text!r}, by which config.json or {MODELOPT} says what is quantised, speaks of single experts, which get "
+            "other numbers; write it with full module names"
         )
     return changed
 
@@ -147,8 +168,7 @@ def output_config(
     """
     fields = {architecture.count_field: plan.experts, **architecture.written}
     config, zeroed = config_with(raw, architecture, layout, fields, head_renames is not None)
-    whole = architecture.layers[0].parts == 1  # of a split's, no name in a quantisation speaks of one
-    renames = (expert_renames(architecture, layout, plan) if whole else {}) | dict(head_renames or {})
+    renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:
             del node["quantization_config"]

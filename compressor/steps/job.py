@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import Size, refuse_links
+from compressor.checkpoint.reader import MODELOPT, Size, modelopt_file, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import TEMPLATES
@@ -25,7 +25,7 @@ from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
-from compressor.steps.configuration import expert_renames, output_config
+from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
 
@@ -59,8 +59,11 @@ def _visible(folder: Path) -> list[Path]:
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
     """What is written beside the weights: what the source carries, and this config."""
-    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    return {**carried_files(model.source.folder), "config.json": content}
+    return {**carried_files(model.source.folder), "config.json": _json_bytes(config)}
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
@@ -172,6 +175,17 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
             raise CompressionError(f"{head.named.name} was written with {head.layer.experts} experts, not {experts}")
 
 
+def _with_renamed(
+    files: dict[str, bytes | Path], model: OpenModel, renames: Mapping[str, str | None] | None
+) -> dict[str, bytes | Path]:
+    """The files with experts renumbered in modelopt's own; without it where there are no `renames`: all is plain."""
+    others = {name: content for name, content in files.items() if name != MODELOPT}
+    if renames is None or MODELOPT not in files:
+        return others
+    content = renumbered_quantization(modelopt_file(model.checkpoint.folder), renames)
+    return {**others, MODELOPT: _json_bytes(content)}
+
+
 def make_job(
     model: OpenModel,
     plan: CompressionPlan,
@@ -209,14 +223,14 @@ def make_job(
         yield from stored_unit(every, unit)
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
-    config, zeroed = output_config(
-        stored.raw_config, architecture, layout, plan, dequantized, renames if heads else None
-    )
+    of_experts = renames if heads else None
+    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, of_experts)
+    moved = None if dequantized is not None else all_renames(architecture, layout, plan, of_experts)
     return OutputJob(
         outputs=every,
         units=("", *architecture.units, *(head.names.unit for head in heads)),
         produce=produce,
-        files=files_with(model, config),
+        files=_with_renamed(files_with(model, config), model, moved),
         verify=bind(_verify, model, plan.experts, [*of_heads]),
         zeroed=tuple(zeroed),
     )

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from compressor.checkpoint.reader import MODELOPT
 from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.entry_points import option
@@ -304,6 +305,7 @@ def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
     """Write configs, tokenizer and the record, without times and folders, so that equal runs give equal records."""
     files = carried_files(opened.source.folder)
+    files.pop(MODELOPT, None)  # as config.json says nothing of quantisation any more
     carried = sorted(files)
     compression = opened.source.folder / COMPRESSION
     if compression.is_file():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import TensorInfo, is_finite
+from compressor.checkpoint.reader import TensorInfo, is_finite, modelopt_file
 from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import width_of
@@ -32,6 +32,7 @@ SCALES = (".weight_scale_inv", ".weight_scale")
 GLOBAL = (".weight_scale_2", ".weight_global_scale")  # by which all scales are multiplied, or are divided
 COMPANIONS = (*SCALES, *GLOBAL, ".weight_packed", ".weight_zero_point", ".input_scale", ".input_global_scale")
 EXPONENTS = ("F8_E8M0", "U8")
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 FORMATS = (  # of compressed-tensors
     *("float-quantized", "int-quantized", "naive-quantized"),
     *("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
@@ -164,13 +165,11 @@ class StoredParts:
 
 def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     """How the stored tensors of a quantised model are cut; raises `CompressionError` saying why they cannot be."""
-    raw, layout = whole.checkpoint.raw_config, whole.layout
-    nodes = (raw, *(value for value in raw.values() if isinstance(value, dict)))
-    configs = [node["quantization_config"] for node in nodes if node.get("quantization_config")]
-    method = "".join(str(each.get("quant_method")) for each in configs)
+    layout, configs = whole.layout, [whole.checkpoint.quantization, modelopt_file(whole.checkpoint.folder)]
+    method = str(configs[0].get("quant_method"))
     formats = set(_values(configs, "format")) - {None} if method == "compressed-tensors" else set()
-    if not layout.regular or method not in ("fp8", "mxfp4", "compressed-tensors") or not formats <= set(FORMATS):
-        raise CompressionError(f"how {method or 'it'} stores experts is not known")
+    if not layout.regular or method not in METHODS or not formats <= set(FORMATS):
+        raise CompressionError(f"how {method} stores experts is not known")
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
     sizes = [
