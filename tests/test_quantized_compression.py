@@ -14,6 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import decisions
+from compressor.steps.quantize.step import Quantize
 from tests import reference, zoo
 from tests.plans import by_hand, disposition
 from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
@@ -110,6 +111,9 @@ def test_modelopt_s_own_file_follows_the_experts(tmp_path: Path) -> None:
     assert opened.architecture.experts == len(KEPT) and opened.layout.quantized and not opened.layout.left_out
     compressor.compress(str(source), merged, experts=4, strategy="model-centric")
     assert not (merged / MODELOPT).exists() and not open_model(locate(str(merged))).layout.quantized
+    compressor.compress(str(source), tmp_path / "again", [Quantize(scheme="int4", group_size=16)])
+    assert not (tmp_path / "again" / MODELOPT).exists()
+    assert open_model(locate(str(tmp_path / "again"))).checkpoint.quantization["quant_method"] == "compressed-tensors"
     content["quantization"]["exclude_modules"].append(f"{experts}.[0-3].up_proj")
     (source / MODELOPT).write_text(json.dumps(content))
     with pytest.raises(CompressionError, match=r"experts\.\[0-3\]\.up_proj', by which .* speaks of single experts"):

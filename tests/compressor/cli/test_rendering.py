@@ -111,6 +111,8 @@ def test_an_inspection_tells_every_figure(out: Any) -> None:
     assert found["routed experts"] == ["1.5k", "6 kB", "75.0%"] and found["4"] == ["1.25k", "5 kB", "62.5%"]
     assert found["not loaded by stock transformers"] == [f"1 tensors, {HOSTILE}.w ..."]
     assert found["bytes written"] == ["15 B (4 experts)"] and found["quantization"] == ["none"]
+    rendering.show_inspection(replace(report, loader_fault=HOSTILE), False)
+    assert ["stock loading", HOSTILE] in cells(out())
     rendering.show_inspection(replace(report, left_out=(), outcomes=()), False)
     text = out()
     assert "not loaded" not in text and ["bytes written", "-"] in cells(text)
