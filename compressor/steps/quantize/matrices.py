@@ -56,7 +56,7 @@ class Matrices:
 
     every: tuple[Matrix, ...]
     replaced: frozenset[str]  # tensors of the output, if it were not quantised, that these replace
-    ignored: tuple[str, ...]  # names of linear modules that stay as they are
+    ignored: tuple[str, ...]  # names of linear modules and routers that stay as they are
     names: Mapping[str, str]  # under which tensors are stored that are stored as they are, by key
     stored: bool  # whether they can be read from stored tensors, without loading the layer
 
@@ -94,10 +94,12 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     order = {unit: number for number, unit in enumerate(architecture.units)}
     quantized = {matrix.key for matrix in every}
     replaced = frozenset(name for name, key in keys.targets.items() if key in quantized)
-    linear = {
+    linear = {  # and routers, which are no linear modules in transformers, but in servers
         name
         for name, module in partial.model.named_modules()
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in quantized
+        if getattr(getattr(module, "weight", None), "ndim", 0) == 2
+        and not isinstance(module, nn.Embedding)
+        and f"{name}.weight" not in quantized
     }
     by_key = {key: name for name, key in keys.targets.items()}
     ignored = linear | {by_key.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in linear}
