@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from compressor.steps.correct.step import Correct
     from compressor.steps.distill.step import Distill
     from compressor.steps.prune.step import Prune
+    from compressor.steps.quantize.step import Quantize
     from compressor.steps.routers.step import Routers
     from compressor.steps.split.step import Split
 
+_STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
     "api": "ReferenceSummary apply attribute change compare compress gate plan plan_per_source reference",
     "comoe.evaluating": "evaluate_comoe",
@@ -49,7 +51,7 @@ _HOMES = {  # public names by their modules, which are loaded, and torch with th
     "recipe.recipe": "Recipe",
     "recipe.step": "Step",
     "recipe.steps_plan": "Plan",
-    **{f"steps.{step.lower()}.step": step for step in ("Constants", "Correct", "Distill", "Prune", "Routers", "Split")},
+    **{f"steps.{step.lower()}.step": step for step in _STEPS},
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -1,12 +1,17 @@
 """Run real clients on outputs of ours, and compare what they answer with stock transformers.
 
-    python -m scripts.check_clients [FOLDER ...] [--llama-cpp CHECKOUT] [--python PYTHON] [--vllm-python PYTHON]
+    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised] [--llama-cpp CHECKOUT] [--python PYTHON]
+        [--vllm-python PYTHON]
 
 Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after
 the split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes
 each of them as float32 GGUF, whose expert tensors and routers are compared with the checkpoint's; llama-cpp-python and
 vLLM then answer random tokens. The table has the largest difference of log probabilities to transformers in float32 and
 the share of positions whose likeliest token is the same. A client that is missing is left out, and a sentence says so.
+
+The tiny models, compressed or split, are also quantised in every scheme, and compared with stock transformers on the
+dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are, if it has kernels for them on this CPU,
+and in float32 with its own loader and the loaded experts dequantised, which needs no such kernel.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +35,16 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor.model.architecture import experts_modules
 from tests import small, zoo
+from tests.quantized import plain_model
 
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
+SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
+WIDE = 256  # hidden and expert width of the models to quantise: that of the smallest kernels, halved by a split, too
 SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 Values = dict[int, torch.Tensor]  # a constant [H] by expert
+Row = tuple[str, ...]
 COLUMNS = ("checkpoint", "client", "largest difference", "likeliest token the same", "tensors alike")
 
 
@@ -66,9 +76,9 @@ def find(name: str, python: str, checkout: str = "") -> Client | None:
         return None
 
 
-def tiny(folder: Path, family: str) -> Path:
+def tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
     """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there is one."""
-    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD).save_pretrained(folder)
+    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes).to(dtype).save_pretrained(folder)
     small.tokenizer().save_pretrained(folder)
     merged = {"vocab": lambda vocab: vocab | {"th": small.VOCABULARY}, "merges": lambda _: [["t", "h"]]}
     small.edit_json(
@@ -86,6 +96,7 @@ class Case:
     folder: Path
     place: Path
     source: Path | None = None  # of one with constants, which transformers cannot load
+    quantised: bool = False
 
 
 def cases(source: Path, place: Path) -> Iterator[Case]:
@@ -110,9 +121,26 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     yield case(f"{name} with constants, {kept}", constants, "constants", source)
 
 
+def quantised_cases(family: str, place: Path) -> Iterator[Case]:
+    """A wide tiny model, compressed or split, in every scheme."""
+    width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    source = tiny(place / f"{family}-wide", family, torch.bfloat16, hidden_size=WIDE, **{width: WIDE})
+    (own := place / f"{family}-wide-files").mkdir()
+    yield Case(f"{family} in bfloat16", source, own)
+    changes = {"compressed": compressor.Prune(experts=6, strategy="model-centric"), "split by 2": compressor.Split(2)}
+    for scheme, (change, step) in product(SCHEMES, changes.items()):
+        folder, files = (place / f"{family}-{change.replace(' ', '-')}-{scheme}{end}" for end in ("", "-files"))
+        files.mkdir()
+        compressor.compress(str(source), folder, [step, compressor.Quantize(scheme=scheme)])
+        yield Case(f"{family} {change}, {scheme}", folder, files, quantised=True)
+
+
 def expect(case: Case) -> None:
     """Leave in files: tokens, log probabilities [B, L, V] of stock transformers in float32, what a GGUF must hold."""
-    model = AutoModelForCausalLM.from_pretrained(case.source or case.folder, dtype=torch.float32).eval()
+    if case.quantised:
+        model = plain_model(case.folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(case.source or case.folder, dtype=torch.float32).eval()
     if case.source is not None:
         put_constants(model, case.folder)
     drawn = torch.Generator().manual_seed(0)
@@ -166,7 +194,7 @@ def compared(case: Case, name: str) -> tuple[str, str]:
     return f"{abs(found - expected).max():.1e}", f"{same:.0%}"
 
 
-def with_llama(case: Case, converter: Client, checkout: str, client: Client | None) -> tuple[str, ...]:
+def with_llama(case: Case, converter: Client, checkout: str, client: Client | None) -> Row:
     """Convert, compare the tensors, and where llama-cpp-python is there let it answer."""
     gguf, shown = case.place / "model.gguf", f"llama.cpp's converter of {converter.version}"
     try:
@@ -183,18 +211,22 @@ def with_llama(case: Case, converter: Client, checkout: str, client: Client | No
         gguf.unlink(missing_ok=True)
 
 
-def with_vllm(every: list[Case], client: Client) -> Iterator[tuple[str, ...]]:
+def with_vllm(every: list[Case], client: Client, does: str = "vllm", dtype: str = "float32") -> Iterator[Row]:
     """All checkpoints in one process, which takes most of its time to start."""
-    files = [(case.folder, case.place / "tokens.npy", case.place / "vllm.npy") for case in every]
-    call(client.python, "vllm", *(file for row in files for file in row))
+    if not every:
+        return
+    files = [(case.folder, case.place / "tokens.npy", case.place / f"{does}.npy") for case in every]
+    call(client.python, does, dtype, *(file for row in files for file in row))
+    shown = f"vLLM {client.version}" if does == "vllm" else f"loader of vLLM {client.version}"
     for case in every:
-        yield case.label, f"vLLM {client.version}", *compared(case, "vllm"), "-"
+        yield case.label, f"{shown}, {dtype}", *compared(case, does), "-"
 
 
 def main() -> None:
     """Make the checkpoints, run the clients, print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
+    parser.add_argument("--only", choices=("plain", "quantised"), help="leave the others out")
     parser.add_argument("--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py")
     parser.add_argument("--python", default=sys.executable, help="has torch, transformers, llama_cpp (default: this)")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)")
@@ -204,7 +236,7 @@ def main() -> None:
     if not given.llama_cpp:
         print("llama.cpp is left out: name a checkout of it with --llama-cpp, for its converter")
 
-    def tell(row: tuple[str, ...]) -> None:
+    def tell(row: Row) -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
     tell(COLUMNS)
@@ -212,14 +244,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         sources = [*(tiny(place / name, name) for name in FAMILIES), *(folder.resolve() for folder in given.folders)]
-        every = [case for source in sources for case in cases(source, place)]
-        for case in every:
+        plain = [case for source in sources for case in cases(source, place)] if given.only != "quantised" else []
+        wide = [case for family in FAMILIES for case in quantised_cases(family, place)] if given.only != "plain" else []
+        for case in (*plain, *wide):
             expect(case)
             if converter is not None and case.source is None:
                 tell(with_llama(case, converter, given.llama_cpp, llama))
         if vllm is not None:
-            for row in with_vllm(every, vllm):
-                tell(row)
+            runs = (plain, "vllm", "float32"), (wide, "vllm", "bfloat16"), (wide, "vllm-loader", "float32")
+            for run in runs:
+                for row in with_vllm(run[0], vllm, *run[1:]):
+                    tell(row)
 
 
 if __name__ == "__main__":

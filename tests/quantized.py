@@ -338,7 +338,11 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    return ((packed.long()[..., None] >> (4 * torch.arange(8))) & 15).flatten(1)[:, :columns] - 8
+    """int32 [O, W] -> values [O, I] of as many bits as fit, one after the other, over the borders of words, too."""
+    bits = 32 * packed.shape[1] // columns
+    single = (packed.long()[..., None] >> torch.arange(32)) & 1
+    each = single.flatten(1)[:, : bits * columns].unflatten(1, (columns, bits))
+    return (each << torch.arange(bits)).sum(-1) - 2 ** (bits - 1)
 
 
 def _from_int4_groups(

@@ -16,13 +16,17 @@ NEEDED = ("weight", "weight_packed", "weight_shape")
 
 
 def loader_fault(
-    quantization: Mapping[str, Any], module: str = "model.layers.0.mlp.experts.0.down_proj", family: str | None = None
+    quantization: Mapping[str, Any],
+    module: str = "model.layers.0.mlp.experts.0.down_proj",
+    family: str | None = None,
+    merged: str | None = None,
 ) -> str | None:
     """What the stock loader does wrong with experts of a `quantization_config`, in a sentence; None if nothing.
 
     Experts of compressed-tensors are packed by its own compressor, and what the loader makes of them is compared with
     what they mean. `module` is the name of one, where the config has several groups, and `family` the architecture if
-    it stores experts fused in stock checkpoints, but here one by one.
+    it stores experts fused in stock checkpoints, but here one by one, or if several modules share the stored experts.
+    `merged` is a plain weight, if there is one, that the loader puts together from several tensors.
     """
     from transformers import __version__
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -31,7 +35,7 @@ def loader_fault(
     if method != "compressed-tensors":
         return None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else f"{stock} does not read {method} checkpoints"
     if family is not None:
-        return f"{stock} does not load experts of {family} that are stored one by one"
+        return f"{stock} does not load quantised experts of {family} that are stored one by one"
     require("compressed_tensors")
     from transformers import CompressedTensorsConfig
     from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
@@ -49,7 +53,8 @@ def loader_fault(
         if loaded is None:
             return f"{stock} does not load {kind} experts"
         if _alike(loaded, wanted):
-            return None
+            lost = merged is not None and not _merges(quantizer)
+            return f"{stock} does not load {merged} beside {kind} experts" if lost else None
         extra = [part for part in experts[0] if part not in NEEDED]
         unread = [part for part in extra if torch.equal(loaded, _loaded(quantizer, _changed(experts, part), wanted))]
     except Exception as fault:  # whatever an integration raises
@@ -99,6 +104,23 @@ def _loaded(quantizer: Any, experts: list[dict[str, Tensor]], wanted: Tensor) ->
             if pattern is not None:
                 converter.add_tensor(target, name, pattern, value)
     return converter.convert("experts.down_proj", model=model).get("experts.down_proj")
+
+
+def _merges(quantizer: Any) -> bool:
+    """Whether the stock loader still concatenates plain weights."""
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    parts = {"q.weight": torch.ones(1, 2), "k.weight": torch.zeros(1, 2)}
+    model = nn.ModuleDict({"merged": nn.ParameterDict({"weight": torch.empty(2, 2)})})
+    plain = WeightConverter([*parts], ["merged.weight"], [Concatenate(dim=0)])
+    converter = quantizer.update_weight_conversions([plain], model)[0]
+    for name, value in parts.items():
+        converter.add_tensor("merged.weight", name, name, value)
+    try:
+        found = converter.convert("merged.weight", model=model).get("merged.weight")
+    except Exception:  # whatever an integration raises
+        return False
+    return found is not None and torch.equal(found, torch.cat([*parts.values()]))
 
 
 def _changed(experts: list[dict[str, Tensor]], part: str) -> list[dict[str, Tensor]]:

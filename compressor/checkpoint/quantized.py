@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -112,7 +113,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
     """Any format, by the package's `decompress`; upstream's reads only fp8 and symmetric packed experts."""
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        target, plain = kwargs["full_layer_name"], dict[str, torch.Tensor]()
+        target, plain = kwargs["full_layer_name"], dict[str, Any]()
         dtype = wanted_dtype(kwargs["model"], target)
         modules: dict[str, dict[str, list[torch.Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
@@ -123,10 +124,13 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             experts, *others = {len(tensors) for tensors in parts.values()}
             if others:
                 raise ValueError(f"{module} is quantised for some of the experts only")
-            for i in range(experts):
-                weight = self._weight({part: tensors[i] for part, tensors in parts.items()}, name)
-                if not module:  # no experts: the converter of all other weights
-                    return {target: weight.to(dtype)}
+            each = (self._weight({part: tensors[i] for part, tensors in parts.items()}, name) for i in range(experts))
+            if not module:  # no experts: the converter of all other weights
+                return {target: next(each).to(dtype)}
+            if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:  # plain, or for two modules
+                plain[f"{module}.weight"] = [weight.to(dtype) for weight in each]
+                continue
+            for i, weight in enumerate(each):
                 if i == 0:  # stacked here rather than by the merge that follows, to hold the weights once
                     plain[f"{module}.weight"] = weight.new_empty((experts, *weight.shape), dtype=dtype)
                 plain[f"{module}.weight"][i] = weight
@@ -186,6 +190,18 @@ class _ModelOptQuantizer(HfQuantizer):
         return False
 
 
+class _OfPlain(ConversionOps):
+    """An operation on dequantised tensors of these patterns, where the conversion has those of scales, too."""
+
+    supports_many_to_many = True
+
+    def __init__(self, operation: Any, patterns: list[str]) -> None:
+        self.operation, self.patterns = operation, patterns
+
+    def convert(self, input_dict: Any, *, source_patterns: Any, **kwargs: Any) -> Any:
+        return self.operation.convert(input_dict, source_patterns=self.patterns, **kwargs)
+
+
 class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _Fp8Dequantize}
@@ -196,6 +212,16 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
 
     def get_load_operations(self) -> dict[str, type]:
         return {"dequantize": _CompressedTensorsDequantize}
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
+        """Upstream's, right also for experts that several modules share, as those of text and vision."""
+        updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        for conversion in updated:
+            operations = getattr(conversion, "operations", [])
+            if len(operations) > 1 and len(conversion.target_patterns) > 1:
+                plain = [each for each in conversion.source_patterns if each.endswith(".weight")]
+                conversion.operations = [operations[0], *(_OfPlain(each, plain) for each in operations[1:])]
+        return updated
 
 
 _OWN_CONFIGS = {"modelopt": _ModelOptConfig}

@@ -113,10 +113,17 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 def stock_fault(model: OpenModel) -> str | None:
     """What stock transformers does wrong with a model's quantised experts, in a sentence; None if nothing is known."""
     packed = (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale"))
-    if (name := next(packed, None)) is None:
+    shared = model.layout.quantized and not model.layout.regular
+    if not (name := next(packed, "")) and not shared:
         return None
-    alone = model.architecture.family if model.partial.has_single_experts else None
-    return loader_fault(model.checkpoint.quantization, name.rpartition(".")[0], alone)
+    alone = model.architecture.family if model.partial.has_single_experts or shared else None
+    keys, experts = model.partial.plain_keys, tuple(f"{layer.name}." for layer in model.architecture.layers)
+    merged = (
+        key
+        for name, key in keys.targets.items()
+        if str(keys.patterns[name]).endswith(".weight") and not key.startswith(experts)
+    )
+    return loader_fault(model.checkpoint.quantization, name.rpartition(".")[0], alone, next(merged, None))
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:

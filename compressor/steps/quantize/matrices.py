@@ -5,6 +5,7 @@ families that store experts fused, as `<experts module>.<number>.gate_proj`, `.u
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
+from compressor.checkpoint.quantized import dequantizer
+from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, parent_and_name, saved_names
 from compressor.model.opened import OpenModel
+from compressor.steps.quantize.scheme import Scheme
 
 EXPERTS, ALL = "experts", "all"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # by servers, into one matrix
@@ -108,6 +112,19 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     return Matrices(tuple(every), replaced, tuple(sorted(ignored)), as_they_are, stored)
 
 
+def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
+    """Refuse a family whose quantised checkpoints transformers cannot read at all."""
+    config = deepcopy(model.architecture.config)
+    config.quantization_config = scheme.config([])
+    try:
+        quantizer = dequantizer(config)
+        assert quantizer is not None
+        quantizer.update_weight_conversions(model.partial.plain_conversions, model.partial.model)
+    except ValueError as error:
+        fault = f"transformers cannot read quantised checkpoints of {model.architecture.family}"
+        raise CompressionError(f"quantize: {fault}; leave quantize out") from error
+
+
 def _operations(partial: Any, pattern: str | None) -> list[Any]:
     found = (each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
     return [operation for each in found for operation in getattr(each, "operations", ())]
@@ -173,6 +190,7 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         and keys.patterns[name] is None
         and tuple(shapes[name]) == tuple(module.weight.shape)
         and key not in model.partial.tied
+        and "weight" not in key.removesuffix(".weight")  # loaders would take that for the tensor's own name
     }
 
 

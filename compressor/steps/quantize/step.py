@@ -58,7 +58,9 @@ class Quantize(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
-        self.chosen(model)
+        from compressor.steps.quantize.matrices import refuse_unreadable
+
+        refuse_unreadable(model, self.chosen(model))
         return Needs(text=self.method == "gptq", heldout=int(self.tune > 0), passes=int(self.method == "gptq"))
 
     def chosen(self, model: "OpenModel") -> "Scheme":

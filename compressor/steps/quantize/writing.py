@@ -105,7 +105,7 @@ def round_to_nearest(
     """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
     pieces, total = list[dict[str, Tensor]](), 0
     for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
-        part = rows.float()[None]
+        part = rows.float()[None].contiguous()
         scales = scheme.scales(part, dtype, largest=largest)
         codes = scheme.codes(part, scales)
         pieces.append({name: value[0] for name, value in scheme.pack(codes, scales, dtype).items()})

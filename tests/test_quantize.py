@@ -1,0 +1,178 @@
+"""Whole runs of `quantize`: what stock transformers loads, or our reader, is the fake-quantised base bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import compressor
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.inspection import stock_fault
+from compressor.model.opened import open_model
+from tests import fake_quantized, zoo
+from tests.fake_quantized import packed_modules
+
+pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
+
+NAMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
+WIDE: dict[str, dict[str, Any]] = {  # widths that groups of 32 divide, experts' two ones unlike
+    "mixtral": {"intermediate_size": 64},
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "deepseek_v3": {
+        "moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 8, "intermediate_size": 64
+    },
+    "gpt_oss": {"intermediate_size": 64},
+    "nemotron_h": {
+        "moe_intermediate_size": 64, "moe_latent_size": 32, "moe_shared_expert_intermediate_size": 64,
+        "intermediate_size": 64,
+    },
+    "zaya": {"moe_intermediate_size": 64},
+    "deepseek_v4": {
+        "moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 1
+    },
+    "ernie4_5_vl_moe": {"text_config.moe_intermediate_size": [64, 32], "text_config.intermediate_size": 64},
+}  # fmt: skip
+FAST = {("mixtral", "int4", "all"), ("qwen3_moe", "mxfp4", "experts"), ("gpt_oss", "nvfp4", "experts"),
+        ("ernie4_5_vl_moe", "fp8", "all")}  # fmt: skip
+EVERY = [(name, scheme, targets) for name in WIDE for scheme in NAMES for targets in ("experts", "all")]
+
+
+def cases() -> list[Any]:
+    return [pytest.param(*case, marks=() if case in FAST else pytest.mark.full) for case in EVERY]
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> Path:
+    """Write a tiny model in a dtype."""
+    zoo.save_once(folder, (name, dtype, overrides), zoo.build(name, **overrides).to(dtype).save_pretrained)
+    return folder
+
+
+def loaded(name: str, folder: Path) -> tuple[nn.Module, str | None]:
+    """An output as stock transformers loads it, packed layers unpacked; or as we do, with what the stock one lacks."""
+    opened = open_model(locate(str(folder)), config_of(folder)["dtype"])
+    fault = stock_fault(opened)
+    if fault is not None:
+        opened.partial.load(opened.partial.empty)
+        return opened.partial.model, fault
+    kind = getattr(transformers, zoo.family(name).auto_class)
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return fake_quantized.decompressed(model), None
+
+
+def unlike(first: nn.Module, second: nn.Module) -> list[str]:
+    """Names of tensors that are not the same, bit for bit but for the zeros' signs."""
+    one, other = dict(first.state_dict()), dict(second.state_dict())
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name].to(value.dtype))]
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize(("name", "scheme", "targets"), cases())
+def test_what_is_loaded_is_the_fake_quantised_base(name: str, scheme: str, targets: str, tmp_path: Path) -> None:
+    source, out = save(name, tmp_path / "model", **WIDE[name]), tmp_path / "out"
+    made = compressor.compress(str(source), out, [compressor.Quantize(scheme=scheme, targets=targets)])
+    base = zoo.reload(name, source)
+    quantized, fault = loaded(name, out)
+    one_by_one = {"gpt_oss", "zaya", "ernie4_5_vl_moe"}  # that stock transformers knows otherwise
+    assert (fault is not None) == (name in one_by_one or scheme == "nvfp4")
+    assert unlike(base, quantized) != []
+    plan = made.plan.steps[0].plan
+    assert plan is not None
+    fake_quantized.quantize(base, scheme, plan["group_size"], targets)
+    assert unlike(base, quantized) == []
+    check_stored(base, source, out, scheme, targets, made)
+
+
+def check_stored(base: Any, source: Path, out: Path, scheme: str, targets: str, made: Any) -> None:
+    """What is not quantised has the same bytes, and the config ignores exactly that; sizes are told as they are."""
+    before, after, config = tensors_of(source), tensors_of(out), config_of(out)
+    packed, ignored = packed_modules(after), set(config["quantization_config"].pop("ignore"))
+    parts = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_global_scale")
+    rest = {name for name in after if not (name.rpartition(".")[0] in packed and name.rpartition(".")[2] in parts)}
+    for name in rest:
+        assert torch.equal(before[name].to(after[name].dtype), after[name]), name
+        kept = before[name].dtype == after[name].dtype
+        assert kept or (base.config.model_type, after[name].dtype) == ("ernie4_5_vl_moe", torch.float32), name
+    assert not packed & ignored
+    linear = {name for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    dense = set(fake_quantized.dense(base)) if targets == "all" else set[str]()
+    assert linear - dense <= ignored and not dense & ignored
+    plain = {name.removesuffix(".weight") for name in rest if name.endswith(".weight") and after[name].dim() == 2}
+    assert {name for name in plain if "embed" not in name} <= ignored
+    del config["quantization_config"]
+    assert config == config_of(source)
+    assert made.after.bytes == sum(value.nbytes for value in after.values()) < made.before.bytes
+    assert made.before.parameters == made.after.parameters
+    plan = made.plan.steps[0].plan
+    of_packed = [value.nbytes for name, value in after.items() if name not in rest]
+    assert plan["matrices"] == len(packed) and plan["bits"] == round(8 * sum(of_packed) / plan["weights"], 4)
+
+
+@pytest.mark.parametrize("dtype", [zoo.full(torch.float32), zoo.full(torch.float16)])
+@pytest.mark.parametrize("scheme", NAMES)
+def test_in_every_dtype(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source, out = save("mixtral", tmp_path / "model", dtype, **WIDE["mixtral"]), tmp_path / "out"
+    compressor.compress(str(source), out, [compressor.Quantize(scheme=scheme, targets="all")])
+    base, quantized = zoo.reload("mixtral", source), loaded("mixtral", out)[0]
+    fake_quantized.quantize(base, scheme, {"fp8": -1, "nvfp4": 16}.get(scheme, 32), "all")
+    assert unlike(base, quantized) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in (*zoo.FAMILIES, *zoo.VARIANTS) if name != "unlimited_ocr"])
+@pytest.mark.parametrize(("scheme", "targets"), [("int4", "experts"), ("fp8", "all")])
+def test_every_family(name: str, scheme: str, targets: str, tmp_path: Path) -> None:
+    source, out = save(name, tmp_path / "model"), tmp_path / "out"
+    compressor.compress(str(source), out, [compressor.Quantize(scheme=scheme, targets=targets)])
+    base, quantized = zoo.reload(name, source), loaded(name, out)[0]
+    fake_quantized.quantize(base, scheme, -1, targets)
+    assert unlike(base, quantized) == []
+
+
+def test_a_family_whose_packed_weights_nobody_reads_is_refused(tmp_path: Path) -> None:
+    source = save("unlimited_ocr", tmp_path / "model")
+    sentence = "^quantize: transformers cannot read quantised checkpoints of unlimited_ocr; leave quantize out$"
+    with pytest.raises(CompressionError, match=sentence):
+        compressor.compress(str(source), tmp_path / "out", [compressor.Quantize()])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen4_exp"])
+def test_that_the_stock_loader_loses_merged_weights_is_said(name: str, tmp_path: Path) -> None:
+    source, out = save(name, tmp_path / "model"), tmp_path / "out"
+    compressor.compress(str(source), out, [compressor.Quantize()])
+    fault = compressor.inspect(str(out)).loader_fault
+    assert fault is not None and " beside pack-quantized experts" in fault
+    with pytest.raises(RuntimeError, match="conversion"):
+        zoo.reload(name, out)
+
+
+def decompressed(out: Path) -> dict[str, Tensor]:
+    """The weight of every quantised module of an output, by compressed-tensors' own hand."""
+    stored = tensors_of(out)
+    config = QuantizationConfig.model_validate(config_of(out)["quantization_config"])
+    kind = BaseCompressor.get_value_from_registry(config.format)
+    found = dict[str, Tensor]()
+    for module in packed_modules(stored):
+        parts = {
+            name.rpartition(".")[2]: value for name, value in stored.items() if name.startswith(f"{module}.weight")
+        }
+        found[module] = kind.decompress(parts, config.config_groups["group_0"])["weight"]
+    return found
