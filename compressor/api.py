@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import find_model, locate
-from compressor.data.batches import Calibration, EvaluationSet, TextSpec, evaluation_sets, load_tokenizer, read_text
+from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
@@ -21,7 +22,7 @@ from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder
 from compressor.model.in_memory import LoadedModel, given
-from compressor.model.opened import OpenModel, how_resident, open_model, resolve_count, shared_experts
+from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
 from compressor.pathways.reference import (
@@ -34,8 +35,8 @@ from compressor.pathways.reference import (
 )
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.task import HELDOUT, Run, first_state, open_run, prepare, sources_of
-from compressor.progress import Announced, Progress, Silent
+from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, read_calibration, read_evaluation
+from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import Step, TextOptions
@@ -43,6 +44,8 @@ from compressor.recipe.steps_plan import Plan
 from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.report.comparison_report import Comparison
 from compressor.report.measuring import RunStats
+from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
+from compressor.report.sizes_report import SizeComparison
 from compressor.statistics.statistics import ATTRIBUTED
 from compressor.steps.constants.mone import refuse_model
 from compressor.steps.correct.step import CONSTANTS, Correct
@@ -278,17 +281,8 @@ def compare(
             refuse_model(opened)
         sets: Sequence[EvaluationSet] = ()
         if evaluate:
-            tokenizer = load_tokenizer(opened.source.folder)
-            sets = evaluation_sets(
-                evaluate,
-                tokenizer,
-                length=text.sequence_length,
-                seed=seed,
-                vocab=opened.vocabulary,
-                most=evaluation_samples,
-                strict=text.strict,
-            )
-        data = _read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
+            sets = read_evaluation(run, evaluate, text, seed, evaluation_samples)
+        data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
         if per_source:
             refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
@@ -303,16 +297,6 @@ def compare(
                 variants.append(Variant(with_top_k(each, top_k), kept, protected, planner))
         sets = sets or data.reserved
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
-
-
-def _read_calibration(run: Run, text: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0) -> Calibration:
-    """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
-    model = run.model
-    spec = TextSpec(sources_of(text), text.samples, text.sequence_length, seed, heldout, reserve, strict=text.strict)
-    data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
-    here().assert_same_on_all(data.identity["sha256"], "calibration text")
-    run.progress = Announced([how_resident(model)], run.progress)
-    return data
 
 
 def _contenders(
@@ -356,6 +340,43 @@ def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], p
     return counts
 
 
+def compare_sizes(
+    model: ModelLike,
+    *,
+    tokenizer: Any = None,
+    shares: Sequence[float | Fraction] = SHARES,
+    schemes: Sequence[str] = SCHEMES,
+    nbytes: int | None = None,
+    bits: float | None = None,
+    context: int = 0,
+    servers: Sequence[str] = (),
+    evaluate: Sequence[str] = (),
+    evaluation_samples: int = 64,
+    calibration: Calibrating = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    resident: str = "auto",
+    revision: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> SizeComparison:
+    """Prune or quantise: what shares of the experts in number formats lose, and the best that fits in `nbytes`.
+
+    Instead of bytes there may be `bits` for each parameter of the base. `options` are those of `default_steps`:
+    `strategy="reap"`, `split=2`, `correct="none"` and so on. Keys and values of `context` tokens count as bytes.
+    """
+    kept = [Fraction(share) for share in shares]
+    check_grid(kept, schemes, servers)
+    text, steps = _text_options(calibration), default_steps(**options)
+    with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
+        sets = read_evaluation(run, evaluate, text, seed, evaluation_samples) if evaluate else ()
+        data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
+        return measure_sizes(
+            run, steps, data, sets or data.reserved, seed, kept, schemes, servers, nbytes, bits, context
+        )
+
+
 def attribute(
     model: ModelLike,
     *,
@@ -378,7 +399,7 @@ def attribute(
     """
     text = _text_options(calibration)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        data = _read_calibration(run, text, seed)
+        data = read_calibration(run, text, seed)
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 

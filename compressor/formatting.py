@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from compressor.errors import without_tokens
+from compressor.errors import CompressionError, without_tokens
 
 MOST_LETTERS = 300  # of a name; what is longer is no name
 FOLDER = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[\\/]|file:")  # how a path begins that is no Hub id
@@ -17,6 +17,7 @@ PATH = re.compile(  # of an argument, up to the last name: a path from somewhere
     rf"(?<![^=,:])(?:(?:~[^=,:/\\]*|\.{{1,2}}|[A-Za-z]:|file:)?[/\\](?:{STEP})*"
     rf"|(?:{STEP})+(?=[^=,:/\\]+\.(?:txt|jsonl?|parquet)\b))"
 )
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.I)  # of bytes
 
 
 def readable(text: object) -> str:
@@ -142,6 +143,14 @@ def human_bytes(count: float) -> str:
 def human_count(count: float) -> str:
     """1234567 -> '1.23M'."""
     return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def read_bytes(text: str, option: str) -> int:
+    """'16GB' -> 16000000000, '2.5GiB' -> 2684354560; a plain number is bytes."""
+    if (found := SIZE.fullmatch(text.strip())) is None:
+        raise CompressionError(f"{option} {text!r} is no size; write 16GB, 500MB, 2.5GiB or a number of bytes")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(prefix.lower()) + 1 if prefix else 0))
 
 
 def _scaled(count: float, units: Sequence[str]) -> str:

@@ -43,7 +43,8 @@ SHORTHANDS = """\
 `compress` and `plan` take these options, too, which `--help` doesn't show. Each sets the field beside it, as `--set`
 does: `--max-drop 0.02` is `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
 option of the strategy, and `--no-merge-routers` is `--option merge_routers=false`. `--json` prints JSON, and
-`--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen.
+`--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen. `--bytes SIZE` of `compress`
+[prunes or quantises](../how-to/prune-or-quantise.md) to a size, `--for SERVERS` in formats that these load.
 
 | option | field |
 |---|---|"""

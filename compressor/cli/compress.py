@@ -25,6 +25,7 @@ from compressor.cli.options import (
 )
 from compressor.cli.outputs import push_made
 from compressor.cli.settings import Settings, recipe_of, recipe_options
+from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import held, here, refuse_several
 from compressor.errors import CompressionError
@@ -112,6 +113,8 @@ def compress(
     model: Source = None,
     output: Annotated[Path | None, flag("Where to write.")] = None,
     imatrix: Imatrix = None,
+    nbytes: Bytes = None,
+    servers: For = None,
     dry_run: DryRun = False,
 ) -> None:
     """Make a model smaller by a recipe's steps, or by split, prune and correct."""
@@ -126,6 +129,11 @@ def compress(
             summary = compressor.compress_gguf(str(model), output, **chosen)
         return show_gguf_summary(summary, running.as_json)
     recipe = recipe_of(model, flags, settings)
+    if servers is not None and nbytes is None:
+        raise CompressionError("--for goes with --bytes, which chooses a format")
+    if nbytes is not None:
+        with progress_bars(running.as_json) as progress:
+            recipe = fit_into(recipe, nbytes, servers, {"device": running.device, "progress": progress})
     constants = any(step.name == "constants" for step in recipe.steps)
     written = exporting.read_formats((exporting.WRITER,) if constants else recipe.output.formats)
     if constants and recipe.gate is not None:

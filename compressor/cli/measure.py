@@ -13,6 +13,7 @@ from compressor.cli.options import (
     CALIBRATION,
     KEEP,
     RUNNING,
+    SIZES,
     Model,
     Printing,
     Running,
@@ -25,6 +26,7 @@ from compressor.cli.options import (
     options_of,
 )
 from compressor.cli.settings import MONE
+from compressor.cli.sizes import Bytes, For, size_options
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
 from compressor.document.blocks import Table
@@ -60,7 +62,9 @@ def compare(
     experts: Annotated[str | None, flag("Experts to keep, one count or several: 6,4.", KEEP)] = None,
     protect: Annotated[str | None, flag("As for `compress`: auto, graph:N, or a JSON list.", KEEP)] = None,
     ratio: Annotated[str | None, flag("Shares of the experts to remove instead, such as 0.25,0.5.", KEEP)] = None,
-    split: Annotated[str, flag("Sub-experts to split each expert into first, such as 1,2,4.", KEEP)] = "1",
+    split: Annotated[
+        str | None, flag("Sub-experts to split each expert into first, such as 1,2,4 (default: 1; by size auto).", KEEP)
+    ] = None,
     split_by: Annotated[str, flag("How to partition its neurons: energy or clusters.", KEEP)] = "energy",
     top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: unchanged).", KEEP)] = None,
     strategies: Annotated[
@@ -75,16 +79,44 @@ def compare(
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
     random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
     per_source: Annotated[bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION)] = False,
+    sizes: Annotated[bool, flag("Prune or quantise: shares of the experts in formats, by bytes.", SIZES)] = False,
+    nbytes: Bytes = None,
+    bits: Annotated[float | None, flag("Bits for each parameter of the base, in place of --bytes.", SIZES)] = None,
+    context: Annotated[int, flag("Tokens whose keys and values count as bytes, too.", SIZES, min=0)] = 0,
+    shares: Annotated[str, flag("Shares of the experts that stay.", SIZES)] = "1,3/4,1/2,1/4",
+    schemes: Annotated[
+        str | None, flag("Formats, none for as stored (default: none and all of `quantize`).", SIZES)
+    ] = None,
+    servers: For = None,
     seed: Seed = 0,
 ) -> None:
-    """Compare strategies on a model and text: one calibration pass, many plans, one table."""
-    from compressor.cli.rendering import show_comparison
-    from compressor.report.comparison_report import NAMES, write_reports
+    """Compare strategies on a model and text, or sizes: one calibration pass, many plans, one table."""
+    from compressor.cli.rendering import show_comparison, show_sizes
+    from compressor.report.comparison_report import NAMES, write_files, write_reports
+    from compressor.report.sizes_report import size_blocks
 
+    shared: dict[str, Any] = {
+        "split_by": split_by,
+        "protect": protect,
+        "evaluate": [*(heldout or ()), *(evaluate or ())],
+        "evaluation_samples": evaluation_samples,
+        "calibration": text,
+        "seed": seed,
+        "resident": running.resident,
+    }
+    if sizes or nbytes is not None or bits is not None:
+        if experts or ratio or top_k or per_source or format == MONE:
+            names = "--experts, --ratio, --top-k, --per-source and --format"
+            raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
+        wanted = size_options(strategies, correct, split, nbytes, bits, shares, schemes, servers)
+        with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
+            made = compressor.compare_sizes(model, **wanted, **shared, context=context, **running.reading(progress))
+            written = write_files(made.to_dict(), size_blocks(made), output, running.overwrite)
+        return show_sizes(made, running.as_json, written)
     variants: dict[str, Any] = {
         "experts": numbers(experts, "--experts", int),
         "ratios": numbers(ratio, "--ratio", float),
-        "splits": numbers(split, "--split", int),
+        "splits": numbers(split or "1", "--split", int),
         "top_ks": numbers(top_k, "--top-k", int),
     }
     if format not in ("safetensors", MONE):
@@ -93,18 +125,12 @@ def compare(
         comparison = compressor.compare(
             model,
             **variants,
-            split_by=split_by,
-            protect=protect,
+            **shared,
             constants=format == MONE,
             strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"),
-            evaluate=[*(heldout or ()), *(evaluate or ())],
-            evaluation_samples=evaluation_samples,
             random_seeds=random_seeds,
             per_source=per_source,
-            calibration=text,
-            seed=seed,
-            resident=running.resident,
             **running.reading(progress),
         )
         written = write_reports(comparison, output, running.overwrite) if here().is_first else []

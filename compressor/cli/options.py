@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -23,11 +24,11 @@ from compressor.recipe.recipe import RESIDENT, GateOptions, ModelOptions, Recipe
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
-Number = TypeVar("Number", int, float)
+Number = TypeVar("Number", int, float, Fraction)
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
-GATE, ROUTING, RUNNING = "Gate", "Routing", "Running"
-PANELS = (KEEP, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, ROUTING, RUNNING)  # in this order
+GATE, ROUTING, RUNNING, SIZES = "Gate", "Routing", "Running", "Prune or quantise"
+PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, ROUTING, RUNNING)  # in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ def numbers(text: str | None, option: str, kind: type[Number]) -> list[Number]:
     """'6,4' -> [6, 4]; of nothing, none."""
     try:
         return [kind(part) for part in listed(text, option) or ()]
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         wanted = (
             "whole numbers separated by commas, as 6,4" if kind is int else "shares separated by commas, as 0.25,0.5"
         )

@@ -20,6 +20,7 @@ from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.records import plain_json
 from compressor.report.comparison_report import Comparison, comparison_brief
+from compressor.report.sizes_report import SizeComparison, size_brief
 from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
@@ -277,6 +278,11 @@ def show_gated(
 def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
     """The base, then each expert count's models, the least loss first; random drops share a line."""
     print_report(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
+
+
+def show_sizes(made: SizeComparison, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """Every share in every format by bytes, and the best that fits."""
+    print_report(as_json, made.to_dict(), [*size_brief(made), *written_line(written)])
 
 
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:

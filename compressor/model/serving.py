@@ -6,7 +6,7 @@ topk_group the routing groups and how many of them a token may use.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -234,6 +234,19 @@ RULES = (
         LLAMA_HEADS, UNTIED, "wants a head of its own, where this model ties it to the embeddings"
     ),
 )
+# Formats of compressed-tensors in which servers load experts; checkpoint/loader_fault.py asks transformers itself.
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py:
+    # WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with activations as they are, FP8
+    "vllm": ("fp8", "int8", "int4", "mxfp4", "nvfp4"),
+    # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py (get_moe_scheme): WNA16 and FP8;
+    # NVFP4 wants quantised activations
+    "sglang": ("fp8", "int8", "int4"),
+    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, 3 bits packed otherwise,
+    # NVFP4 of experts by some names alone, and of integers only groups (GROUPED)
+    "llama.cpp": ("fp8", "int8", "int4", "int2"),
+}
+GROUPED = (LLAMA_CPP,)
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
 PAGE = "docs/reference/servers.md"
 

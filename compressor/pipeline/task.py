@@ -10,7 +10,17 @@ from pathlib import Path
 
 import torch
 
-from compressor.data.batches import PartSpec, Text, TextSpec, load_tokenizer, read_text, repeat_text
+from compressor.data.batches import (
+    Calibration,
+    EvaluationSet,
+    PartSpec,
+    Text,
+    TextSpec,
+    evaluation_sets,
+    load_tokenizer,
+    read_text,
+    repeat_text,
+)
 from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
 from compressor.distributed import here, launched
 from compressor.errors import CompressionError
@@ -292,3 +302,28 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
     identity = known if text is None else text.identity
     return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
+
+
+def read_calibration(run: Run, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0) -> Calibration:
+    """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
+    model, sources = run.model, sources_of(options)
+    spec = TextSpec(sources, options.samples, options.sequence_length, seed, heldout, reserve, strict=options.strict)
+    data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
+    here().assert_same_on_all(data.identity["sha256"], "calibration text")
+    run.progress = Announced([how_resident(model)], run.progress)
+    return data
+
+
+def read_evaluation(
+    run: Run, names: Sequence[str], options: TextOptions, seed: int, most: int
+) -> tuple[EvaluationSet, ...]:
+    """Text to evaluate on, at most so many sequences of it."""
+    return evaluation_sets(
+        names,
+        load_tokenizer(run.model.source.folder),
+        length=options.sequence_length,
+        seed=seed,
+        vocab=run.model.vocabulary,
+        most=most,
+        strict=options.strict,
+    )

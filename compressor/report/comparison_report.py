@@ -3,7 +3,7 @@
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -145,15 +145,21 @@ def without_seeds(rows: Iterable[Row]) -> list[Row]:
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
+    return write_files(comparison.to_dict(), comparison_blocks(comparison), folder, overwrite)
+
+
+def write_files(
+    content: Mapping[str, Any], document: Sequence[Block], folder: Path, overwrite: bool = False
+) -> list[Path]:
     """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
+    (figure,) = (block for block in document if isinstance(block, Figure))
     with whole_folder(folder, NAMES, overwrite) as made:
-        figure, text = comparison_figure(comparison), markdown(comparison_blocks(comparison), {"comparison": NAMES[2]})
-        content = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        (made / NAMES[0]).write_text(content + "\n", encoding="utf-8")
-        (made / NAMES[1]).write_text(text, encoding="utf-8")
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        (made / NAMES[0]).write_text(text + "\n", encoding="utf-8")
+        (made / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
         (made / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES]
 
@@ -178,18 +184,22 @@ def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
     return *_tables(comparison, without_seeds(comparison.rows[1:])), _data_line(comparison)
 
 
-def _data_line(comparison: Comparison) -> Text:
-    calibrated = without_folders(comparison.calibration) if comparison.calibration else {}
+def data_line(calibration: Mapping[str, Any], evaluation: Mapping[str, int], seconds: float, seed: int) -> Text:
+    """What was calibrated with and evaluated on."""
+    calibrated = without_folders(calibration) if calibration else {}
     sources = calibrated.get("sources") or ([calibrated] if calibrated else [])
 
     def listed(tokens: Iterable[tuple[str, Any]]) -> str:
         return joined([f"{name} ({n:,} tokens)" if isinstance(n, int) else name for name, n in tokens]) or "no data"
 
     return Text(
-        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in "
-        f"{comparison.calibration_seconds:.1f} s, evaluated on {listed(comparison.evaluation.items())}, "
-        f"seed {comparison.seed}."
+        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in {seconds:.1f} s, "
+        f"evaluated on {listed(evaluation.items())}, seed {seed}."
     )
+
+
+def _data_line(made: Comparison) -> Text:
+    return data_line(made.calibration, made.evaluation, made.calibration_seconds, made.seed)
 
 
 def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:

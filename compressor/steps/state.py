@@ -99,11 +99,7 @@ class State:
         plan, model = self.plan.staged(self.stage), self.model
         if plan is not None:  # a later stage's is of what earlier ones have made of the source
             return plan if self.stage == self.plan.stages[0] else replace(plan, source=Source.of(model))
-        whole = replace(whole_plan(model), seed=self.seed, split=model.split)
-        if model.is_split:
-            return whole
-        heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(model))
-        return replace(whole, layers=(*whole.layers, *heads))
+        return untouched(model, self.seed)
 
     def kept(self, name: str) -> Path | None:
         """Where this step keeps what a run that goes on need not make again; None where nothing is written."""
@@ -146,6 +142,15 @@ class State:
         evaluator, batches, answers = self.shared[sha256]
         name = part_name(now) if self.own_text is None else OWN
         return batches[name], answers[name], evaluator
+
+
+def untouched(model: OpenModel, seed: int = 0) -> CompressionPlan:
+    """The plan that keeps every expert, those of multi-token-prediction heads too."""
+    whole = replace(whole_plan(model), seed=seed, split=model.split)
+    if model.is_split:
+        return whole
+    heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(model))
+    return replace(whole, layers=(*whole.layers, *heads))
 
 
 OWN = "own"  # the part of a text that one step alone has, wherever it stands

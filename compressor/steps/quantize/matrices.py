@@ -125,6 +125,13 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
         raise CompressionError(f"quantize: {fault}; leave quantize out") from error
 
 
+def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
+    """The matrices of all routed experts of a live model, under names that need not be those that are stored."""
+    names = {layer.name: parameter_names(model.get_submodule(layer.name))[:2] for layer in layers}
+    keys = {f"{layer.name}.{tensor}": layer for layer in layers for tensor in names[layer.name]}
+    return list(_of_experts(model, keys, {}))
+
+
 def _operations(partial: Any, pattern: str | None) -> list[Any]:
     found = (each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
     return [operation for each in found for operation in getattr(each, "operations", ())]

@@ -6,7 +6,7 @@ to: by a checksum of its values, which waits in the work folder.
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as bind
@@ -99,15 +99,22 @@ def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]
     return found
 
 
+def rounded(
+    scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+) -> Iterator[tuple[Tensor, Scales]]:
+    """Codes [1, n, I] of a matrix [O, I] and scales, stored in `dtype`: n rows at a time, rounded to nearest."""
+    for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
+        part = rows.float()[None].contiguous()
+        scales = scheme.scales(part, dtype, largest=largest)
+        yield scheme.codes(part, scales), scales
+
+
 def round_to_nearest(
     scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
 ) -> tuple[dict[str, Tensor], int]:
     """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
     pieces, total = list[dict[str, Tensor]](), 0
-    for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
-        part = rows.float()[None].contiguous()
-        scales = scheme.scales(part, dtype, largest=largest)
-        codes = scheme.codes(part, scales)
+    for codes, scales in rounded(scheme, weight, dtype, largest):
         pieces.append({name: value[0] for name, value in scheme.pack(codes, scales, dtype).items()})
         total = checksum(scheme.values(codes, scales).to(dtype), total)
     stored = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0] if name not in WHOLE}
@@ -166,11 +173,11 @@ class Writer:
             sums, read, scheme = dict[str, int](), bind(self._read, partial), self.scheme
             largest = largest_weights(own, read) if scheme.name == "nvfp4" else {}
 
-            def rounded(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
+            def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
                 return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
 
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                for matrix, (tensors, total) in zip(own, pool.map(rounded, own), strict=True):
+                for matrix, (tensors, total) in zip(own, pool.map(packed, own), strict=True):
                     sums[matrix.module] = total
                     for name, value in tensors.items():
                         yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
