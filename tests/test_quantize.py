@@ -17,7 +17,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import open_model
-from tests import fake_quantized, zoo
+from compressor.steps.quantize.matrices import find_matrices
+from tests import fake_quantized, small, zoo
 from tests.fake_quantized import packed_modules
 
 pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
@@ -171,8 +172,42 @@ def decompressed(out: Path) -> dict[str, Tensor]:
     kind = BaseCompressor.get_value_from_registry(config.format)
     found = dict[str, Tensor]()
     for module in packed_modules(stored):
-        parts = {
-            name.rpartition(".")[2]: value for name, value in stored.items() if name.startswith(f"{module}.weight")
-        }
+        names = [name for name in stored if name.startswith(f"{module}.weight")]
+        parts = {name.rpartition(".")[2]: stored[name] for name in names}
         found[module] = kind.decompress(parts, config.config_groups["group_0"])["weight"]
     return found
+
+
+def text_model(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model of suitable widths with a tokenizer."""
+    size = {f"{'text_config.' if '_vl' in name else ''}vocab_size": small.VOCABULARY}
+    save(name, folder, dtype, **WIDE[name], **size)
+    small.tokenizer().save_pretrained(folder)
+    return folder
+
+
+SIZES: dict[str, Any] = {"samples": 16, "sequence_length": 64}
+GPTQ = [("mixtral", "int4", "experts"), ("gpt_oss", "int3", "all"), ("qwen3_moe", "mxfp4", "all")]
+GPTQ += [("nemotron_h", "nvfp4", "experts"), ("deepseek_v3", "fp8", "all"), ("zaya", "int2", "experts")]
+GPTQ += [("deepseek_v4", "int4", "all"), ("ernie4_5_vl_moe", "int3", "all")]
+
+
+@pytest.mark.parametrize(("name", "scheme", "targets"), [case if case == GPTQ[0] else zoo.full(*case) for case in GPTQ])
+def test_gptq_is_nearer_to_the_base_than_rounding(name: str, scheme: str, targets: str, tmp_path: Path) -> None:
+    source, text = text_model(name, tmp_path / "model"), small.text_file(tmp_path)
+    base, distances = nn.Module.float(zoo.reload(name, source)), dict[str, float]()
+    ids = torch.tensor(small.tokenizer()(small.TEXT).input_ids[:1024]).view(16, 64)
+    for method in ("rtn", "gptq"):
+        step = compressor.Quantize(scheme=scheme, targets=targets, method=method)
+        compressor.compress(str(source), tmp_path / method, [step], calibration=str(text), **SIZES)
+        model, _ = loaded(name, tmp_path / method)
+        wanted = decompressed(tmp_path / method)
+        found = {
+            matrix.module: matrix.of(model) for matrix in find_matrices(open_model(locate(str(source))), targets).every
+        }
+        assert found.keys() == wanted.keys()
+        assert [
+            module for module, weight in found.items() if not torch.equal(weight, wanted[module].to(weight.dtype))
+        ] == []
+        distances[method] = float((zoo.logits(nn.Module.float(model), ids) - zoo.logits(base, ids)).square().mean())
+    assert distances["gptq"] < 0.95 * distances["rtn"], distances

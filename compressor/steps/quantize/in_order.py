@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.distributed import here
+from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch, expert_parameters, intermediate
 from compressor.model.loading import parent_and_name, set_tensor
@@ -60,13 +61,22 @@ class Routed:
         return self.hidden.value.index_select(0, rows).float()
 
 
-def hessian_of(inputs: Iterable[Tensor], columns: int, device: torch.device) -> Tensor:
-    """X^T X [I, I] in float32 of inputs [n, I] of all processes."""
-    total = torch.zeros(columns, columns, device=device)
+def hessian_of(inputs: Iterable[Tensor], matrix: Matrix, device: torch.device) -> Tensor:
+    """X^T X [I, I] in float32 of a matrix's inputs [n, I] of all processes."""
+    total = torch.zeros(matrix.columns, matrix.columns, device=device)
     for value in inputs:
-        for chunk in value.float().split(CHUNK):
+        for chunk in value.float().split(CHUNK) if len(value) else ():
             total.addmm_(chunk.T, chunk)
-    return here().all_reduce(total)
+    return summed(total, matrix)
+
+
+def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
+    """The sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
+    total = here().all_reduce(hessian)
+    if not bool(total.isfinite().all()):
+        fault = "its inputs are not finite on the calibration text"
+        raise CompressionError(f"{matrix.module}: {fault}; try --dtype float32")
+    return total
 
 
 @dataclass(slots=True)
@@ -142,7 +152,7 @@ class Quantizing(RecordingVisitor):
         for handle in handles:
             handle.remove()
         for matrix in dense:
-            self._round(live, [matrix], inverse_factor(here().all_reduce(inputs[matrix.owner])[None]))
+            self._round(live, [matrix], inverse_factor(summed(inputs[matrix.owner], matrix)[None]))
 
     def _quantize_experts(self, live: Any, routed: Routed, matrices: Sequence[Matrix]) -> None:
         experts, device = live.get_submodule(routed.layer.name), self.model.partial.device
@@ -151,10 +161,11 @@ class Quantizing(RecordingVisitor):
         at_once = max(1, HESSIANS // (4 * max(hidden, width) ** 2))
         for numbers in torch.arange(routed.layer.experts).split(at_once):
             inputs = {expert: routed.to(expert) for expert in numbers.tolist()}
-            upper = inverse_factor(torch.stack([hessian_of([x], hidden, device) for x in inputs.values()]))
+            upper = inverse_factor(torch.stack([hessian_of([x], own[e, "up"], device) for e, x in inputs.items()]))
             for part in ("gate", "up") if experts.has_gate else ("up",):
                 self._round(live, [own[expert, part] for expert in inputs], upper)
-            hessians = [hessian_of(_inner(experts, expert, x), width, device) for expert, x in inputs.items()]
+            inner = {expert: _inner(experts, expert, x) for expert, x in inputs.items()}
+            hessians = [hessian_of(x, own[expert, "down"], device) for expert, x in inner.items()]
             self._round(live, [own[expert, "down"] for expert in inputs], inverse_factor(torch.stack(hessians)))
 
     def _round(self, live: Any, batch: Sequence[Matrix], upper: Tensor) -> None:

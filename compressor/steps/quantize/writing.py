@@ -160,7 +160,8 @@ class Writer:
         return sorted(each.name.removesuffix(".weight") for each in heads if each.name.endswith(".weight"))
 
     def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
-        dtypes = {each.name: TORCH_DTYPES[each.dtype] for each in inner.outputs if each.unit == unit}
+        plain = [each for each in inner.outputs if each.unit == unit and each.name not in self.matrices.replaced]
+        dtypes = {each.name: TORCH_DTYPES[each.dtype] for each in plain}
         own, kept = self.matrices.of(unit), dict[str, Tensor]()
         if own and self.kept.sums(unit) is not None:
             kept = self.kept.tensors(unit)

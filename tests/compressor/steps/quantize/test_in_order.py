@@ -1,0 +1,129 @@
+"""The pass of GPTQ over two MoE layers, against Hessians of what the stock model's experts are given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel, open_model
+from compressor.progress import Silent
+from compressor.steps.quantize.gptq import gptq, inverse_factor
+from compressor.steps.quantize.in_order import quantize_in_order
+from compressor.steps.quantize.matrices import Matrix, find_matrices
+from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.writing import Kept, Writer
+from tests import opened, small, zoo
+
+NAMES = ["mixtral", "gpt_oss", zoo.full("nemotron_h"), zoo.full("zaya"), zoo.full("ernie4_5_vl_moe")]
+
+
+def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "experts") -> tuple[Scheme, dict[str, Tensor]]:
+    """The scheme and what every matrix was rounded to, by module, in one pass over random tokens."""
+    matrices = find_matrices(model, targets)
+    scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
+    kept = Kept(folder)
+    parts = opened.calibration(opened.batches(stock, (4, 4), 32))
+    quantize_in_order(Writer(model, scheme, matrices, kept), parts, Silent(), 0, 0)
+    found = dict[str, Tensor]()
+    for matrix in matrices.every:
+        stored = kept.tensors(matrix.unit)
+        own = {
+            name: stored[f"{matrix.module}.{name}"]
+            for name in scheme.stored(matrix.rows, matrix.columns, torch.float32)
+        }
+        found[matrix.module] = scheme.unpack(own)
+    return scheme, found
+
+
+def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
+    """Hidden states [T, H] that come to a layer's experts, and whether [T, E] a token is routed to each."""
+    experts = stock.get_submodule(layer)
+    seen = list[tuple[Tensor, Tensor]]()
+
+    def called(module: Any, args: tuple[Tensor, ...]) -> None:
+        hidden, index, weights = args[:3]
+        hits = [((index == expert) & (weights != 0)).any(1) for expert in range(module.num_experts)]
+        seen.append((hidden.detach(), torch.stack(hits, dim=1)))
+
+    with experts.register_forward_pre_hook(called):
+        for batch in opened.batches(stock, (4, 4), 32):
+            zoo.logits(stock, batch)
+    if not seen:  # of vision's experts, text reaches none
+        return torch.zeros(0, stock.config.get_text_config().hidden_size), torch.zeros(0, experts.num_experts).bool()
+    return torch.cat([hidden for hidden, _ in seen]), torch.cat([hits for _, hits in seen])
+
+
+def inner(experts: Any, expert: int, x: Tensor) -> Tensor:
+    """What the down projection of an expert of these families is given, [n, I]."""
+    if not experts.has_gate:
+        return torch.relu(x @ experts.up_proj[expert].T).square()
+    if experts.is_transposed:
+        both = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+        gate, up = both[:, 0::2].clamp(max=experts.limit), both[:, 1::2].clamp(-experts.limit, experts.limit)
+        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def alike(scheme: Scheme, matrix: Matrix, weight: Tensor, x: Tensor, found: Tensor) -> bool:
+    """Whether a matrix was rounded as by GPTQ on inputs [n, I], but for ties and their consequences."""
+    scales = scheme.scales(weight[None].contiguous(), torch.float32, clip=True)
+    codes = gptq(scheme, weight[None].contiguous(), scales, inverse_factor((x.T @ x)[None]))
+    return float((scheme.values(codes, scales)[0] != found).float().mean()) < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_each_matrix_is_rounded_on_what_it_is_given(name: str, tmp_path: Path) -> None:
+    """Gate and up on the tokens of their expert, down on what they give it once rounded; each layer after the last."""
+    stock, model = opened.opened(name, tmp_path / "model")
+    scheme, found = quantized(model, stock, tmp_path / "kept")
+    every, rest = find_matrices(model, "experts").every, 0
+    for layer in model.architecture.layers:
+        hidden, hits = given(stock, layer.name)  # of a model whose earlier layers are rounded
+        experts = stock.get_submodule(layer.name)
+        own = [matrix for matrix in every if matrix.owner == layer.name]
+        for matrix in sorted(own, key=lambda each: each.part == "down"):
+            assert matrix.expert is not None
+            x = hidden[hits[:, matrix.expert]]
+            if matrix.part == "down":
+                x = inner(experts, matrix.expert, x)
+            rest += len(x)
+            assert alike(scheme, matrix, matrix.of(stock), x, found[matrix.module]), matrix.module
+            matrix.of(stock).copy_(found[matrix.module])
+    assert rest > 1000
+
+
+@torch.no_grad()
+def test_dense_layers_are_rounded_on_what_they_are_given(tmp_path: Path) -> None:
+    stock, model = opened.opened("mixtral", tmp_path / "model")
+    scheme, found = quantized(model, stock, tmp_path / "kept", "all")
+    seen = dict[str, list[Tensor]]()
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    handles = [
+        stock.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: seen.setdefault(name, []).append(args[0].detach().flatten(0, 1))
+        )
+        for name in names
+    ]
+    for batch in opened.batches(stock, (4, 4), 32):
+        zoo.logits(stock, batch)
+    for handle in handles:
+        handle.remove()
+    for matrix in find_matrices(model, "all").every:
+        if matrix.module in names:
+            x = torch.cat(seen[matrix.module])
+            assert alike(scheme, matrix, matrix.of(stock), x, found[matrix.module]), matrix.module
+
+
+def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    stock = zoo.save("mixtral", tmp_path)
+    small.edit_tensors(tmp_path, lambda tensors: tensors["model.layers.1.post_attention_layernorm.weight"].fill_(1e30))
+    model = open_model(locate(str(tmp_path)), "float32", "cpu")
+    sentence = r"layers.1\..*: its inputs are not finite on the calibration text; try --dtype float32"
+    with pytest.raises(CompressionError, match=sentence):
+        quantized(model, stock, tmp_path / "kept")
