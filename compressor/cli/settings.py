@@ -84,7 +84,9 @@ def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[st
         values[path] = value
     constants = MONE in (separated(values.get("output.formats")) or ())
     is_file = model.endswith(SUFFIXES)
-    recipe = read_recipe(Path(model)) if is_file else Recipe(model=model, steps=default_steps(constants))
+    heads = {path.partition(".")[0] for path in values}
+    steps = () if "quantize" in heads and "prune" not in heads and not constants else default_steps(constants)
+    recipe = read_recipe(Path(model)) if is_file else Recipe(model=model, steps=steps)
     changed = _changed(recipe, values)
     if changed.model is None:
         raise CompressionError("no model is named; give MODEL, or a recipe with one")

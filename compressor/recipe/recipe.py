@@ -29,7 +29,7 @@ MOST_BYTES = 1_000_000
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
-ORDER = ("split", "prune", "constants", "correct", "routers", "distill")  # of steps that options add to a recipe
+ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
 FIELDS = {  # options of `compress` that are fields of other steps than prune
     "split": ("split", "parts"),
     "split_by": ("split", "by"),
@@ -39,6 +39,7 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
     "deterministic": ("correct", "deterministic"),
     "routers": ("routers", "method"),
     "distill": ("distill", "train"),
+    "quantize": ("quantize", "scheme"),
 }
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -201,8 +202,9 @@ def _step(entry: Any, number: int) -> Step:
 def default_steps(constants: bool = False, **options: Any) -> list[Step]:
     """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
 
-    `constants` replaces experts by constants; `split`, `correct`, `routers` and `distill` name a number of parts or a
-    method, other options are those of `prune`. Options of a step in a mapping: `distill={"steps": 100}`.
+    `constants` replaces experts by constants; `split`, `correct`, `routers`, `distill` and `quantize` name a number of
+    parts, a method or a scheme, other options are those of `prune`. Options of a step in a mapping:
+    `distill={"steps": 100}`. Where `quantize` is named and no option of `prune`, nothing is pruned.
     """
     chosen: dict[str, dict[str, Any]] = {}
     for option, value in options.items():
@@ -212,6 +214,8 @@ def default_steps(constants: bool = False, **options: Any) -> list[Step]:
             chosen.setdefault(name, {}).update(value if whole else {field: value})
     split, correct = {"parts": "auto", **chosen.get("split", {})}, {"method": "auto", **chosen.get("correct", {})}
     kept = {**chosen.pop("prune", {}), **chosen.pop("constants", {})}
+    if "quantize" in chosen and not constants and not kept:
+        return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
     if not constants:
         chosen |= {"split": split, "prune": kept, "correct": correct}
     else:

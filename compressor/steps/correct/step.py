@@ -24,6 +24,7 @@ class Correct(Step):
     name: ClassVar[str] = "correct"
     order: ClassVar[int | None] = 2
     only_after: ClassVar[tuple[str, ...]] = ("prune", CONSTANTS)
+    not_after: ClassVar[Mapping[str, str]] = {"quantize": "it would write the experts that it refits unquantised"}
 
     method: Literal["auto", "none", "ridge", "tune", "constants"] = Field(
         "tune",

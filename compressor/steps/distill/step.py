@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
+from compressor.errors import CompressionError
 from compressor.recipe.document import changed, divergence, entries, figure, is_number, result_of
 from compressor.recipe.step import DEFAULT_LENGTH, Needs, Result, Step, TextPart
 
@@ -99,6 +100,9 @@ class Distill(Step):
         """Text of its own to train on, and held-out text; refuses tensors that cannot be trained as they are stored."""
         from compressor.steps.distill.engines import stored_dtypes, trained_layers
 
+        if self.train != "router" and any(step.name == "quantize" for step in steps):
+            fault = f"train {self.train} changes weights that quantize has packed"
+            raise CompressionError(f"distill: {fault}; put distill before quantize, or give train: router")
         layers = trained_layers(model, self)
         if not model.layout.quantized or not steps:  # merging and correcting dequantise first
             stored_dtypes(model, layers)

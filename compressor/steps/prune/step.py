@@ -48,10 +48,7 @@ class Prune(Step):
 
     name: ClassVar[str] = "prune"
     order: ClassVar[int | None] = 1
-    not_after: ClassVar[Mapping[str, str]] = {
-        "constants": "stock transformers cannot load constants",
-        "quantize": "experts are pruned before they are quantized",
-    }
+    not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
 
     strategy: str = Field("auto", description="Pruning strategy. See `moe-compress list strategies`.")
     experts: int | None = Field(
