@@ -40,6 +40,7 @@ from compressor.run_record import (
     request_key,
 )
 from compressor.steps.correct.heads import acceptance_of
+from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job, output_size
 from compressor.steps.state import Observer, State
 from compressor.steps.tensors import OutputJob
@@ -307,6 +308,10 @@ def decide(state: State, numbers: Sequence[int]) -> None:
 def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step] = ()) -> Stage:
     folder, plan = work.stage(numbers[0]), state.stage_plan()
     heads = check_plan(plan, state.model)
+    packed = any(step.name == "quantize" for step in state.steps[: numbers[0] - state.first])
+    if packed and through_model(state.model.layout, plan):
+        fault = "quantize has packed experts that can only be merged, or dropped, once they are dequantised"
+        raise CompressionError(f"steps[{numbers[0] - state.first}]: {fault}; put quantize after it")
     job = None
     for number, step in zip(numbers, steps, strict=False):
         state.number, job = number, job or step.job(state)

@@ -41,7 +41,7 @@ def calibrate_routers(options: Routers, state: State) -> Result:
 
 def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
     """Stored tensors by state-dict key, by default of all router weights; refuses one that is not stored plain."""
-    known, stored = model.partial.keys, dict[str, str]()
+    known, stored = model.partial.plain_keys, dict[str, str]()
     for key in map(router_weight, model.architecture.layers) if keys is None else keys:
         names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
         infos = [model.checkpoint.tensors[name] for name in names]
