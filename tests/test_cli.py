@@ -102,7 +102,10 @@ VARIETIES: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [*(("single", arguments) for arguments in VARIETIES), *(("sharded", arguments) for arguments in VARIETIES[:2])],
+    [
+        *(("single", arguments) for arguments in VARIETIES),
+        *(zoo.full("sharded", arguments) for arguments in VARIETIES[:2]),
+    ],
 )
 def test_same_bytes_twice_and_by_plan_and_apply(
     kind: str, arguments: tuple[Any, ...], originals: Path, run: Run, data: tuple[Any, ...], tmp_path: Path

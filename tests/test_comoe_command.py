@@ -26,6 +26,7 @@ def data(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_what_is_trained_can_be_asked(run: Run, tmp_path: Path, model: Path) -> None:
     items, out, report = data(tmp_path), tmp_path / "out", tmp_path / "report"
     mixed = tmp_path / "mixed.jsonl"

@@ -97,6 +97,7 @@ def test_the_output_is_stock_and_nearer_to_the_base(
         assert torch.equal(model(input_ids=tokens).logits, own(input_ids=tokens).logits)
 
 
+@pytest.mark.full
 def test_the_record_says_how_and_the_same_command_writes_nothing(
     run: Run, originals: Path, whole: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_what_compressing_takes_is_enough(outcomes: dict[str, list[str]], comman
     assert outcomes[command][-1] == "0", outcomes[command]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("command", "lacking"), LACKING.items())
 def test_a_command_that_lacks_a_package_names_its_extra(
     outcomes: dict[str, list[str]], command: str, lacking: tuple[str, str]

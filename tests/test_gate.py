@@ -371,6 +371,7 @@ def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> No
     assert content["confidence"] == pytest.approx(1 - 0.05 / 4)
 
 
+@pytest.mark.full
 def test_a_search_that_finds_nothing_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,7 @@ def attributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Sequence[
 Attributed = Callable[[dict[int, Sequence[int]]], list[Calibration]]
 
 
+@pytest.mark.full
 def test_auto_is_the_list_of_what_it_finds(
     run: Run, model: Path, data: tuple[Any, ...], hubs: Path, attributed: Attributed, tmp_path: Path
 ) -> None:
@@ -336,6 +337,7 @@ def test_auto_for_plans_of_each_source_and_in_a_comparison(
     assert len(seen) == 2 and sum(len(batch) for batch in seen[1].batches) == 14
 
 
+@pytest.mark.full
 def test_the_text_is_read_once_and_warned_of_once(
     run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,7 +328,7 @@ def chosen(model: Path, formats: tuple[str, ...] = ("safetensors",), **asked: An
     return chosen_parts(replace(open_model(locate(str(model))), formats=formats), recipe_of(model, **asked).steps)
 
 
-@pytest.mark.parametrize("parts", ["auto", 1, 2, 4])
+@pytest.mark.parametrize("parts", [zoo.full("auto"), 1, 2, zoo.full(4)])
 @pytest.mark.parametrize("again", [False, True])
 def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, tmp_path: Path) -> None:
     asked = calibration(tmp_path)

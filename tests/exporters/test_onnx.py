@@ -228,6 +228,7 @@ def test_a_wrong_graph_leaves_nothing(change: Any, source: Path, retraced: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
+@pytest.mark.full
 def test_equal_runs_give_equal_records_and_a_wrong_successor_replaces_none(
     source: Path, retraced: Path, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ def cut_demo(folder: Path) -> Path:
 OTHERS = ("olmoe int8", "qwen3_moe int4", "deepseek_v3 int8", "gpt_oss int8", "smaller-demo int4")
 
 
-@pytest.fixture(scope="module", params=["mixtral-wide int4", *map(zoo.full, OTHERS)])
+@pytest.fixture(scope="module", params=[*map(zoo.full, ["mixtral-wide int4", *OTHERS])])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     name, quantize = request.param.split()
     source = tmp_path_factory.mktemp("onnx") / name

@@ -21,7 +21,7 @@ from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, load
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model import opened
 from compressor.progress import Silent
-from tests import small
+from tests import small, zoo
 from tests.evaluations import Steps, no_network, own_tasks, written_task
 from tests.opened import note_spills
 from tests.zoo_configs import FAMILIES
@@ -48,7 +48,7 @@ def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
     return choices, model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
 
 
-@pytest.mark.parametrize("family", STREAMED)
+@pytest.mark.parametrize("family", zoo.sweep(STREAMED))
 def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.save(tmp_path / "model", family)
     source = locate(str(folder))

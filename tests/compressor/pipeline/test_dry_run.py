@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.model.opened import OpenModel
-from tests import small
+from tests import small, zoo
 from tests.command_line import Run
 
 
@@ -65,7 +65,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way == "recipe" else zoo.full(way) for way in WAYS])
 def test_a_run_leaves_the_shapes_that_were_shown(way: str, tmp_path: Path, run: Run) -> None:
     model, text = small.save(tmp_path / "model", intermediate_size=512), small.text_file(tmp_path)
     asked = (model, *WAYS[way], "--calibration", text, "--samples", 8, "--sequence-length", 32)
