@@ -168,6 +168,8 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         blocks.append(Text(f"left out, as stock transformers does not load them: {names}{zeroed}"))
     if outcome.servers is not None:
         blocks.append(Text(server_line(outcome.servers)))
+    if outcome.loader_fault is not None:
+        blocks.append(Text(f"Stock loading: {outcome.loader_fault}"))
     if stage.constants is not None:
         gone = counted(sum(len(layer.constants) for layer in stage.layers), "expert")
         each = span(len(layer.groups) for layer in stage.layers)

@@ -22,12 +22,13 @@ from compressor.formatting import counted, human_count, joined, label, one_line,
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.serving import FORMATS
 from compressor.pipeline.outcome import Outcome
-from compressor.recipe.document import changed
+from compressor.recipe.document import changed, step_line
 from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
-from compressor.recipe.steps_plan import CORRECT, PRUNE, Plan, source_files
+from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan, source_files
 from compressor.records import read_object
 from compressor.report import page
 from compressor.report.data import Measured, Report, all_dispositions, report_data
@@ -42,9 +43,6 @@ ONNX_FILES = GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
 ONNX_FOLDER = "onnx"
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 CARD = "README.md"
-# Of the Hub's four relations (adapter, merge, quantized, finetune) this is the one for a single base whose weights
-# were changed: "merge" is for several bases. Unsaid, the Hub would guess "quantized" where it sees ONNX files.
-RELATION = "finetune"
 TASK = "text-generation"
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
 LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
@@ -297,6 +295,9 @@ def introduction(facts: Facts) -> Blocks:
             f"{layers}{after_split}: {all_dispositions(stage.layers)}.{routed} "
             f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
         )
+    if outcome.quantized:
+        what += f" {step_line(outcome.quantized)}."
+        kind = ""
     made = f"{what} It was made with moe-compressor.{kind}"
     source = outcome.plan.source
     base: Words = f'the local checkpoint "{label(source.model)}"'
@@ -308,7 +309,8 @@ def introduction(facts: Facts) -> Blocks:
 def comparison(facts: Facts) -> Blocks:
     """Base and compressed model, side by side."""
     (table,) = page.sizes(facts.outcome)
-    note = "Parameters are stored elements, in whatever format."
+    note = "Parameters are stored elements, in whatever format"
+    note += ", and weights where this run packed them." if facts.outcome.quantized else "."
     if facts.active is not None:
         before, after = facts.active
         known = ("-", "-", "-") if before is None else (human_count(before), share(after, before), f"{before:,}")
@@ -377,16 +379,17 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
             "In transformers (names and shapes of all tensors were checked against the stock model of version "
             f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
         )
-        stock = [
-            Text((checked, Code("device_map"), " needs the package accelerate):")),
+        needs = " needs the package accelerate, and the format "
+        package = (needs, Code("compressed-tensors")) if facts.outcome.quantized else (" needs the package accelerate",)
+        stock: list[Block] = [
+            Text((checked, Code("device_map"), *package, "):")),
             Listing("\n".join(code), "python"),
         ]
-        fault = one_line(facts.fault or "")
-        blocks += [
-            *([Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else stock),
-            Text("In vLLM, where it supports this architecture (not tested with this checkpoint):"),
-            serve,
-        ]
+        fault, scheme = one_line(facts.fault or ""), scheme_of(facts.outcome)
+        blocks.extend([Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else stock)
+        if scheme is None or scheme in FORMATS["vllm"]:
+            vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
+            blocks += [Text(vllm), serve]
     if facts.graph is not None:
         folder = f"model/{facts.graph}" if facts.graph else "model"
         shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
@@ -425,7 +428,10 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
         sentences.append("There are no safetensors here, only the ONNX graph.")
     elif quantization := entry_of(facts.config, "quantization_config"):
         kind = one_line(str(quantization.get("quant_method")))
-        sentences.append(f"The weights are quantised as the base's are ({kind}), stored as {stored}.")
+        as_what = "were quantised by the step quantize" if outcome.quantized else "are quantised as the base's are"
+        sentences.append(f"The weights {as_what} ({kind}), stored as {stored}.")
+        if scheme_of(outcome) == "fp8":
+            sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     else:
         sentences.append(f"The weights are not quantised; they are stored as {stored}.")
     if outcome.stage.constants is not None:
@@ -442,8 +448,9 @@ def _refitted(outcome: Outcome) -> str:
     """What was refitted or trained, and what that leaves; a step that changed nothing does not count."""
     taken, found = {step["name"] for step in outcome.steps if changed(step)}, list[str]()
     methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
+    layers = outcome.stage.layers
     if methods:
-        figures = [correction_of(layer) for layer in outcome.stage.layers]
+        figures = [correction_of(layer) for layer in layers]
         better = sum(entry.get("kept") not in (None, "none") for entry in figures)
         found.append(
             f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each layer's base output on "
@@ -460,8 +467,22 @@ def _refitted(outcome: Outcome) -> str:
     elif methods:
         found.append("Nothing was fine-tuned end to end.")
     elif not taken:
-        found.append("Nothing was refitted or fine-tuned after experts were taken out.")
+        found.append("Nothing was refitted or fine-tuned" + (" after experts were taken out." if layers else "."))
     return " ".join(found)
+
+
+def scheme_of(outcome: Outcome) -> str | None:
+    """Numbers that weights were rounded to; None if none were."""
+    return one_line(str(outcome.quantized["options"].get("scheme", "int4"))) if outcome.quantized else None
+
+
+def relation(outcome: Outcome) -> str:
+    """Of the Hub's four relations (adapter, merge, quantized, finetune) the one to the base.
+
+    "merge" is for several bases, "quantized" for what was only rounded; unsaid, the Hub would guess that where it sees
+    ONNX files.
+    """
+    return "quantized" if {step.name for step in outcome.plan.steps} == {QUANTIZE} else "finetune"
 
 
 def is_hub_id(name: str) -> bool:
@@ -545,7 +566,7 @@ def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardD
         **licence(base, facts.folder, repository, revision),
         language=languages(base),
         base_model=repository,
-        **({"base_model_relation": RELATION} if repository is not None else {}),
+        **({"base_model_relation": relation(outcome)} if repository is not None else {}),
         library_name=library if facts.dtypes else "onnx",
         pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
         tags=[
@@ -554,6 +575,7 @@ def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardD
             *map(one_line, facts.strategies),
             *(["merged", "expert-merging"] if any(layer.merged for layer in layers) else []),
             *(["pruned", "expert-pruning"] if any(layer.dropped for layer in layers) else []),
+            *(["compressed-tensors", scheme] if (scheme := scheme_of(outcome)) is not None else []),
             *(["onnx"] if facts.graph is not None else []),
         ],
         **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),

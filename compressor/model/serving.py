@@ -240,15 +240,25 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     # WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with activations as they are, FP8
     "vllm": ("fp8", "int8", "int4", "mxfp4", "nvfp4"),
     # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py (get_moe_scheme): WNA16 and FP8;
-    # NVFP4 wants quantised activations
-    "sglang": ("fp8", "int8", "int4"),
+    # NVFP4 with activations as they are from 0.5.22 on
+    "sglang": ("fp8", "int8", "int4", "nvfp4"),
     # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, 3 bits packed otherwise,
     # NVFP4 of experts by some names alone, and of integers only groups (GROUPED)
     "llama.cpp": ("fp8", "int8", "int4", "int2"),
 }
 GROUPED = (LLAMA_CPP,)
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES))
 PAGE = "docs/reference/servers.md"
+
+
+def loaders(scheme: str, by_row: bool) -> list[str]:
+    """Servers that load experts in a format, with one scale a row or in groups."""
+    return [
+        NAMES[server]
+        for server, schemes in FORMATS.items()
+        if scheme in schemes and not (by_row and scheme.startswith("int") and server in GROUPED)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

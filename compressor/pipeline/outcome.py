@@ -4,11 +4,13 @@ Terminal summary, `--json`, report and model card are made of it.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compressor.checkpoint.reader import Size
+from compressor.checkpoint.reader import Checkpoint, Size
+from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
@@ -16,10 +18,11 @@ from compressor.evaluation.gate_report import gate_of, read_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
-from compressor.model.opened import OpenModel, advice_on, served_model
+from compressor.model.inspection import stock_fault
+from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
 from compressor.recipe.plan import CompressionPlan, parts_of
-from compressor.recipe.steps_plan import Plan
+from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import read_json, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
 
@@ -72,6 +75,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
     servers: Advice | None = field(default=None, repr=False)
+    loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
@@ -103,6 +107,11 @@ class Outcome:
         """Entries of the steps that something came of, in order."""
         return tuple(step.to_dict() for step in self.plan.steps if step.result is not None)
 
+    @property
+    def quantized(self) -> dict[str, Any] | None:
+        """The entry of the step that quantised the weights; None if none did."""
+        return next((step.to_dict() for step in self.plan.of(QUANTIZE) if step.plan is not None), None)
+
     def sizes(self) -> list[SizeRow]:
         """What got smaller."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
@@ -129,6 +138,12 @@ class Outcome:
             "calibration": self.plan.calibration,
             "versions": dict(self.versions),
             "servers": None if self.servers is None else asdict(self.servers),
+            "loader_fault": self.loader_fault,
+            **(
+                {}
+                if self.quantized is None
+                else {"quantization": {**self.quantized["options"], **self.quantized["plan"]}}
+            ),
             **({} if stage.constants is None else {"constants": dict(stage.constants)}),
             "steps": [{name: entry[name] for name in ("name", "options", "result")} for entry in self.steps],
         }
@@ -169,6 +184,15 @@ def servers_of(model: OpenModel, stage: CompressionPlan) -> Advice | None:
         return None
     layers = model.architecture.layers
     return advice_on(served_model(model), layers, stage.experts or model.architecture.experts)
+
+
+def fault_of(folder: Path) -> str | None:
+    """What stock transformers does wrong with a checkpoint's quantised experts; None if nothing is known."""
+    if not Checkpoint(folder).quantization:
+        return None
+    with suppress(CompressionError):  # as for constants
+        return stock_fault(open_model(ModelSource(str(folder), None, folder), device="cpu"))
+    return None
 
 
 def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:

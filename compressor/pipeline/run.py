@@ -22,7 +22,7 @@ from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
-from compressor.pipeline.outcome import Outcome, read_outcome, record_of, servers_of
+from compressor.pipeline.outcome import Outcome, fault_of, read_outcome, record_of, servers_of
 from compressor.pipeline.task import Task, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
@@ -179,7 +179,7 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
     if not here().broadcast(answered):
         return None
     report_in_place(terms.out)
-    outcome = read_outcome(terms.out)
+    outcome = replace(read_outcome(terms.out), loader_fault=fault_of(terms.out))
     servers = servers_of(task.seen, outcome.stage)  # figures of this run, which did nothing, in place of that one's
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
@@ -224,7 +224,8 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         for each in (model, state.base, state.model):  # a gate may load whole models
             each.partial.stream()
         terms.accept(work.output)
-    outcome = replace(outcome, seconds=dict(state.clock.seconds), peak_memory=peak.anonymous, acceptance=acceptance)
+    seconds, fault = dict(state.clock.seconds), fault_of(work.output)
+    outcome = replace(outcome, seconds=seconds, peak_memory=peak.anonymous, acceptance=acceptance, loader_fault=fault)
     if here().is_first:  # recorded before the rename, for a run that is killed right after it
         identity = None if state.text is None else state.text.identity
         run_record = RunRecord(

@@ -21,7 +21,7 @@ from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Gro
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/2"
-SPLIT, PRUNE, CONSTANTS, CORRECT = "split", "prune", "constants", "correct"
+SPLIT, PRUNE, CONSTANTS, CORRECT, QUANTIZE = "split", "prune", "constants", "correct", "quantize"
 MOST_STEPS = 100
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
 MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw

@@ -57,15 +57,17 @@ def made_with(data: Report) -> Facts:
     stage, source = data.stage, data.plan.source
     revision = f", revision {source.revision}" if source.revision else ""
     sequential = "each layer was planned on what the compressed earlier layers output" if stage.sequential else "no"
+    top = f", top {data.top_k}" if data.layers else ""  # which a plan without layers does not know
     rows: list[tuple[str, Words | Items]] = [
         ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
         ("Strategy", data.strategy),
         ("Options", setting(stage.options) if stage.options else ""),
-        ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after, top {data.top_k}"),
+        ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after{top}"),
         ("Split", describe_split(stage.split) if stage.split else ""),
-        ("MoE layers", f"{len(data.layers):,}"),
+        ("MoE layers", f"{len(data.layers):,}" if data.layers else ""),
         ("Reconstruction", setting(stage.correction) if stage.correction else "none"),
         *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
+        ("Quantize", step_line(data.quantized) if data.quantized else ""),
         ("Sequential", sequential),
     ]
     if data.plan.calibration is None:
@@ -291,6 +293,8 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
         f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
         f"each MoE layer, by {joined([*ways])}."
     )
+    if data.quantized:
+        lead += f" {step_line(data.quantized)}."
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
@@ -298,7 +302,7 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
         routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
         verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), counted(len(gate.tasks), "task") + routed
     tiles: dict[str, tuple[Words, str]] = {
-        "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}"),
+        "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
         "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
         "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Text
+from compressor.formatting import joined
 from compressor.recipe.step import Needs, Step
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ class Quantize(Step):
         return Writer(state.model, self.chosen(state.model), matrices, Kept(state.work.kept(state.number, "quantized")))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Scheme, groups and effective bits."""
+        """Scheme, groups, effective bits, and who loads it."""
+        from compressor.model.serving import loaders
+
         if not (plan := entry.get("plan")):
             return ()
         groups = "one scale a row" if plan["group_size"] == -1 else f"groups of {plan['group_size']}"
@@ -116,9 +119,11 @@ class Quantize(Step):
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if self.method == "gptq" else "rounding to nearest"
         how += f" and {self.tune} steps of training" if self.tune else ""
+        servers = loaders(self.scheme, plan["group_size"] == -1)
+        loaded = f"which {joined(servers)} load" if servers else "which no server is known to load"
         return (
             Text(
                 f"Quantised {what}{before} to {self.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
-                f"stored as {plan['format']}."
+                f"stored as {plan['format']}, {loaded}."
             ),
         )

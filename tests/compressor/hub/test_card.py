@@ -302,6 +302,42 @@ def test_stock_loading_is_offered_only_where_it_is_right(tmp_path: Path) -> None
         told = body(card_text(tmp_path / scheme, REPOSITORY))
         assert ("AutoModelForCausalLM" in told) is offered
         assert ("experts wrongly: it drops" in told) is not offered
+        assert "Quantised routed experts to" in told.partition("## ")[0] and "ordinary checkpoint" not in told
+        assert "were quantised by the step quantize" in told and "as the base's are" not in told
+        assert "MoE layers: 0" not in told and ("Servers round activations" in told) is (scheme == "fp8")
+
+
+def test_metadata_name_the_format_and_the_relation(copied: Path, tmp_path: Path) -> None:
+    """The Hub calls a quantisation what was rounded and otherwise not changed."""
+
+    def card(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> dict[str, Any]:
+        def to_hub(record: dict[str, Any]) -> None:
+            plan = record["plan"]
+            plan["source"] |= {"model": "org/base", "revision": "0" * 40}
+            plan["steps"] = change(plan["steps"])
+            record["plan_digest"] = Plan.from_dict(plan, "plan").digest()
+
+        text = card_text(edited(copied, to_hub), REPOSITORY, base=tmp_path).text
+        metadata: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+        assert mistakes(metadata) == []
+        return metadata
+
+    decided = {
+        "format": "pack-quantized",
+        "group_size": -1,
+        "matrices": 1,
+        "weights": 1,
+        "bits": 4,
+        "dequantized": False,
+    }
+    step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json"), "plan": decided}
+    pruned_only = card(lambda steps: steps)
+    both = card(lambda steps: [*steps, step])
+    alone = card(lambda steps: [step])
+    assert pruned_only["base_model_relation"] == both["base_model_relation"] == "finetune"
+    assert alone["base_model_relation"] == "quantized"
+    assert {"compressed-tensors", "int4"} <= set(both["tags"]) & set(alone["tags"])
+    assert not {"compressed-tensors", "int4"} & set(pruned_only["tags"])
 
 
 def test_a_graph_beside_the_weights_is_offered_with_how_it_was_verified(copied: Path) -> None:
