@@ -1,7 +1,8 @@
 """What a recipe would do, from configs and headers alone: nothing is written, and no weight and no text is read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from compressor.checkpoint.reader import Size
@@ -99,7 +100,8 @@ def dry_run(recipe: Recipe) -> DryRun:
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     task = prepare(recipe, model, base, earlier_plan(model))
     experts, changed = experts_left(task), any(step.name in CHANGES for step in task.steps)
-    before, after = _shape(model, model.architecture.experts), _shape(task.seen, experts, changed)
+    before = _shape(model, model.architecture.experts, partial(output_size, model))
+    after = _shape(task.seen, experts, partial(_size_after, task, changed=changed))
     names = {part_name(number): step.name for number, step in enumerate(task.steps)}
     texts = tuple(
         TextNeed.of(spec, names if number is None else {OWN: task.steps[number].name})
@@ -144,11 +146,18 @@ def experts_left(task: Task) -> int:
     return count
 
 
-def _shape(model: OpenModel, experts: int, changed: bool = False) -> Shape:
+def _size_after(task: Task, experts: int, changed: bool) -> Size:
+    """What is written of the model with so many experts in each layer."""
+    if task.quantize is not None:
+        return task.quantize.size(task.seen, experts, changed)[0]
+    return output_size(task.seen, experts, changed)
+
+
+def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:
     """The numbers of the model with so many experts in each layer; their size is what a few more or less weigh."""
     layers, served = model.architecture.layers, served_model(model)
     few = -layers[0].routing_groups if experts == layers[0].experts else layers[0].routing_groups
-    size, other = (output_size(model, count, changed) for count in (experts, experts + few))
+    size, other = sized(experts), sized(experts + few)
 
     def of_layer(one: int, two: int) -> int:
         return (two - one) // few * experts // len(layers)

@@ -41,7 +41,7 @@ from compressor.run_record import (
 )
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
-from compressor.steps.job import check_plan, left_out_of, make_job, output_size
+from compressor.steps.job import check_plan, left_out_of, make_job
 from compressor.steps.state import Observer, State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
@@ -80,6 +80,12 @@ class Stage:
     plan: CompressionPlan
     heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
+    before: "Stage | None" = None  # what it was made of, unless that is the run's source
+
+    @property
+    def first(self) -> "Stage":
+        """The stage that was made of the run's source."""
+        return self if self.before is None else self.before.first
 
     def opened(self, like: OpenModel) -> OpenModel:
         """The checkpoint as it is now, computing like another model."""
@@ -125,9 +131,7 @@ def run(
         in_place = partial(_in_place, terms, place, task, opened.peak)
         if (outcome := in_place()) is not None:
             return outcome
-        needed = output_size(task.seen, task.experts).bytes
-        if any(step.name == "correct" for step in task.steps):
-            needed *= 2  # refitted layers wait beside the output
+        needed = task.space
         with held(terms.out) as work:
             if (outcome := in_place()) is not None:  # another run of it has just ended
                 return outcome
@@ -185,7 +189,7 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
 
 
 def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str | None) -> Outcome:
-    work, model = state.work, task.model
+    work, model, first = state.work, task.model, stage.first
     assert work is not None
     whole, before = state.plan.stage, Size.of(model.checkpoint.tensors.values())
     if task.before is not None:  # sizes count from the source of the first run
@@ -200,7 +204,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         after=Size.of(stage.job.outputs),
         seconds={},
         peak_memory=0,
-        left_out=tuple(left_out_of(stage.source, stage.plan)),
+        left_out=tuple(sorted({name for each in (first, stage) for name in left_out_of(each.source, each.plan)})),
         zeroed_fields=tuple(stage.job.zeroed),
         servers=servers_of(task.seen, whole),
     )
@@ -218,8 +222,9 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     with state.clock.phase("write"):
         here().broadcast(assembled)
     fit = None if state.text is None else state.text.fit
-    changed = any(step.order is None for step in task.steps)
-    acceptance = acceptance_of(stage.plan, stage.heads, work.output, stage.source, fit, changed)
+    changed = stage is not first or any(step.order is None for step in task.steps)
+    heads = first.heads if stage.heads else ()
+    acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
     if terms.accept is not None:
         for each in (model, state.base, state.model):  # a gate may load whole models
             each.partial.stream()
@@ -270,6 +275,8 @@ def make_all(state: State) -> Stage:
 
 def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, work: Workdir) -> Stage:
     if before is not None:
+        if before.before is not None:  # the last one stays until the end, for a run that goes on after a kill
+            work.drop(before.before.folder)
         state.model = before.opened(state.base)
         before.model = None
     decide(state, numbers)
@@ -285,8 +292,7 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
                     state.plan = state.plan.with_entry(changed, plan=dict(decided))
                     work.record(changed, state.plan.steps[changed].to_dict())
     stage = _written(state, numbers, work, steps)
-    if before is not None:
-        work.drop(before.folder)
+    stage.before = before
     return stage
 
 

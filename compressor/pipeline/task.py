@@ -35,6 +35,8 @@ from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import Needs, Step, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
+from compressor.steps.job import output_size
+from compressor.steps.quantize.step import Quantize
 from compressor.steps.state import OWN, Observer, State, Texts, part_name
 from compressor.steps.workdir import Workdir
 
@@ -98,6 +100,22 @@ class Task:
         """Experts that each layer keeps in the first stage that decides that."""
         kept = next((need.experts for need in self.needs if need.experts is not None), None)
         return self.seen.architecture.experts if kept is None else kept
+
+    @property
+    def quantize(self) -> Quantize | None:
+        return next((step for step in self.steps if isinstance(step, Quantize)), None)
+
+    @property
+    def space(self) -> int:
+        """Bytes on disk that the run takes, as far as sizes are known before anything is decided."""
+        plain = output_size(self.seen, self.experts).bytes
+        corrects = any(step.name == "correct" for step in self.steps)
+        first = 2 * plain if corrects else plain  # refitted layers wait beside the output
+        if self.quantize is None:
+            return first
+        size, packed = self.quantize.size(self.seen, self.experts)
+        own = size.bytes + (packed if self.quantize.method == "gptq" else 0)  # which wait beside the output, too
+        return own if self.steps[0] is self.quantize else max(first, plain + own)
 
     def key(self) -> str:
         """SHA-256 of everything that decides the output, the content of texts included."""

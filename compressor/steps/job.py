@@ -71,12 +71,13 @@ def stored_partial(model: OpenModel) -> PartialModel:
     return model.partial.computing_in(pick_dtype("auto", model.config, model.checkpoint), torch.device("cpu"))
 
 
-def output_size(model: OpenModel, experts: int, changed: bool = False) -> Size:
+def output_size(model: OpenModel, experts: int, changed: bool = False, through: bool = False) -> Size:
     """Parameters and bytes of the output when every MoE layer keeps `experts`.
 
-    They stay as they are stored, unless they are `changed`: merged, corrected or trained.
+    They stay as they are stored, unless they are `changed`: merged, corrected or trained; or all tensors are made
+    `through` the model.
     """
-    changed = changed and model.layout.quantized
+    changed = through or (changed and model.layout.quantized)
     if model.stored_parts and not changed:  # which is measured by a plan that keeps as many of each routing group
         kept = [place * model.architecture.experts // experts for place in range(experts)]
         layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)

@@ -10,6 +10,7 @@ from compressor.formatting import joined
 from compressor.recipe.step import Needs, Step
 
 if TYPE_CHECKING:
+    from compressor.checkpoint.reader import Size
     from compressor.model.opened import OpenModel
     from compressor.steps.quantize.scheme import Scheme
     from compressor.steps.quantize.writing import Writer
@@ -71,6 +72,12 @@ class Quantize(Step):
 
         columns = (matrix.columns for matrix in find_matrices(model, self.targets).every)
         return scheme_for(self.scheme, self.group_size, columns)
+
+    def size(self, model: "OpenModel", experts: int, changed: bool = False) -> tuple["Size", int]:
+        """The model's size once quantised, with so many experts in each layer, and bytes of the packed matrices."""
+        from compressor.steps.quantize.writing import packed_size
+
+        return packed_size(model, self.chosen(model), self.targets, experts, changed)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
         """The format and its effective bits; of a source that was quantised otherwise, that it's dequantised first."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import TORCH_DTYPES
+from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, tensor_bytes
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.files import write_whole
@@ -24,8 +24,8 @@ from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import CompressionPlan
-from compressor.steps.job import files_with, make_job, stored_partial
-from compressor.steps.quantize.matrices import Matrices, Matrix
+from compressor.steps.job import files_with, make_job, output_size, stored_partial
+from compressor.steps.quantize.matrices import Matrices, Matrix, find_matrices
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 
@@ -120,6 +120,26 @@ def round_to_nearest(
     stored = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0] if name not in WHOLE}
     stored |= {name: pieces[0][name] for name in WHOLE if name in pieces[0]}
     return stored | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in stored else {}), total
+
+
+def packed_size(
+    model: OpenModel, scheme: Scheme, targets: str, experts: int, changed: bool = False
+) -> tuple[Size, int]:
+    """Parameters and bytes of a model with so many experts in each layer once quantised, and those of packed matrices.
+
+    Other tensors stay as `output_size` has them. Reads headers alone.
+    """
+    matrices, partial = find_matrices(model, targets), stored_partial(model)
+    size = output_size(model, experts, changed, through=not matrices.stored)
+    dtypes = dict[str, str]()
+    if matrices.stored and not model.is_split:
+        dtypes = {key: model.checkpoint.tensors[name].dtype for name, key in partial.plain_keys.targets.items()}
+    own = [matrix for matrix in matrices.every if matrix.expert is None or matrix.expert < experts]
+    shapes = [(matrix.rows, matrix.columns) for matrix in own]
+    stored = [dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype]) for matrix in own]
+    plain = sum(tensor_bytes(dtype, shape) for dtype, shape in zip(stored, shapes, strict=True))
+    packed = sum(scheme.nbytes(*shape, partial.dtype) for shape in shapes)
+    return Size(size.parameters, size.bytes - plain + packed), packed
 
 
 @dataclass(frozen=True, slots=True)
