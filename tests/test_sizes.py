@@ -77,7 +77,7 @@ SIZED = ("compare", "model", "--sizes")
         (("compress", "model", "-o", "out", "--bytes", "16XB"), "'16XB' is no size; write 16GB"),
         ((*SIZED, "--experts", "4"), "leave out --experts, --ratio"),
         ((*SIZED, "--bits", "2", "--bytes", "1GB"), "stands in place of --bytes"),
-        ((*SIZED, "--correct", "tune"), "with none or ridge"),
+        ((*SIZED, "--correct", "none,ridge"), "with one of none, ridge, tune"),
         ((*SIZED, "--strategies", "reap,auto"), "name one"),
         ((*SIZED, "--split", "1,2"), "name one"),
         ((*SIZED, "--shares", "1,1/0"), "should be shares separated by commas"),

@@ -13,8 +13,9 @@ from compressor.formatting import read_bytes
 if TYPE_CHECKING:
     from compressor.recipe.recipe import Recipe
 
+CORRECTIONS = ("none", "ridge", "tune")
+
 logger = logging.getLogger(__name__)
-IN_CLOSED_FORM = ("none", "ridge")
 Bytes = Annotated[
     str | None,
     flag("Prune or quantise, as is best, to so many bytes: 16GB, 500MB, 2.5GiB or a number.", SIZES, "--bytes"),
@@ -39,8 +40,8 @@ def size_options(
     name, *settings = (strategies or "auto").split(":")
     if "," in name:
         raise CompressionError(f"--strategies {strategies}: sizes are compared for one strategy; name one")
-    if correct not in (None, *IN_CLOSED_FORM):
-        raise CompressionError(f"--correct {correct}: sizes are compared with none or ridge, which takes little time")
+    if correct not in (None, *CORRECTIONS):
+        raise CompressionError(f"--correct {correct}: sizes are compared with one of {', '.join(CORRECTIONS)}")
     if bits is not None and (nbytes is not None or bits <= 0):
         raise CompressionError(f"--bits {bits:g} should be a number above 0, and stands in place of --bytes")
     told = f"--strategies {strategies}: an option should be option=value"

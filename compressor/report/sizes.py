@@ -1,8 +1,8 @@
 """Prune or quantise: shares of the experts, each in several number formats, side by side on held-out text.
 
-All shares are planned from one calibration pass. Where a correction is asked for, each is refitted in closed form, and
-its layers wait on disk. Then every pair of a share and a format is a variant in one streamed pass; its experts are
-rounded to nearest as the step `quantize` rounds them, so that a pair is what `compress` would write.
+All shares are planned from one calibration pass. If a correction is asked for, each is refitted, in closed form unless
+tune is named, and its layers wait on disk. Then every pair of a share and a format is a variant in one streamed pass;
+its experts are rounded to nearest as the step `quantize` rounds them, so that a pair is what `compress` would write.
 """
 
 import tempfile
@@ -166,8 +166,10 @@ def plan_shares(
     assert isinstance(prune, Prune)
     strategy = load_strategy(prune.strategy, prune.options)
     reads = bool(strategy.needs - WEIGHTS)
-    if "correct" in resolved:  # in closed form, whatever compress would do
+    asked: Any = next((step for step in stage if step.name == "correct"), None)
+    if "correct" in resolved and asked.method == "auto":  # in closed form, which takes little time
         resolved["correct"] = RIDGE
+    correction: Correct | None = resolved.get("correct")
     specs, found, left_out = {}, [Kept(Fraction(1), base, untouched(base, seed))], list[str]()
     for share in sorted({*shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
@@ -182,8 +184,8 @@ def plan_shares(
         return found, left_out, resolved
     if seen.is_split:
         assert split is not None
-        text = data if reads or "correct" in resolved or split.by == CLUSTERS else None
-        seen = partitioned(seen, text, split.by, progress, seed, changed="correct" in resolved)
+        text = data if reads or correction or split.by == CLUSTERS else None
+        seen = partitioned(seen, text, split.by, progress, seed, changed=correction is not None)
     planner = Planner(seen, data, progress, seed)
     protected = protected_experts(prune.protect, min(specs), planner)
     planner = replace(planner, calibration=data if reads else None)
@@ -191,10 +193,10 @@ def plan_shares(
     plans = planner.plans(wanted, protected, heads=wanted[0].heads)
     for (share, _), planned in zip(specs.values(), plans, strict=True):
         plan, files = planned.plan, None
-        if "correct" in resolved:
+        if correction is not None:
             files = CutFiles(folder / str(plan.experts))
-            plan = replace(plan, correction={"method": RIDGE.method}, calibration=data.identity)
-            plan = correct(seen, plan, progress, files, data, RIDGE)
+            plan = replace(plan, correction={"method": correction.method}, calibration=data.identity)
+            plan = correct(seen, plan, progress, files, data, correction)
         found.append(Kept(share, seen, plan, files))
     return found, left_out, resolved
 
@@ -356,8 +358,8 @@ def fitted(
 ) -> tuple[Recipe, SizeComparison]:
     """The recipe with the share of the experts and the format that fit into so many bytes with the least KL.
 
-    They are found on what is held out of its calibration text, with corrections in closed form; steps that the choice
-    makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
+    They are found on what is held out of its calibration text, with corrections in closed form where none is named.
+    Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
     """
     check_grid(SHARES, SCHEMES, servers)
     prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)

@@ -198,7 +198,7 @@ def untried(made: SizeComparison) -> str:
     correction = "" if made.correction == STORED else f", corrections other than {made.correction}"
     return (
         f"Not tried: GPTQ in place of rounding to nearest, {', '.join(formats)}, fewer bits for attention, strategies "
-        f"other than {made.strategy}{correction}, and other shares."
+        f"other than {made.strategy}{correction}, other shares and splits."
     )
 
 
