@@ -19,8 +19,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, tensor_bytes
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.files import write_whole
-from compressor.kept import keep_tensors, kept_tensors
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import CompressionPlan
@@ -43,25 +42,17 @@ class Kept:
 
     def sums(self, unit: str) -> dict[str, int] | None:
         """Checksums of a layer's matrices by module; None if the layer is not finished."""
-        path = self.folder / f"{unit}.json"
-        try:
-            content: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # as after a loss of power
-            return None
-        return content
+        found: dict[str, int] | None = facts_of(self._file(unit))
+        return found
 
     def save(self, unit: str, sums: Mapping[str, int], tensors: Mapping[str, Tensor] | None = None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if tensors is not None:
-            keep_tensors(self._tensors(unit), tensors, None)
-        write_whole(self.folder / f"{unit}.json", json.dumps(dict(sums)))
+        keep_tensors(self._file(unit), tensors or {}, dict(sums))
 
     def tensors(self, unit: str) -> dict[str, Tensor]:
         """Packed tensors of a layer that was quantised in the pass over text, by name; none otherwise."""
-        path = self._tensors(unit)
-        return kept_tensors(path) if path.exists() else {}
+        return kept_tensors(self._file(unit))
 
-    def _tensors(self, unit: str) -> Path:
+    def _file(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"
 
 
@@ -171,7 +162,7 @@ class Writer:
             outputs=tuple(in_order_of([*units, *others], [*outputs, *own])),
             produce=bind(self._produce, inner, partial),
             files=files,
-            verify=bind(self._verify, inner, partial.dtype),
+            verify=bind(self._verify, inner, partial),
         )
 
     def _of_heads(self, inner: OutputJob, units: Sequence[str]) -> list[str]:
@@ -189,21 +180,27 @@ class Writer:
             dtype = dtypes.get(name, value.dtype)  # of a router, which may compute in another one
             yield name, iter([tensor_bytes_view(value.to(dtype))])
         if own and not kept:
-            if not self.matrices.stored:
-                partial.load(partial.keys_under(unit))
-            sums, read, scheme = dict[str, int](), bind(self._read, partial), self.scheme
-            largest = largest_weights(own, read) if scheme.name == "nvfp4" else {}
-
-            def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
-                return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
-
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                for matrix, (tensors, total) in zip(own, pool.map(packed, own), strict=True):
-                    sums[matrix.module] = total
-                    for name, value in tensors.items():
-                        yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
+            sums = dict[str, int]()
+            for matrix, tensors, total in self._rounded(partial, unit):
+                sums[matrix.module] = total
+                for name, value in tensors.items():
+                    yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
             self.kept.save(unit, sums)
         yield from (entry for entry in inner.produce(unit) if entry[0] not in {*self.matrices.replaced, *kept})
+
+    def _rounded(self, partial: Any, unit: str) -> Iterator[tuple[Matrix, dict[str, Tensor], int]]:
+        """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
+        if not self.matrices.stored:
+            partial.load(partial.keys_under(unit))
+        own, read, scheme = self.matrices.of(unit), bind(self._read, partial), self.scheme
+        largest = largest_weights(own, read) if scheme.name == "nvfp4" else {}
+
+        def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
+            return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for matrix, (tensors, total) in zip(own, pool.map(packed, own), strict=True):
+                yield matrix, tensors, total
 
     def _read(self, partial: Any, matrix: Matrix) -> Tensor:
         """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
@@ -216,12 +213,14 @@ class Writer:
         experts, tensor = partial.model.get_submodule(matrix.owner), matrix.key.rpartition(".")[2]
         return matrix_of(experts, tensor, checkpoint.read_checked(name)[matrix.expert], matrix.part)
 
-    def _verify(self, inner: OutputJob, dtype: torch.dtype, folder: Path) -> None:
+    def _verify(self, inner: OutputJob, partial: Any, folder: Path) -> None:
         """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
         inner.verify(folder)
-        written = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), "cpu")
+        written = open_model(ModelSource(str(folder), None, folder), str(partial.dtype).removeprefix("torch."), "cpu")
         for unit in self.model.architecture.units:
-            own, sums = self.matrices.of(unit), self.kept.sums(unit) or {}
+            own, sums = self.matrices.of(unit), self.kept.sums(unit)
+            if sums is None:  # lost with power, before it was on disk like the layer
+                sums = {matrix.module: total for matrix, _, total in self._rounded(partial, unit)}
             written.partial.load({matrix.key for matrix in own})
             for matrix in own:
                 if checksum(matrix.of(written.partial.model).detach()) != sums.get(matrix.module):
