@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
 from compressor.errors import CompressionError
+from compressor.recipe.recipe import default_steps
 from compressor.recipe.step import Step
 from tests import fake_quantized, mtp_heads, small, zoo
+from tests.command_line import Run, refused
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8
 
 pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
@@ -187,3 +190,29 @@ def test_heads_of_further_tokens_stay_plain(name: str, tmp_path: Path) -> None:
     assert {name for name in linear if "embed" not in name} <= set(ignored)
     assert not fake_quantized.packed_modules(after) & set(ignored)
     compressor.inspect(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("method", ["rtn", zoo.full("gptq")])
+def test_a_recipe_and_a_plan_repeat_the_bytes(method: str, run: Run, model: Path) -> None:
+    text, sizes = model.parent / "calibration.txt", ("--samples", 16, "--sequence-length", 32)
+    ask = (model, "--experts", 4, "--strategy", "reap", "--correct", "ridge", "--quantize", "int3")
+    ask = (*ask, "--set", f"quantize.method={method}", "--calibration", text, *sizes)
+    places = {name: model.parent / name for name in ("out", "again", "planned")}
+    assert run("compress", *ask, "-o", places["out"]).status == 0
+    assert run("compress", places["out"] / "recipe.yaml", "-o", places["again"]).status == 0
+    assert run("plan", *ask, "-o", model.parent / "plan.json").status == 0
+    assert run("apply", model.parent / "plan.json", "-o", places["planned"]).status == 0
+    trees = [small.tree(folder) for folder in places.values()]
+    assert trees[0] == trees[1] == trees[2]
+    recipe = yaml.safe_load((places["out"] / "recipe.yaml").read_text())
+    assert recipe["steps"][-1] == {"quantize": {"scheme": "int3"} | ({} if method == "rtn" else {"method": "gptq"})}
+
+
+def test_the_option_quantize(run: Run, model: Path) -> None:
+    assert run("compress", model, "--quantize", "int2", "-o", model.parent / "out").status == 0
+    done = json.loads((model.parent / "out" / "compression.json").read_text())["plan"]["steps"]
+    assert [(step["name"], step["options"]["scheme"]) for step in done] == [("quantize", "int2")]
+    refused(run("compress", model, "--quantize", "int5", "-o", model.parent / "no"), "quantize: scheme is 'int5'")
+    names = [step.name for step in default_steps(experts=4, distill="router", quantize={"scheme": "fp8"})]
+    assert names == ["split", "prune", "correct", "distill", "quantize"]
+    assert [step.name for step in default_steps(quantize="int4")] == ["quantize"]
