@@ -6,11 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from exporters import onnx
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused, run_killed
+from tests.quantized import plain_model
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -71,6 +73,26 @@ def test_quantised_experts(run: Run, both: Path, tmp_path: Path) -> None:
     assert "cost of rounding" in result.out
     record = json.loads((tmp_path / "graph" / "onnx_export.json").read_text())
     assert "QMoE" in json.dumps(record)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
+def test_a_quantised_output_is_exported_with_what_its_weights_mean(scheme: str, run: Run, tmp_path: Path) -> None:
+    """Also where stock transformers reads them wrongly."""
+    small.save(tmp_path / "model", num_hidden_layers=1, intermediate_size=32)
+    steps = [{"prune": {"experts": 6, "strategy": "model-centric"}}, {"quantize": {"scheme": scheme}}]
+    recipe = {"model": str(tmp_path / "model"), "steps": steps, "output": {"formats": ["safetensors", "onnx"]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    result = run("compress", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    assert result.status == 0, result
+    plain = plain_model(tmp_path / "out")
+    from tests.exporters.answers import Runner, session_of
+
+    tokens = zoo.tokens(plain, 2, 12)
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens, use_cache=False).logits
+    found = Runner(session_of(tmp_path / "out" / "onnx"), 2)(tokens)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "onnx" / "config.json").read_text())
 
 
 def test_compress_writes_onnx_alone(run: Run, checkpoint: Path, retraced: None, tmp_path: Path) -> None:
