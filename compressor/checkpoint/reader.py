@@ -7,9 +7,11 @@ import json
 import math
 import mmap
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -60,6 +62,7 @@ def refuse_link(path: Path, folder: Path) -> None:
 TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+PART = re.compile(r"(.+?)_(packed|blocks|scale|scale_inv|scale_2|scales|shape|zero_point|global_scale)")  # of a weight
 MOST_SIZE, MOST_DIMENSIONS = 2**63 - 1, 64  # that torch can index
 LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits without the sign; above it is NaN
 MOST_LETTERS = 1_000  # of a tensor's name, on which transformers tries dozens of patterns
@@ -67,7 +70,10 @@ MOST_LETTERS = 1_000  # of a tensor's name, on which transformers tries dozens o
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: `begin` and `end` are absolute byte offsets in its file."""
+    """Where one tensor lies: `begin` and `end` are absolute byte offsets in its file.
+
+    `each` is how many of the model's weights an element stands for: 1, but of packed weights and of their scales.
+    """
 
     name: str
     file: str
@@ -75,6 +81,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
     end: int
+    each: Fraction = Fraction(1)
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +90,8 @@ class TensorInfo:
 
     @property
     def parameters(self) -> int:
-        """Number of stored elements."""
-        return math.prod(self.shape)
+        """Number of the model's weights."""
+        return int(math.prod(self.shape) * self.each)
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +102,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Stored elements and bytes of several tensors."""
+    """Weights and bytes of several tensors."""
 
     parameters: int
     bytes: int
@@ -211,6 +218,28 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
+def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Tensors of a quantised checkpoint with the number of weights that an element stands for."""
+    bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
+    packed = {
+        "U8": Fraction(2),
+        "I32": Fraction(32, int(bits.pop())) if len(bits) == 1 and bits != {"0"} else Fraction(1),
+    }
+    found = dict[str, TensorInfo]()
+    for name, info in tensors.items():
+        each, part = Fraction(1), PART.fullmatch(name)
+        if part is not None and part[2] in ("packed", "blocks"):
+            each = packed.get(info.dtype, each)
+        elif part is not None and (
+            part[1].endswith(".input") or any(f"{part[1]}{end}" in tensors for end in ("", "_packed", "_blocks"))
+        ):
+            each = Fraction(0)
+        elif f"{name}_scale_2" in tensors:  # modelopt's NVFP4
+            each = packed.get(info.dtype, each)
+        found[name] = replace(info, each=each) if each != 1 else info
+    return found
+
+
 class Checkpoint:
     """A local checkpoint folder, opened lazily: tensors are views of mapped files until they are changed.
 
@@ -226,7 +255,8 @@ class Checkpoint:
         self.folder = folder
         self.raw_config = read_object(folder / "config.json")
         self.quantization = quantization_of(folder, self.raw_config)
-        self.tensors = _locate_tensors(folder) if tensors is None else tensors
+        located = _locate_tensors(folder) if tensors is None else tensors
+        self.tensors = counted(located, self.quantization) if self.quantization else located
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

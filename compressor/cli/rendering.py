@@ -18,6 +18,7 @@ from compressor.model.serving import Advice, Breach
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
+from compressor.recipe.steps_plan import QUANTIZE
 from compressor.records import plain_json
 from compressor.report.comparison_report import Comparison, comparison_brief
 from compressor.report.sizes_report import SizeComparison, size_brief
@@ -153,7 +154,8 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
     blocks: list[Block] = [size_table(title, outcome.sizes())]
     for step in outcome.plan.steps:
-        blocks += make_step(step.name, step.options).describe(step.to_dict())
+        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
+            blocks += make_step(step.name, step.options).describe(step.to_dict())
     if outcome.seconds:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
         blocks.append(Text(f"{phases}; peak memory {human_bytes(outcome.peak_memory)}"))

@@ -1,5 +1,6 @@
 """The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -125,7 +126,7 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
 
 
 def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
-    """Stored elements by dtype, whose bytes must be as many as the record says."""
+    """Stored elements by dtype; raises `CompressionError` unless the bytes are as many as the record says."""
     tensors = Checkpoint(folder).tensors.values()
     counted = Size.of(tensors)
     if counted.bytes != recorded.bytes:  # of packed weights, the record counts what they stand for
@@ -135,7 +136,7 @@ def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
         )
     dtypes = Counter[str]()
     for tensor in tensors:
-        dtypes[tensor.dtype] += tensor.parameters
+        dtypes[tensor.dtype] += math.prod(tensor.shape)
     return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
@@ -309,8 +310,7 @@ def introduction(facts: Facts) -> Blocks:
 def comparison(facts: Facts) -> Blocks:
     """Base and compressed model, side by side."""
     (table,) = page.sizes(facts.outcome)
-    note = "Parameters are stored elements, in whatever format"
-    note += ", and weights where this run packed them." if facts.outcome.quantized else "."
+    note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
         before, after = facts.active
         known = ("-", "-", "-") if before is None else (human_count(before), share(after, before), f"{before:,}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compressor.checkpoint.reader import Checkpoint, Size
+from compressor.checkpoint.reader import Size, quantization_of
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
@@ -23,7 +23,7 @@ from compressor.model.opened import OpenModel, advice_on, open_model, served_mod
 from compressor.model.serving import Advice
 from compressor.recipe.plan import CompressionPlan, parts_of
 from compressor.recipe.steps_plan import QUANTIZE, Plan
-from compressor.records import read_json, readable_json
+from compressor.records import read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
@@ -75,6 +75,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()  # source tensors that the stock model does not load
     zeroed_fields: tuple[str, ...] = ()  # config fields that announced them
     servers: Advice | None = field(default=None, repr=False)
+    packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
@@ -109,8 +110,9 @@ class Outcome:
 
     @property
     def quantized(self) -> dict[str, Any] | None:
-        """The entry of the step that quantised the weights; None if none did."""
-        return next((step.to_dict() for step in self.plan.of(QUANTIZE) if step.plan is not None), None)
+        """The entry of the step that quantised the weights; None if none did, or later ones changed them."""
+        entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.plan is not None]
+        return entries[-1] if entries and self.packed else None
 
     def sizes(self) -> list[SizeRow]:
         """What got smaller."""
@@ -186,12 +188,16 @@ def servers_of(model: OpenModel, stage: CompressionPlan) -> Advice | None:
     return advice_on(served_model(model), layers, stage.experts or model.architecture.experts)
 
 
+def is_packed(folder: Path) -> bool:
+    """Whether a checkpoint is quantised."""
+    return bool(quantization_of(folder, read_object(folder / "config.json")))
+
+
 def fault_of(folder: Path) -> str | None:
     """What stock transformers does wrong with a checkpoint's quantised experts; None if nothing is known."""
-    if not Checkpoint(folder).quantization:
-        return None
-    with suppress(CompressionError):  # as for constants
-        return stock_fault(open_model(ModelSource(str(folder), None, folder), device="cpu"))
+    if is_packed(folder):
+        with suppress(CompressionError):  # as for constants
+            return stock_fault(open_model(ModelSource(str(folder), None, folder), device="cpu"))
     return None
 
 
@@ -224,6 +230,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             peak_memory=run.peak_memory if run else 0,
             left_out=tuple(map(str, content.get("left_out") or ())),
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
+            packed=is_packed(folder),
             acceptance=run.acceptance if run else {},
             versions=dict(content.get("versions") or plan.versions),
             command=run.command if run else None,

@@ -22,7 +22,7 @@ from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
-from compressor.pipeline.outcome import Outcome, fault_of, read_outcome, record_of, servers_of
+from compressor.pipeline.outcome import Outcome, fault_of, is_packed, read_outcome, record_of, servers_of
 from compressor.pipeline.task import Task, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
@@ -229,8 +229,14 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         for each in (model, state.base, state.model):  # a gate may load whole models
             each.partial.stream()
         terms.accept(work.output)
-    seconds, fault = dict(state.clock.seconds), fault_of(work.output)
-    outcome = replace(outcome, seconds=seconds, peak_memory=peak.anonymous, acceptance=acceptance, loader_fault=fault)
+    outcome = replace(
+        outcome,
+        seconds=dict(state.clock.seconds),
+        peak_memory=peak.anonymous,
+        packed=is_packed(work.output),
+        loader_fault=fault_of(work.output),
+        acceptance=acceptance,
+    )
     if here().is_first:  # recorded before the rename, for a run that is killed right after it
         identity = None if state.text is None else state.text.identity
         run_record = RunRecord(

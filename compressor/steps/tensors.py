@@ -8,6 +8,7 @@ checkpoint that must be mixed goes through the dequantised model instead (`compr
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -40,7 +41,7 @@ Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their byt
 class OutputTensor:
     """One tensor of the output. `content` yields its bytes in order; None: they are made with the rest of its unit.
 
-    `weights` counts the model's weights that it holds, where that isn't one for each element.
+    `each` is how many of the model's weights an element stands for.
     """
 
     name: str
@@ -48,13 +49,13 @@ class OutputTensor:
     shape: tuple[int, ...]
     unit: str
     content: Callable[[], Iterator[Piece]] | None = field(default=None, repr=False, compare=False)
-    weights: int | None = None
+    each: Fraction = Fraction(1)
 
     @classmethod
     def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
         """A stored tensor as it is."""
         info = checkpoint.tensors[name]
-        return cls(name, info.dtype, info.shape, unit, partial(_copied, checkpoint, info))
+        return cls(name, info.dtype, info.shape, unit, partial(_copied, checkpoint, info), info.each)
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +65,7 @@ class OutputTensor:
     @property
     def parameters(self) -> int:
         """Number of the model's weights."""
-        return math.prod(self.shape) if self.weights is None else self.weights
+        return int(math.prod(self.shape) * self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def plan_outputs(
             raise CompressionError(
                 f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
             )
-        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content))
+        outputs.append(OutputTensor(name, info.dtype, shape, role.unit, content, info.each))
     return in_order_of(units, outputs)
 
 

@@ -5,10 +5,12 @@ to: by a checksum of its values, which waits in the work folder.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial as bind
 from pathlib import Path
 from typing import Any, Self
@@ -150,7 +152,8 @@ class Writer:
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items():
-                own.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, weights=weights))
+                each = Fraction(weights, math.prod(shape))
+                own.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
                 weights = 0
         outputs = [each for each in inner.outputs if each.name not in self.matrices.replaced]
         others = [unit for unit in inner.units if unit and unit not in units]  # of multi-token-prediction heads

@@ -137,7 +137,7 @@ class StoredParts:
                         renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
                         part_shape = self.cuts[stored.name].shape(stored.shape, parts)
                         content = partial(self._parts, model, role, [(stored.name, member)])
-                        outputs.append(OutputTensor(renamed, stored.dtype, part_shape, role.unit, content))
+                        outputs.append(OutputTensor(renamed, stored.dtype, part_shape, role.unit, content, stored.each))
         return in_order_of(model.architecture.units, outputs)
 
     def _parts(self, model: OpenModel, role: Role, wanted: Iterable[tuple[str, int]]) -> Iterator[Piece]:
@@ -244,7 +244,7 @@ def _cut_of_one(
         return None
     own = factor if axis and suffix == carrier else 1.0
     own = 1 / own if suffix == ".weight_global_scale" else own
-    if info.parameters == 1 or (not is_weight and len(info.shape) == 2 and info.shape[axis] == 1):
+    if math.prod(info.shape) == 1 or (not is_weight and len(info.shape) == 2 and info.shape[axis] == 1):
         return Cut(axis, factor=own)  # the same for all neurons
     counts = len(info.shape) == 2 and width % info.shape[axis] == 0
     return Cut(axis, width // info.shape[axis], factor=own) if counts else None

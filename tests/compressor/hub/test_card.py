@@ -26,6 +26,7 @@ from compressor.hub.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
 from compressor.steps.quantize.step import Quantize
+from tests import small
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes
 from tests.plans import pruned
@@ -332,6 +333,8 @@ def test_metadata_name_the_format_and_the_relation(copied: Path, tmp_path: Path)
     }
     step = {"name": "quantize", "options": Quantize(scheme="int4").model_dump(mode="json"), "plan": decided}
     pruned_only = card(lambda steps: steps)
+    packed = {"quant_method": "compressed-tensors"}
+    small.edit_json(copied / "config.json", lambda config: config.update(quantization_config=packed))
     both = card(lambda steps: [*steps, step])
     alone = card(lambda steps: [step])
     assert pruned_only["base_model_relation"] == both["base_model_relation"] == "finetune"
