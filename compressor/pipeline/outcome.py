@@ -189,8 +189,9 @@ def servers_of(model: OpenModel, stage: CompressionPlan) -> Advice | None:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a checkpoint is quantised."""
-    return bool(quantization_of(folder, read_object(folder / "config.json")))
+    """Whether a folder holds a quantised checkpoint, and not only what an exporter made of one."""
+    config = folder / "config.json"
+    return config.is_file() and bool(quantization_of(folder, read_object(config)))
 
 
 def fault_of(folder: Path) -> str | None:
