@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from compressor.document.blocks import Block, Text
 from compressor.formatting import joined
@@ -51,6 +51,13 @@ class Quantize(Step):
     tune: int = Field(
         0, ge=0, le=10**5, description="Optimizer steps that train each layer of int2 or int3 after gptq (try 120)."
     )
+
+    @field_validator("group_size")
+    @classmethod
+    def _of_columns(cls, size: int | None) -> int | None:
+        if size == 0:
+            raise ValueError("group_size is 0; give the columns that share a scale, or -1 for a whole row")
+        return size
 
     @model_validator(mode="after")
     def _tunable(self) -> Self:
