@@ -1,6 +1,7 @@
 """Measure one decoder layer of Qwen3-30B-A3B in each step, on a checkpoint of random weights with a few of its layers.
 
-    python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512] [--only NAME ...]
+    python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512] [--device cpu]
+                                           [--only NAME ...]
 
 Prints for each step the seconds and CPU seconds of a layer, and the peak of anonymous memory, below the rate of matrix
 products on the same machine. Every step is a recipe, run in a process of its own, streamed. `tune` (without `ridge`
@@ -48,6 +49,8 @@ STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose
     "tune": (tune(1), tune(1 + EXTRA)),
     "split": ([], [{"split": {"parts": 2}}]),
     "distill": (distill(1), distill(1 + EXTRA)),
+    "rtn": ([], [{"quantize": {"scheme": "int4"}}]),
+    "gptq": ([], [{"quantize": {"scheme": "int4", "method": "gptq"}}]),
 }
 
 
@@ -85,7 +88,7 @@ def rate(dtype: torch.dtype) -> float:
 
 def main() -> None:
     """Make the checkpoint, run every step and print the table."""
-    parser = options(__doc__, layers=4, samples=16, length=512, only=[*STEPS])
+    parser = options(__doc__, layers=4, samples=16, length=512, device="cpu", only=[*STEPS])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made, or lies already (kept)")
     given = parser.parse_args()
     if given.folder is not None:
@@ -106,7 +109,7 @@ def main() -> None:
             content["resident"] = "no"
             recipe.write_text(yaml.safe_dump(content))
             shutil.rmtree(out, ignore_errors=True)
-            flags = ["-o", str(out), "--device", "cpu", "--json"]
+            flags = ["-o", str(out), "--device", given.device, "--json"]
             seen = run_child([sys.executable, "-c", RUN, "compress", str(recipe), *flags])
             if seen.status:
                 raise SystemExit(f"{steps} ended with status {seen.status}")
