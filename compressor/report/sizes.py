@@ -27,7 +27,7 @@ from compressor.formatting import human_bytes, known_names
 from compressor.model.architecture import layers_by_unit
 from compressor.model.loading import map_keys
 from compressor.model.opened import OpenModel, refuse_shared_experts
-from compressor.model.serving import FORMATS, GROUPED
+from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.streaming import Forward
 from compressor.pipeline.task import HELDOUT, Run, of_stage, open_run, read_calibration
 from compressor.progress import Progress
@@ -221,10 +221,8 @@ def _scheme(name: str, model: OpenModel, smaller: Smaller, servers: Sequence[str
             singly = any(role.kind == "expert" and not role.is_router for role in model.layout.roles.values())
             if fault := loader_fault(scheme.config([]), family=None if singly else model.architecture.family):
                 raise CompressionError(fault)
-        elif name not in FORMATS[server]:
-            raise CompressionError(f"{server} loads no experts in it")
-        elif server in GROUPED and name.startswith("int") and scheme.group_size == ROW:
-            raise CompressionError(f"{server} loads integers in groups alone")
+        elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
+            raise CompressionError(f"{NAMES[server]} loads no experts in it")
     return scheme
 
 
