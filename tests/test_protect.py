@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compressor import api
 from compressor.attribution.figures import Attribution, Receiver, Sender
 from compressor.checkpoint.source import locate
 from compressor.data import batches as calibration
@@ -152,8 +151,7 @@ def test_what_cannot_be_is_refused_before_any_text_is_read(
     command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in (task, api):
-        monkeypatch.setattr(module, "read_text", lambda *args, **named: pytest.fail("text was read"))
+    monkeypatch.setattr(task, "read_text", lambda *args, **named: pytest.fail("text was read"))
     path = tmp_path / ("hubs.json" if content else "absent.json")
     if content:
         path.write_text(json.dumps(content))
