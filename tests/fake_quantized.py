@@ -83,6 +83,7 @@ def quantize(model: Any, scheme: str, group: int, targets: str = "experts") -> N
                 for view, value in zip(together, fake(together, scheme, group), strict=True):
                     view.copy_(value)
     linear = dense(model) if targets == "all" else {}
+    linear = {name: module for name, module in linear.items() if f"{name}.weight" not in tied}
     while linear:
         name, module = linear.popitem()
         parent, _, leaf = name.rpartition(".")
