@@ -15,6 +15,7 @@ from tests import small
 from tests.command_line import Run, names, refused
 from tests.hub import Fault, Hub
 from tests.pushes import CANARY, REPOSITORY, content, logged_in, writes
+from tests.quantized import plain_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -69,6 +70,22 @@ def test_one_command_makes_and_publishes_what_comes_back(run: Run, model: Path, 
     tokens = torch.arange(12)[None]
     one, two = (AutoModelForCausalLM.from_pretrained(place)(tokens).logits for place in (out, back))
     assert torch.equal(one, two)
+
+
+@torch.no_grad()
+def test_a_quantised_output_comes_back_as_what_its_weights_mean(
+    run: Run, model: Path, hub: Hub, tmp_path: Path
+) -> None:
+    out = tmp_path / "work" / "smaller"
+    result = run(*ask(model, out, "--set", "quantize.scheme=int4", "--push-to-hub", REPOSITORY, "--json"))
+    assert result.status == 0, result
+    told, card = json.loads(result.out), hub.repositories[REPOSITORY].files()["README.md"].decode()
+    assert told["quantization"]["format"] == "pack-quantized" and told["loader_fault"] is None
+    assert "- compressed-tensors\n- int4\n" in card and "Quantised routed experts to int4" in card
+    back = Path(huggingface_hub.snapshot_download(REPOSITORY, local_dir=tmp_path / "back"))
+    tokens = torch.arange(12)[None]
+    one, two = plain_model(out)(tokens).logits, AutoModelForCausalLM.from_pretrained(back)(tokens).logits
+    torch.testing.assert_close(one, two)
 
 
 def test_a_report_gives_the_card_its_figures(run: Run, model: Path, hub: Hub, tmp_path: Path) -> None:
