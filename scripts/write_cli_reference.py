@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from compressor import Constants, Correct, Distill, Prune, Routers, Split, Step
+from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split, Step
 from compressor.cli.main import app
 from compressor.cli.options import PANELS
 from compressor.cli.settings import SHOWN, recipe_options
@@ -54,7 +54,7 @@ STEPS_INTRODUCTION = """\
 The built-in steps and their options, as a [recipe](../how-to/recipes.md) names them; on the command line
 `--set step.option=value` sets any of them. `moe-compress list steps` lists these and those of [plugins](../plugins.md).
 """
-STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
+STEPS = (Split, Prune, Correct, Constants, Routers, Distill, Quantize)
 
 
 def commands() -> dict[str, Any]:

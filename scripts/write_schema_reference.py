@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressor import Constants, Correct, Distill, Prune, Routers, Split
+from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split
 from compressor.records import readable_json
 
-STEPS = (Split, Prune, Correct, Constants, Routers, Distill)
+STEPS = (Split, Prune, Correct, Constants, Routers, Distill, Quantize)
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 PAGE = FOLDER / "plan.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -25,6 +25,7 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("`plan` of `split`", "plan", "split"),
     ("`plan` of `prune`", "plan", "pruned"),
     ("`plan` of `constants`", "plan", "constants"),
+    ("`plan` of `quantize`", "plan", "quantized"),
     ("`result` of `routers` and `distill`", "plan", "evaluated"),
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),

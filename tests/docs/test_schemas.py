@@ -52,6 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "refitted": ("compress", "--strategy", "reap", "--correct", "ridge", *data),
         "constants": ("compress", "--format", "mone", *data),
         "split-and-trained": ("compress", "--strategy", "reap", "--split", 2, *data, *trained),
+        "quantised": ("compress", "--strategy", "reap", "--set", "quantize.scheme=int8", *data),
     }
     for name, (command, *options) in asked.items():
         target = folder / (f"{name}.json" if command == "plan" else name)
@@ -70,7 +71,7 @@ def test_the_schemas_are_schemas() -> None:
 def test_what_is_made_passes(made: Path) -> None:
     plans = [path for path in made.glob("*.json") if path.name != "protected.json"]
     outputs = list(made.glob("*/compression.json"))
-    assert len(plans) >= 6 and len(outputs) == 5
+    assert len(plans) >= 6 and len(outputs) == 6
     for name, files in (("plan", plans), ("compression", outputs)):
         for file in files:
             validator(name).validate(json.loads(file.read_text(encoding="utf-8")))
@@ -101,6 +102,7 @@ CHANGES: dict[str, Callable[[Content], Any]] = {
     "an unknown option": lambda plan: plan["steps"].append({"name": "distill", "options": {"step": 4}}),
     "an expert that is no number": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=["0"]),
     "an expert twice in a group": lambda plan: prune(plan)["layers"][0]["groups"][0].update(members=[0, 0]),
+    "an unknown number format": lambda plan: plan["steps"].append({"name": "quantize", "options": {"scheme": "int5"}}),
     "a negative scale": lambda plan: prune(plan)["layers"][0]["groups"][0].update(scale=-1.0),
     "a misspelt field of a group": lambda plan: prune(plan)["layers"][0]["groups"][0].update(coefficents=[1.0]),
     "a fraction of an expert dropped": lambda plan: prune(plan)["layers"][0].update(dropped=[0.5]),
