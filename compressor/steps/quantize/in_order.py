@@ -30,7 +30,7 @@ from compressor.steps.quantize.scheme import Scheme
 from compressor.steps.quantize.straight_through import tune_rounded
 from compressor.steps.quantize.writing import Kept, Packed, Writer, largest_weights
 
-HESSIANS = 2**27  # bytes of Hessians that exist at a time, but for a single one
+HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
 CHUNK = 4096  # tokens whose outer products are added up at once
 
 
@@ -160,13 +160,14 @@ class Quantizing(RecordingVisitor):
         hidden, width = (own[0, part].columns for part in ("up", "down"))
         at_once = max(1, HESSIANS // (4 * max(hidden, width) ** 2))
         for numbers in torch.arange(routed.layer.experts).split(at_once):
-            inputs = {expert: routed.to(expert) for expert in numbers.tolist()}
-            upper = inverse_factor(torch.stack([hessian_of([x], own[e, "up"], device) for e, x in inputs.items()]))
+            some = numbers.tolist()  # whose inputs are taken one expert's at a time
+            hessians = [hessian_of([routed.to(expert)], own[expert, "up"], device) for expert in some]
+            upper = inverse_factor(torch.stack(hessians))
             for part in ("gate", "up") if experts.has_gate else ("up",):
-                self._round(live, [own[expert, part] for expert in inputs], upper)
-            inner = {expert: _inner(experts, expert, x) for expert, x in inputs.items()}
-            hessians = [hessian_of(x, own[expert, "down"], device) for expert, x in inner.items()]
-            self._round(live, [own[expert, "down"] for expert in inputs], inverse_factor(torch.stack(hessians)))
+                self._round(live, [own[expert, part] for expert in some], upper)
+            inner = ((expert, _inner(experts, expert, routed.to(expert))) for expert in some)
+            hessians = [hessian_of(inputs, own[expert, "down"], device) for expert, inputs in inner]
+            self._round(live, [own[expert, "down"] for expert in some], inverse_factor(torch.stack(hessians)))
 
     def _round(self, live: Any, batch: Sequence[Matrix], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored."""
