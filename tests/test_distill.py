@@ -271,12 +271,13 @@ def test_compress_distils_and_plan_and_recipe_repeat_it(
 ) -> None:
     data = ("--calibration", originals / "calibration.txt", "--samples", 4, "--sequence-length", 64)
     ask: tuple[Any, ...] = (originals / "model", "--experts", 4, "--strategy", "count-guided", *data)
-    ask = (*ask, "--dtype", "float32", "--distill", "experts", "--set", "distill.steps=2", "--set")
+    ask = (*ask, "--dtype", "float32", "--distill", "experts", "--set", "distill.steps=2")
+    ask = (*ask, "--set", "distill.sequence_length=256", "--set")  # the text is short
     monkeypatch.setattr(training, "InMemory", lambda *_: pytest.fail("the model was held in memory"))
     assert run("compress", *ask, "distill.stream=true", "-o", tmp_path / "one").status == 0
     assert run("plan", *ask, "distill.stream=true", "-o", tmp_path / "plan.json").status == 0
     assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "two").status == 0
-    recipe, words = tmp_path / "one" / "recipe.yaml", "- distill:\n    steps: 2\n    stream: true"
+    recipe, words = tmp_path / "one" / "recipe.yaml", "    steps: 2\n    sequence_length: 256\n    stream: true"
     assert words in recipe.read_text() and words in card_text(tmp_path / "one", "me/small").text
     assert run("compress", recipe, "-o", tmp_path / "three").status == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "two") == tree(tmp_path / "three")
