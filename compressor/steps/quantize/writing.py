@@ -30,7 +30,7 @@ from compressor.steps.quantize.matrices import Matrices, Matrix, find_matrices
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 
-AT_ONCE = 2**18  # weights that are rounded at once: few enough to stay in the cache
+AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the cache
 
 
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
