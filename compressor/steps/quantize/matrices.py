@@ -74,13 +74,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
     """
     partial, architecture = model.partial, model.architecture
-    layers = {layer.name: layer for layer in architecture.layers}
-    in_experts = {
-        f"{name}.{tensor}": layer
-        for name, layer in layers.items()
-        for tensor in parameter_names(partial.model.get_submodule(name))[:2]
-        if f"{name}.{tensor}" not in partial.tied
-    }
+    own = _experts_keys(partial.model, architecture.layers)
+    in_experts = {key: layer for key, layer in own.items() if key not in partial.tied}
     by_itself = model.layout.regular and not model.layout.quantized
     stored = by_itself and all(_as_it_lies(partial, key) for key in in_experts)
     shapes = {name: info.shape for name, info in model.checkpoint.tensors.items()}
@@ -127,9 +122,13 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
     """The matrices of all routed experts of a live model, under names that need not be those that are stored."""
-    names = {layer.name: parameter_names(model.get_submodule(layer.name))[:2] for layer in layers}
-    keys = {f"{layer.name}.{tensor}": layer for layer in layers for tensor in names[layer.name]}
-    return list(_of_experts(model, keys, {}))
+    return list(_of_experts(model, _experts_keys(model, layers), {}))
+
+
+def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, MoeLayer]:
+    """State-dict keys of the weights of all routed experts, and their layers."""
+    names = ((layer, parameter_names(model.get_submodule(layer.name))[:2]) for layer in layers)
+    return {f"{layer.name}.{tensor}": layer for layer, tensors in names for tensor in tensors}
 
 
 def _operations(partial: Any, pattern: str | None) -> list[Any]:

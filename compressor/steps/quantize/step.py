@@ -12,6 +12,7 @@ from compressor.recipe.step import Needs, Step
 if TYPE_CHECKING:
     from compressor.checkpoint.reader import Size
     from compressor.model.opened import OpenModel
+    from compressor.steps.quantize.matrices import Matrices
     from compressor.steps.quantize.scheme import Scheme
     from compressor.steps.quantize.writing import Writer
     from compressor.steps.state import State
@@ -69,22 +70,23 @@ class Quantize(Step):
         """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
         from compressor.steps.quantize.matrices import refuse_unreadable
 
-        refuse_unreadable(model, self.chosen(model))
+        refuse_unreadable(model, self._chosen(model)[1])
         return Needs(text=self.method == "gptq", heldout=int(self.tune > 0), passes=int(self.method == "gptq"))
 
-    def chosen(self, model: "OpenModel") -> "Scheme":
-        """The scheme with its group size for a model's matrices."""
+    def _chosen(self, model: "OpenModel") -> tuple["Matrices", "Scheme"]:
+        """A model's matrices, and the scheme with the group size for them."""
         from compressor.steps.quantize.matrices import find_matrices
         from compressor.steps.quantize.scheme import scheme_for
 
-        columns = (matrix.columns for matrix in find_matrices(model, self.targets).every)
-        return scheme_for(self.scheme, self.group_size, columns)
+        matrices = find_matrices(model, self.targets)
+        return matrices, scheme_for(self.scheme, self.group_size, (matrix.columns for matrix in matrices.every))
 
     def size(self, model: "OpenModel", experts: int, changed: bool = False) -> tuple["Size", int]:
         """The model's size once quantised, with so many experts in each layer, and bytes of the packed matrices."""
         from compressor.steps.quantize.writing import packed_size
 
-        return packed_size(model, self.chosen(model), self.targets, experts, changed)
+        matrices, scheme = self._chosen(model)
+        return packed_size(model, scheme, matrices, experts, changed)
 
     def plan(self, state: "State") -> Mapping[str, Any]:
         """The format and its effective bits; of a source that was quantised otherwise, that it's dequantised first."""
@@ -115,12 +117,11 @@ class Quantize(Step):
         return self._writer(state).job(state.stage_plan())
 
     def _writer(self, state: "State") -> "Writer":
-        from compressor.steps.quantize.matrices import find_matrices
         from compressor.steps.quantize.writing import Kept, Writer
 
         assert state.work is not None
-        matrices = find_matrices(state.model, self.targets)
-        return Writer(state.model, self.chosen(state.model), matrices, Kept(state.work.kept(state.number, "quantized")))
+        matrices, scheme = self._chosen(state.model)
+        return Writer(state.model, scheme, matrices, Kept(state.work.kept(state.number, "quantized")))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Scheme, groups, effective bits, and who loads it."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, tensor_bytes
+from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, refuse_nan, tensor_bytes
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.kept import facts_of, keep_tensors, kept_tensors
@@ -26,13 +26,11 @@ from compressor.model.experts import matrix_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import CompressionPlan
 from compressor.steps.job import files_with, make_job, output_size, stored_partial
-from compressor.steps.quantize.matrices import Matrices, Matrix, find_matrices
+from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
 
 AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the cache
-
-
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 
@@ -116,13 +114,13 @@ def round_to_nearest(
 
 
 def packed_size(
-    model: OpenModel, scheme: Scheme, targets: str, experts: int, changed: bool = False
+    model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool = False
 ) -> tuple[Size, int]:
     """Parameters and bytes of a model with so many experts in each layer once quantised, and those of packed matrices.
 
     Other tensors stay as `output_size` has them. Reads headers alone.
     """
-    matrices, partial = find_matrices(model, targets), stored_partial(model)
+    partial = stored_partial(model)
     size = output_size(model, experts, changed, through=not matrices.stored)
     dtypes = dict[str, str]()
     if matrices.stored and not model.is_split:
@@ -212,9 +210,10 @@ class Writer:
         keys, checkpoint = partial.plain_keys, self.model.checkpoint
         if keys.targets.get(f"{matrix.module}.weight") == matrix.key:
             return checkpoint.read_checked(f"{matrix.module}.weight")
-        name = next(name for name, key in keys.targets.items() if key == matrix.key)
-        experts, tensor = partial.model.get_submodule(matrix.owner), matrix.key.rpartition(".")[2]
-        return matrix_of(experts, tensor, checkpoint.read_checked(name)[matrix.expert], matrix.part)
+        name, tensor = self.matrices.names[matrix.key], matrix.key.rpartition(".")[2]
+        experts, fused = partial.model.get_submodule(matrix.owner), checkpoint.read(name)
+        refuse_nan(name, checkpoint.tensors[name].file, fused[matrix.expert])  # this expert's alone
+        return matrix_of(experts, tensor, fused[matrix.expert], matrix.part)
 
     def _verify(self, inner: OutputJob, partial: Any, folder: Path) -> None:
         """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
