@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.data.demo import load_documents
+from compressor.data.demo import load_documents, load_items
 from compressor.data.sources import (
     DEFAULT_SOURCE,
     DEMO_SOURCE,
@@ -30,7 +30,7 @@ from compressor.errors import CompressionError, ItemError, LeftOut, first_line, 
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
 
-Purpose = Literal["calibration", "heldout"]  # which options are called, too
+Purpose = Literal["calibration", "heldout", "prompts", "text"]  # which options are called, too
 COLUMNS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "response"))
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
@@ -58,19 +58,44 @@ def _document(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
 def _column(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
     if not isinstance(row, Mapping):
         raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
-    choices = COLUMNS if column is None else ((column,),)
-    names = next((names for names in choices if all(row.get(name) is not None for name in names)), None)
-    if names is None:
-        sought = "text, messages, conversations or prompt with completion" if column is None else repr(column)
-        present = ", ".join(str(name) for name, value in row.items() if value is not None)
-        raise ItemError(f"{where} has no {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
+    names = columns_of(row, COLUMNS if column is None else ((column,),), where)
     if len(names) == 1 and isinstance(row[names[0]], str):
         return str(row[names[0]])
+    require_template(tokenizer, f"{where} has a chat in {' and '.join(names)}")
+    messages = messages_of(row, names, where)
+    try:
+        return render_chat(tokenizer, messages, tools=tools_of(row))
+    except Exception as error:  # a template raises what it likes
+        raise untaken(where, error) from error
+
+
+def columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
+    """The first of these combinations of columns that a row has; raises `ItemError` where it has none."""
+    names = next((names for names in choices if all(row.get(name) is not None for name in names)), None)
+    if names is None:
+        *others, last = (" with ".join(names) for names in choices)
+        sought = f"{', '.join(others)} or {last}" if others else repr(last)
+        present = ", ".join(str(name) for name, value in row.items() if value is not None)
+        raise ItemError(f"{where} has no {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
+    return names
+
+
+def require_template(tokenizer: Any, what: str) -> None:
+    """Refuse a chat where the tokenizer has no template; `what` begins the sentence."""
     if not has_chat_template(tokenizer):
         raise CompressionError(
-            f"{where} has a chat in {' and '.join(names)}, but the model's tokenizer has no chat template; name a "
-            "column of text, or put the template of the instruct version beside the tokenizer"
+            f"{what}, but the model's tokenizer has no chat template; name a column of text, or put the template of "
+            "the instruct version beside the tokenizer"
         )
+
+
+def untaken(where: str, error: Exception) -> ItemError:
+    """What is wrong with a chat that a template cannot take."""
+    return ItemError(f"{where}: the chat template cannot take its messages ({reason_of(error)})")
+
+
+def messages_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[dict[str, Any]]:
+    """The messages in these columns, one after the other; text is the user's, in the second column the assistant's."""
     messages = list[dict[str, Any]]()
     for name, role in zip(names, ("user", "assistant"), strict=False):
         turns = row[name]
@@ -79,12 +104,14 @@ def _column(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
         if not turns or not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
             raise ItemError(f"{where}: {name} is {reprlib.repr(turns)}, it should hold messages with role and content")
         messages += [_message(turn) for turn in turns]
-    try:
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        return render_chat(tokenizer, messages, tools=_without_none(tools) or None)
-    except Exception as error:  # a template raises what it likes
-        raise ItemError(f"{where}: the chat template cannot take its messages ({reason_of(error)})") from error
+    return messages
+
+
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools that a chat may call, which some data sets hold as JSON; None without any."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    return _without_none(tools) or None
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +215,6 @@ def documents(
     """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = Address.parse(source.source)
-    path = Path(address.name)
 
     def texts(rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
         for where, row in rows:
@@ -198,30 +224,40 @@ def documents(
             if text.strip():
                 yield text
 
-    rows: Iterator[tuple[str, Any]] | None = None
-    if source.rows is not None:
-        rows = ((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1))
-    elif address.name == GIVEN:
-        raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
-    elif address.name == DEMO_SOURCE and not path.exists():
-        rows = ((DEMO_SOURCE, text) for text, _ in load_documents(purpose))
-    elif isfile(path):
-        if address.config or address.split:
-            plain = replace(address, config=None, split=None)
-            raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
-        rows = _file_rows(path, purpose)
-    elif path.suffix in TEXT_SUFFIXES and not path.exists():
-        raise CompressionError(
-            f"{purpose} file {path} does not exist; name a text or JSONL file, a data set id, or 'demo'"
-        )
-    if rows is None:
-        return texts(_data_set_rows(address, seed, purpose))
+    rows, is_streamed = source_rows(source, seed, purpose)
+    if is_streamed:
+        return texts(rows)
     ordered = list(texts(rows))
     if not ordered:
         left_out.report()
         raise CompressionError(f"{purpose} file {address} is empty; give it some text")
     random.Random(seed).shuffle(ordered)
     return ordered
+
+
+def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> tuple[Iterator[tuple[str, Any]], bool]:
+    """Each row of a source after its place, and whether they are a data set's, streamed in the order of the seed."""
+    address = Address.parse(source.source)
+    path = Path(address.name)
+    if source.rows is not None:
+        return ((f"{address}, row {number}", row) for number, row in enumerate(source.rows, 1)), False
+    if address.name == GIVEN:
+        raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
+    if address.name == DEMO_SOURCE and not path.exists():
+        if purpose == "prompts":
+            return ((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in load_items()), False
+        part = "calibration" if purpose == "calibration" else "heldout"
+        return ((DEMO_SOURCE, text) for text, _ in load_documents(part)), False
+    if isfile(path):
+        if address.config or address.split:
+            plain = replace(address, config=None, split=None)
+            raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
+        return _file_rows(path, purpose), False
+    if path.suffix in TEXT_SUFFIXES and not path.exists():
+        raise CompressionError(
+            f"{purpose} file {path} does not exist; name a text or JSONL file, a data set id, or 'demo'"
+        )
+    return _data_set_rows(address, seed, purpose), True
 
 
 def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:

@@ -131,6 +131,16 @@ def _split_weight(argument: str) -> tuple[str, float | None]:
     return source, weight
 
 
+def domain_of(argument: str) -> tuple[str, str]:
+    """`SOURCE` or `SOURCE=DOMAIN`: the source and its domain, by default a file's name or the data set's id."""
+    source, sign, domain = argument.rpartition("=")
+    if not sign or isfile(argument):
+        return argument, short_names([argument])[0]
+    if not (source.strip() and domain.strip()):
+        raise CompressionError(f"{argument!r} lacks a source or a domain; write FILE=DOMAIN, or the file alone")
+    return source, domain.strip()
+
+
 def shares(sources: Sequence[WeightedSource]) -> tuple[float, ...]:
     """The weights, made to sum to 1."""
     whole = sum(Fraction(entry.weight) for entry in sources)  # exact: huge weights do not overflow

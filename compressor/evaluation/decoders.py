@@ -64,7 +64,12 @@ class StockDecoder:
 
 
 def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
-    """Load the model whole, in its own dtype for 'auto'; whatever is unfit is a `CompressionError`."""
+    """A decoder by the stock model."""
+    return StockDecoder(load_writing(folder, device, dtype))
+
+
+def load_writing(folder: Path, device: str, dtype: str) -> Any:
+    """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
     from transformers import GenerationMixin
 
     checkpoint, config, place = Checkpoint(folder), load_config(folder), pick_device(device)
@@ -74,7 +79,7 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
     if kind.generate is not GenerationMixin.generate:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
     if checkpoint.quantization:
-        return StockDecoder(load_dequantised(folder, wanted, place))
+        return load_dequantised(folder, wanted, place)
     build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
     try:
         with quiet_transformers():
@@ -86,7 +91,7 @@ def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
         raise CompressionError(
             f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
         )
-    return StockDecoder(model)
+    return model
 
 
 class OnnxDecoder:

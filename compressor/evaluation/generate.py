@@ -35,19 +35,19 @@ UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, o
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Distribution that the next token is drawn from: [V] -> [V] in float64, summing to 1; ties favour lower ids.
+    """Distributions that next tokens are drawn from: [..., V] -> [..., V] in float64, summing to 1.
 
     Top-k comes first; top-p then takes, of what is left, the fewest of the most probable tokens that hold that share.
+    Ties favour lower ids.
     """
-    scaled = (as_float64(logits) - as_float64(logits.max())) / temperature  # the largest is 0: no temperature overflows
-    order = scaled.argsort(descending=True, stable=True)
-    ranked = torch.softmax(scaled[order][:top_k], dim=0)
+    values = as_float64(logits)
+    scaled = (values - values.amax(-1, keepdim=True)) / temperature  # the largest is 0: no temperature overflows
+    order = scaled.argsort(dim=-1, descending=True, stable=True)[..., :top_k]
+    ranked = torch.softmax(scaled.gather(-1, order), dim=-1)
     if top_p is not None:
-        before = ranked.cumsum(0) - ranked
+        before = ranked.cumsum(-1) - ranked
         ranked = ranked.where(before < top_p, 0.0)
-    distribution = torch.zeros_like(scaled)
-    distribution[order[: len(ranked)]] = ranked / ranked.sum()
-    return distribution
+    return torch.zeros_like(scaled).scatter(-1, order, ranked / ranked.sum(-1, keepdim=True))
 
 
 def chooser(options: GenerationOptions) -> Choose:

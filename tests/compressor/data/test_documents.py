@@ -139,7 +139,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should hold messages"),
     ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
     ("a.jsonl", '{"messages": []}', "line 1: messages is"),
-    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, messages, conversations or prompt with completion"),
+    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, .*, prompt with completion or prompt with response; it"),
     ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1: completion is ' ', it should hold"),
     ("a.jsonl", '{"text": "\\ud800"}', "half a character"),
     ("a.parquet", "no table", "file .*a.parquet cannot be read"),

@@ -1,0 +1,160 @@
+"""Prompts that models answer: texts to continue, or chats without their last answer, from the sources of other text."""
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compressor.data.documents import columns_of, messages_of, require_template, source_rows, tools_of, untaken
+from compressor.data.sources import JSON_SUFFIXES, TABLE_SUFFIX, Address, WeightedSource, domain_of
+from compressor.errors import CompressionError, ItemError, LeftOut
+from compressor.evaluation.generate import encode_prompt
+from compressor.model.tokenizer import has_chat_template, render_chat
+from compressor.progress import quiet_transformers
+
+COLUMNS = (("prompt",), ("messages",), ("conversations",), ("text",))
+OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to continue, or the messages of a chat to answer, with the tools that may be called."""
+
+    id: str  # digest of all that a model is asked
+    domain: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: Sequence[Any] | None = None
+    where: str = field(default="", compare=False)  # it was read
+
+    @classmethod
+    def of(
+        cls,
+        asked: str | Sequence[Mapping[str, Any]],
+        domain: str = "",
+        tools: Sequence[Any] | None = None,
+        where: str = "",
+    ) -> "Prompt":
+        """A prompt with its id; raises `ItemError` for half a character, which no tokenizer takes."""
+        try:
+            content = json.dumps([asked, tools], sort_keys=True, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise ItemError(f"{where} has half a character; mend or remove it") from error
+        identity = hashlib.sha256(content).hexdigest()[:16]
+        if isinstance(asked, str):
+            return cls(identity, domain, text=asked, where=where)
+        return cls(identity, domain, messages=tuple(asked), tools=tools, where=where)
+
+    @property
+    def shown(self) -> str:
+        """What it asks, for people: the text, or the last message's."""
+        if self.text is not None:
+            return self.text
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def read_prompts(
+    arguments: Sequence[str],
+    tokenizer: Any = None,
+    *,
+    limit: int | None = None,
+    chat: bool = False,
+    seed: int = 0,
+    check: Callable[[Sequence[int]], None] | None = None,
+) -> tuple[Prompt, ...]:
+    """The prompts of `SOURCE` or `SOURCE=DOMAIN` each, every one once, at most `limit` of each source.
+
+    Of a data set `OF_A_DATA_SET` are taken where nothing is said. A chat that ends with the assistant's answer is
+    asked without it. With a `tokenizer` those that it, or its template, cannot take are left out like other bad rows,
+    with one warning for each source; so are those that `check`, which gets their tokens, raises `ItemError` for. Of a
+    text file each document is a prompt, or each line where no blank lines separate documents.
+    """
+    found = dict[str, Prompt]()
+    for source, domain in map(domain_of, arguments):
+        rows, is_streamed = source_rows(WeightedSource(source, 1.0), seed, "prompts")
+        if Path(source).suffix not in (*JSON_SUFFIXES, TABLE_SUFFIX) and not is_streamed:
+            rows = _lines(rows)
+        left_out, taken = LeftOut(f"prompts of {source}"), 0
+        most = OF_A_DATA_SET if limit is None and is_streamed else limit
+        with quiet_transformers():
+            for where, row in rows:
+                with left_out.each():
+                    prompt = _prompt(row, Address.parse(source).column, tokenizer, domain, where)
+                    if tokenizer is not None:
+                        ids = tokens_of(prompt, tokenizer, chat)
+                        if check is not None:
+                            check(ids)
+                    if prompt.id not in found:
+                        found[prompt.id] = prompt
+                        taken += 1
+                if taken == most:
+                    break
+        left_out.report()
+        if not left_out.used:
+            raise CompressionError(f"--prompts {source} has no prompts; give it some text")
+    return tuple(found.values())
+
+
+def _lines(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The documents of a text file; where no blank line separates any, each of its lines is a prompt."""
+    documents = list(rows)
+    if len(documents) == 1 and isinstance(documents[0][1], str):
+        where, text = documents[0]
+        return ((f"{where}, line {number}", line) for number, line in enumerate(text.splitlines(), 1))
+    return iter(documents)
+
+
+def _prompt(row: Any, column: str | None, tokenizer: Any, domain: str, where: str) -> Prompt:
+    if isinstance(row, ItemError):
+        raise row
+    if isinstance(row, str):
+        return _of_text(row, domain, where)
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'prompt': ...}}, it is {reprlib.repr(row)}")
+    (name,) = columns_of(row, COLUMNS if column is None else ((column,),), where)
+    is_text, has_template = isinstance(row[name], str), tokenizer is None or has_chat_template(tokenizer)
+    if is_text and (name != "prompt" or not has_template or not row[name].strip()):
+        return _of_text(row[name], domain, where)
+    if tokenizer is not None:
+        require_template(tokenizer, f"{where} has a chat in {name}")
+    messages = messages_of(row, (name,), where)
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()
+    if not messages:
+        raise ItemError(f"{where} has nothing before the assistant's answer; give it a user's message")
+    try:
+        return Prompt.of(messages, domain, tools_of(row), where)
+    except ValueError as error:
+        raise untaken(where, error) from error
+
+
+def _of_text(text: str, domain: str, where: str) -> Prompt:
+    if not text.strip():
+        raise ItemError(f"{where} has no text; give it some or remove it")
+    return Prompt.of(text.removesuffix("\n"), domain, where=where)
+
+
+def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False) -> tuple[int, ...]:
+    """Token ids [S] of a prompt, a chat's by the template; raises `ItemError` where template or tokenizer fail.
+
+    With `chat` a text is put into the template, too, as a user's message.
+    """
+    if prompt.text is not None and not chat:
+        try:
+            return encode_prompt(tokenizer, prompt.text, chat=False)
+        except CompressionError as error:
+            raise ItemError(f"{prompt.where}: {error}") from error
+    messages = list(prompt.messages) if prompt.text is None else [{"role": "user", "content": prompt.text}]
+    require_template(tokenizer, f"{prompt.where or 'a prompt'} is asked as a chat")
+    try:
+        text = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # templates are programs
+        raise untaken(prompt.where, error) from error
+    if not ids:
+        raise ItemError(f"{prompt.where}: the chat template makes nothing of it")
+    return tuple(map(int, ids))
