@@ -38,6 +38,7 @@ class EvaluationSet:
 
     name: str
     batches: tuple[Tensor, ...]
+    counted: tuple[Tensor, ...] = ()  # masks [B, L] of the tokens that count where not all but the first do
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 KL(base || variant) is that of next-token distributions over the full vocabulary. Kept of the base is what enters its
 head (small), not its logits (large): beside a variant's head, the base's computes both sets of logits, and whatever
-the model does after its head is done to both.
+the model does after its head is done to both. Where only some tokens count, such as those of an answer, the heads see
+the positions before these alone.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -25,6 +26,7 @@ from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
 from compressor.progress import Progress, Silent
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
+TOGETHER = 256  # positions that are compared at once
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
 
@@ -62,13 +64,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figures:
-    """Figures of a variant for each held-out sequence, all [n]; KL and loss in nats per predicted token."""
+    """Figures of a variant for each held-out sequence, [n] unless stated; KL and loss in nats per predicted token."""
 
     kl: Tensor
     loss: Tensor  # of the next token
     flips: Tensor  # share of the positions at which the greedy token is not the base's
     tokens: Tensor  # that are predicted
     domain: Tensor  # number of the evaluation set
+    base_loss: Tensor = field(default_factory=lambda: torch.empty(0))
+    # [n, M, 5] for each of the evaluator's marks: how often it is the next token; the sums of its probability there by
+    # the base and by the variant; and the same two at all other positions
+    marks: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def sequences(self) -> int:
@@ -76,7 +82,8 @@ class Figures:
 
     def of(self, domains: Collection[int]) -> "Figures":
         rows = torch.isin(self.domain, torch.tensor([*domains]))
-        return Figures(*(value[rows] for value in (self.kl, self.loss, self.flips, self.tokens, self.domain)))
+        values = (getattr(self, each.name) for each in fields(self))
+        return Figures(*(value[rows] if len(value) else value for value in values))
 
     @property
     def means(self) -> dict[str, float]:
@@ -97,6 +104,31 @@ def require_enough(sequences: int, step: str, remedy: str = "give more text, or 
             f"{step} takes no change that {FEWEST} held-out sequences do not confirm, and the text leaves {sequences}; "
             f"{remedy}"
         )
+
+
+@torch.no_grad()
+def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Sequence[Sequence[int]] = ()) -> list[float]:
+    """One sequence's KL, loss, flips and the base's loss, means over positions; then five figures for each mark.
+
+    Logits of variant and base, [N, V] each, and the next tokens [N]. A mark's figures are those of `Figures.marks`.
+    """
+    found = list[Tensor]()
+    for logits, base, following in zip(*(each.split(TOGETHER) for each in (ours, theirs, targets)), strict=True):
+        logs, others = (log_softmax(part.float(), dim=-1) for part in (logits, base))
+        kl = as_float64(others.exp() * (others - logs)).sum(-1)
+        losses = (-as_float64(each.gather(-1, following[:, None])[:, 0]) for each in (logs, others))
+        flips = as_float64(logits.argmax(-1) != base.argmax(-1))
+        columns = [kl, *losses, flips]
+        for tokens in marks:
+            ids = torch.tensor(tokens, device=following.device)
+            due = as_float64(torch.isin(following, ids))
+            columns += [due, *(as_float64(each[:, ids].exp()).sum(-1) for each in (others, logs))]
+        found.append(torch.stack(columns))
+    kl, loss, base_loss, flips, *more = torch.cat(found, 1)
+    figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
+    for due, of_base, of_variant in zip(*(more[place::3] for place in range(3)), strict=True):
+        figures += [due.sum(), *((p * share).sum() for share in (due, 1 - due) for p in (of_base, of_variant))]
+    return torch.stack(figures).tolist()
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
@@ -122,20 +154,26 @@ class Variants(LayerVisitor):
 class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
-    Each of several ranks keeps and runs its share of the batches; figures are those of all.
+    `marks` are sets of tokens, such as those that end a text, whose probabilities are measured, too. Each of several
+    ranks keeps and runs its share of the batches; figures are those of all.
     """
 
-    def __init__(self, base: OpenModel, sets: Sequence[EvaluationSet]) -> None:
+    def __init__(self, base: OpenModel, sets: Sequence[EvaluationSet], marks: Sequence[Sequence[int]] = ()) -> None:
+        self.marks = tuple(map(tuple, marks))
         self.base, self.names = base, tuple(entry.name for entry in sets)
         self.head = require_head(base.partial.model)
         self._head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
         self._same_head = {self.head: True}  # of a variant: whether its weights are the base's
         self.batches: list[Tensor] = []  # so small that their logits are, too
+        self.counted: list[Tensor | None] = []  # by batch: [B, L - 1] positions whose next token counts; None: all
         self.domains: list[int] = []  # of each batch
         for number, entry in enumerate(sets):
-            for batch in entry.batches:
-                parts = batch.split(rows_at_once(batch.shape[1], base.vocabulary))
+            for batch, mask in zip(entry.batches, entry.counted or (None,) * len(entry.batches), strict=True):
+                most = batch.shape[1] if mask is None else int(mask.sum(1).max())
+                rows = rows_at_once(most, base.vocabulary)
+                parts = batch.split(rows)
                 self.batches += parts
+                self.counted += [None] * len(parts) if mask is None else [part[:, 1:] for part in mask.split(rows)]
                 self.domains += [number] * len(parts)
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
         self._held = 0  # bytes in memory
@@ -152,6 +190,11 @@ class Evaluator:
     def own(self) -> list[int]:
         own = here().own(self.batches)
         return list(range(len(self.batches))) if own is None else sorted(own)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """How many tokens count in each sequence of a batch."""
+        batch, counted = self.batches[number], self.counted[number]
+        return [batch.shape[1] - 1] * len(batch) if counted is None else counted.sum(1).tolist()
 
     def missing(self, wanted: Collection[int] | None = None) -> list[int]:
         """Numbers of this rank's batches of which the base's answers are not kept yet."""
@@ -183,8 +226,9 @@ class Evaluator:
         riding.add_up()
         return riding.figures[0]
 
-    def _keep(self, progress: Progress, phase: str = "ask the base") -> "Riding":
+    def _keep(self, progress: Progress, phase: str = "ask the base", figures: bool = True) -> "Riding":
         with self.keeping() as riding:
+            riding.brief = not figures
             riding.alone_in(self.base, progress, phase).run(riding)
         return riding
 
@@ -205,17 +249,18 @@ class Evaluator:
         numbers = range(len(self.batches)) if only is None else only
         progress = progress or Silent()
         if model.partial is not self.base.partial and self.missing(numbers):
-            self._keep(progress)
+            self._keep(progress, figures=False)
         missing = [(None, number) for number in self.missing(numbers)]
         places = [*missing, *((variant, number) for variant in range(variants) for number in numbers)]
         with self._riding(model.partial.model, places, 0, visitor) as riding:
+            riding.brief = True
             riding.alone_in(model, progress, phase).run(riding, *([] if visitor is None else [visitor]))
         riding.add_up()
         return riding.figures
 
     def measure_loaded(self, model: nn.Module) -> Figures:
         if self.missing():
-            self._keep(Silent())
+            self._keep(Silent(), figures=False)
         with self.measuring(model) as riding, torch.no_grad():
             device = next(model.parameters()).device
             for place in riding.own:
@@ -234,7 +279,7 @@ class Evaluator:
         head = require_head(model)
         riding = Riding(self, tuple(places), first, variants)
         try:
-            with head.register_forward_hook(riding.after_head):
+            with head.register_forward_pre_hook(riding.before_head), head.register_forward_hook(riding.after_head):
                 yield riding
         finally:
             if not self._same_head.get(head, True):
@@ -267,9 +312,11 @@ class Riding(LayerVisitor):
     places: tuple[tuple[int | None, int], ...]
     first: int = 0
     variants: Variants | None = None
+    brief: bool = False  # what enters the base's head is kept, and the head computes next to nothing
     figures: list[Figures] = field(default_factory=list)
     _now: tuple[int | None, int] | None = None
-    _seen: dict[tuple[int | None, int], list[list[float]]] = field(default_factory=dict)  # KL, loss, flips by sequence
+    _chosen: bool = False  # the head sees only positions that count
+    _seen: dict[tuple[int | None, int], list[list[float]]] = field(default_factory=dict)  # of each sequence
 
     @property
     def batches(self) -> list[Tensor]:
@@ -290,29 +337,50 @@ class Riding(LayerVisitor):
         if self.variants is not None:
             self.variants.variant = self._now[0] if self._now is not None else None
 
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""
+        self._chosen = False
+        if self._now is None:
+            return None
+        variant, number = self._now
+        hidden, counted = args[0], self.evaluator.counted[number]
+        if hidden.shape[:-1] != self.evaluator.batches[number].shape:
+            return None
+        if counted is not None:
+            self._chosen = True
+            hidden = hidden[:, :-1][counted.to(hidden.device)][None]
+        if variant is None and self.brief:
+            self.evaluator.keep_input(number, hidden)
+            hidden = hidden[:, :1]
+        return (hidden, *args[1:])
+
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         """Keep what entered the base's head, or put the base's logits below a variant's."""
         if self._now is None:
             return None
         variant, number = self._now
         if variant is None:
-            self.evaluator.keep_input(number, args[0])
+            if number not in self.evaluator.inputs:
+                self.evaluator.keep_input(number, args[0])
             return None
         return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
 
-    @torch.no_grad()
     def finished(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""
-        if self._now is None:
+        if self._now is None or (self.brief and self._now[0] is None):
             return
-        logits = output.logits[:, :-1].float()
-        variant, base = (logits, logits) if self._now[0] is None else logits.chunk(2)
-        flips = as_float64(variant.argmax(-1) != base.argmax(-1)).mean(1)
-        ours, theirs = (log_softmax(part, dim=-1) for part in (variant, base))
-        targets = self.evaluator.batches[self._now[1]][:, 1:, None].to(logits.device)
-        loss = -as_float64(ours.gather(-1, targets)).mean((1, 2))
-        kl = as_float64(theirs.exp() * (theirs - ours)).sum(-1).mean(1)
-        self._seen[self._now] = [kl.tolist(), loss.tolist(), flips.tolist()]
+        variant, number = self._now
+        logits, tokens = output.logits, self.evaluator.batches[number].to(output.logits.device)
+        counted = self.evaluator.counted[number]
+        pair = (logits, logits) if variant is None else logits.chunk(2)
+        if counted is None:
+            ours, theirs, targets = (list(each) for each in (*(part[:, :-1] for part in pair), tokens[:, 1:]))
+        else:
+            counted, counts = counted.to(tokens.device), counted.sum(1).tolist()
+            flat = [part[0] if self._chosen else part[:, :-1][counted] for part in pair]
+            ours, theirs, targets = (each.split(counts) for each in (*flat, tokens[:, 1:][counted]))
+        marks = self.evaluator.marks
+        self._seen[self._now] = [compare_sequence(*each, marks) for each in zip(ours, theirs, targets, strict=True)]
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
@@ -321,10 +389,10 @@ class Riding(LayerVisitor):
         self.figures = []
         for variant in sorted({variant for variant, _ in seen if variant is not None}) or [None]:
             numbers = sorted(number for each, number in seen if each == variant)
-            kl, loss, flips = (
-                torch.tensor([v for n in numbers for v in seen[variant, n][kind]], dtype=torch.float64)
-                for kind in range(3)
-            )
-            counts = [(batches[n].shape[1] - 1, domains[n]) for n in numbers for _ in range(len(batches[n]))]
-            tokens, domain = torch.tensor(counts, dtype=torch.int64).view(-1, 2).T
-            self.figures.append(Figures(kl, loss, flips, tokens, domain))
+            found = torch.tensor([row for n in numbers for row in seen[variant, n]], dtype=torch.float64)
+            found = found.view(-1, 4 + 5 * len(self.evaluator.marks))
+            kl, loss, flips, base_loss = found[:, :4].T
+            tokens = torch.cat([torch.tensor(self.evaluator.tokens_of(n)) for n in numbers]) if numbers else kl.long()
+            domain = torch.tensor([domains[n] for n in numbers for _ in range(len(batches[n]))], dtype=torch.int64)
+            marks = found[:, 4:].view(len(found), -1, 5)
+            self.figures.append(Figures(kl, loss, flips, tokens, domain, base_loss, marks))
