@@ -26,9 +26,7 @@ from compressor.evaluation.decoders import load_writing
 from compressor.evaluation.evaluate import PACKAGES, fits_whole, identity
 from compressor.evaluation.generate import ModelFacts, probabilities, read_facts
 from compressor.evaluation.options import GenerationOptions
-from compressor.evaluation.prompts import Prompt as Prompt
-from compressor.evaluation.prompts import read_prompts as read_prompts
-from compressor.evaluation.prompts import tokens_of
+from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, quiet_transformers
@@ -92,7 +90,7 @@ class StockWriter:
         own = {"dtype": self.dtype, "device": self.device, "packages": versions(PACKAGES)}
         return {"model": identity(self.source), **own}
 
-    def check(self) -> tuple[Any, ModelFacts]:
+    def opened(self) -> tuple[Any, ModelFacts]:
         """Tokenizer and facts; raises `CompressionError` for a model that cannot write or end an answer."""
         folder = self.source.folder
         facts, tokenizer = read_facts(folder), load_tokenizer(folder)
@@ -115,7 +113,7 @@ class StockWriter:
     def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
         if not asked:
             return
-        tokenizer, facts = self.check()
+        tokenizer, facts = self.opened()
         if not fits_whole(self.source, self.dtype, self.device):
             raise CompressionError(
                 f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
@@ -139,7 +137,9 @@ class StockWriter:
                         made = _generate(model, batch, facts.stops, options)
                         for (prompt, seed, ids), tokens in zip(batch, made, strict=True):
                             progress.advance("")
-                            yield _answer(tokenizer, prompt, seed, ids, tokens, facts.stops)
+                            # some decoders drop the space that opens a text: what is continued comes with its start
+                            opening = () if prompt.messages or options.chat else ids
+                            yield _answer(tokenizer, prompt, seed, opening, tokens, facts.stops)
             finally:
                 del model
                 gc.collect()
@@ -241,12 +241,10 @@ def _generate(
 
 
 def _answer(
-    tokenizer: Any, prompt: Prompt, seed: int, before: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
+    tokenizer: Any, prompt: Prompt, seed: int, opening: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
 ) -> Answer:
     ended: Ended = "end" if tokens[-1] in stops else "length"
     own = tokens[: len(tokens) - (ended == "end")]
-    # some decoders drop the space that opens a text, so what is continued is decoded with its beginning
-    opening = list(before) if prompt.text is not None else []
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -21,7 +21,10 @@ OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to continue, or the messages of a chat to answer, with the tools that may be called."""
+    """A text to continue, or the messages of a chat to answer, with the tools that may be called.
+
+    One that has both is a chat where the tokenizer has a template for it.
+    """
 
     id: str  # digest of all that a model is asked
     domain: str
@@ -37,6 +40,7 @@ class Prompt:
         domain: str = "",
         tools: Sequence[Any] | None = None,
         where: str = "",
+        text: str | None = None,
     ) -> "Prompt":
         """A prompt with its id; raises `ItemError` for half a character, which no tokenizer takes."""
         try:
@@ -45,8 +49,8 @@ class Prompt:
             raise ItemError(f"{where} has half a character; mend or remove it") from error
         identity = hashlib.sha256(content).hexdigest()[:16]
         if isinstance(asked, str):
-            return cls(identity, domain, text=asked, where=where)
-        return cls(identity, domain, messages=tuple(asked), tools=tools, where=where)
+            return cls(identity, domain, asked, where=where)
+        return cls(identity, domain, text, tuple(asked), tools, where)
 
     @property
     def shown(self) -> str:
@@ -57,21 +61,12 @@ class Prompt:
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def read_prompts(
-    arguments: Sequence[str],
-    tokenizer: Any = None,
-    *,
-    limit: int | None = None,
-    chat: bool = False,
-    seed: int = 0,
-    check: Callable[[Sequence[int]], None] | None = None,
-) -> tuple[Prompt, ...]:
+def read_prompts(arguments: Sequence[str], *, limit: int | None = None, seed: int = 0) -> tuple[Prompt, ...]:
     """The prompts of `SOURCE` or `SOURCE=DOMAIN` each, every one once, at most `limit` of each source.
 
     Of a data set `OF_A_DATA_SET` are taken where nothing is said. A chat that ends with the assistant's answer is
-    asked without it. With a `tokenizer` those that it, or its template, cannot take are left out like other bad rows,
-    with one warning for each source; so are those that `check`, which gets their tokens, raises `ItemError` for. Of a
-    text file each document is a prompt, or each line where no blank lines separate documents.
+    asked without it. Of a text file each document is a prompt, or each line where no blank lines separate documents.
+    Rows without a prompt are left out with one warning for each source.
     """
     found = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
@@ -80,23 +75,37 @@ def read_prompts(
             rows = _lines(rows)
         left_out, taken = LeftOut(f"prompts of {source}"), 0
         most = OF_A_DATA_SET if limit is None and is_streamed else limit
-        with quiet_transformers():
-            for where, row in rows:
-                with left_out.each():
-                    prompt = _prompt(row, Address.parse(source).column, tokenizer, domain, where)
-                    if tokenizer is not None:
-                        ids = tokens_of(prompt, tokenizer, chat)
-                        if check is not None:
-                            check(ids)
-                    if prompt.id not in found:
-                        found[prompt.id] = prompt
-                        taken += 1
-                if taken == most:
-                    break
+        for where, row in rows:
+            with left_out.each():
+                prompt = _prompt(row, Address.parse(source).column, domain, where)
+                if prompt.id not in found:
+                    found[prompt.id] = prompt
+                    taken += 1
+            if taken == most:
+                break
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--prompts {source} has no prompts; give it some text")
     return tuple(found.values())
+
+
+def usable_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, chat: bool = False, check: Callable[[int], None] | None = None
+) -> tuple[Prompt, ...]:
+    """The prompts that tokenizer and template can take; the others are left out with one warning.
+
+    So are those for whose number of tokens `check` raises `ItemError`.
+    """
+    found, left_out = list[Prompt](), LeftOut("prompts")
+    with quiet_transformers():
+        for prompt in prompts:
+            with left_out.each():
+                ids = tokens_of(prompt, tokenizer, chat)
+                if check is not None:
+                    check(len(ids))
+                found.append(prompt)
+    left_out.report()
+    return tuple(found)
 
 
 def _lines(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -108,7 +117,7 @@ def _lines(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     return iter(documents)
 
 
-def _prompt(row: Any, column: str | None, tokenizer: Any, domain: str, where: str) -> Prompt:
+def _prompt(row: Any, column: str | None, domain: str, where: str) -> Prompt:
     if isinstance(row, ItemError):
         raise row
     if isinstance(row, str):
@@ -116,20 +125,18 @@ def _prompt(row: Any, column: str | None, tokenizer: Any, domain: str, where: st
     if not isinstance(row, Mapping):
         raise ItemError(f"{where}: a row should be an object such as {{'prompt': ...}}, it is {reprlib.repr(row)}")
     (name,) = columns_of(row, COLUMNS if column is None else ((column,),), where)
-    is_text, has_template = isinstance(row[name], str), tokenizer is None or has_chat_template(tokenizer)
-    if is_text and (name != "prompt" or not has_template or not row[name].strip()):
-        return _of_text(row[name], domain, where)
-    if tokenizer is not None:
-        require_template(tokenizer, f"{where} has a chat in {name}")
+    text = row[name] if isinstance(row[name], str) else None
+    if text is not None and (name != "prompt" or not text.strip()):
+        return _of_text(text, domain, where)
     messages = messages_of(row, (name,), where)
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
     if not messages:
         raise ItemError(f"{where} has nothing before the assistant's answer; give it a user's message")
     try:
-        return Prompt.of(messages, domain, tools_of(row), where)
+        return Prompt.of(messages, domain, tools_of(row), where, text)
     except ValueError as error:
-        raise untaken(where, error) from error
+        raise ItemError(f"{where}: its tools are not valid JSON ({error})") from error
 
 
 def _of_text(text: str, domain: str, where: str) -> Prompt:
@@ -143,13 +150,13 @@ def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False) -> tuple[int, 
 
     With `chat` a text is put into the template, too, as a user's message.
     """
-    if prompt.text is not None and not chat:
+    if prompt.text is not None and not (chat or (prompt.messages and has_chat_template(tokenizer))):
         try:
             return encode_prompt(tokenizer, prompt.text, chat=False)
         except CompressionError as error:
             raise ItemError(f"{prompt.where}: {error}") from error
-    messages = list(prompt.messages) if prompt.text is None else [{"role": "user", "content": prompt.text}]
-    require_template(tokenizer, f"{prompt.where or 'a prompt'} is asked as a chat")
+    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    require_template(tokenizer, f"{prompt.where or 'a prompt'} is a chat")
     try:
         text = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

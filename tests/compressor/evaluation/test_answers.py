@@ -14,18 +14,16 @@ from compressor.evaluation.answers import (
     Answer,
     Asked,
     Journal,
-    Prompt,
     StockWriter,
     _takes_padding,
     answer_all,
     drawn,
     draws,
-    read_prompts,
 )
 from compressor.evaluation.decoders import load_writing
 from compressor.evaluation.generate import prepare
 from compressor.evaluation.options import GenerationOptions
-from compressor.evaluation.prompts import tokens_of
+from compressor.evaluation.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
 from tests import small
@@ -102,7 +100,8 @@ def test_drawn_tokens_have_the_probabilities_of_the_distribution() -> None:
 
 def prompts_of(tmp_path: Path, name: str, content: str, tokenizer: Any = None, **more: Any) -> tuple[Prompt, ...]:
     (tmp_path / name).write_text(content, encoding="utf-8")
-    return read_prompts([f"{tmp_path / name}=code"], tokenizer, **more)
+    found = read_prompts([f"{tmp_path / name}=code"], **more)
+    return found if tokenizer is None else usable_prompts(found, tokenizer)
 
 
 def test_prompts_of_text_are_documents_or_lines(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_chat_is_asked_without_its_last_answer(tmp_path: Path, chatting: Any) 
     assert chatting.decode(tokens_of(found[3], chatting, chat=True)) == "<user>Plain<assistant>"
 
 
-def test_bad_prompts_are_left_out_with_one_warning(
+def test_bad_prompts_are_left_out_with_a_warning(
     tmp_path: Path, chatting: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
@@ -144,8 +143,9 @@ def test_bad_prompts_are_left_out_with_one_warning(
     ]
     found = prompts_of(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)) + "\n{", chatting)
     assert [prompt.shown for prompt in found] == ["a"]
-    (record,) = caplog.records
-    assert "5 of 6 prompts" in record.message and "has no text" in record.message
+    first, second = (record.message for record in caplog.records)
+    assert "4 of 6 prompts of" in first and "has no text" in first
+    assert "1 of 2 prompts are left out" in second and "no such role" in second
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_an_end_token_that_the_model_lacks(end: int | None, message: str, tmp_pa
     writer = StockWriter(locate(str(folder)))
     if message:
         with pytest.raises(CompressionError, match=message):
-            writer.check()
+            writer.opened()
     else:
-        assert writer.check()[1].stops == {2}  # the tokenizer's
+        assert writer.opened()[1].stops == {2}  # the tokenizer's
         small.edit_json(folder / "tokenizer_config.json", lambda content: content.pop("eos_token"))
         with pytest.raises(CompressionError, match="has no end token"):
-            writer.check()
+            writer.opened()
 
 
 class Scripted:
