@@ -216,7 +216,8 @@ def change(
 
 def on_text(name: str, options: dict[str, Any], text: TextOptions) -> Step:
     """A step with a text of its own: the plan of its output goes on with earlier ones, and can be repeated."""
-    return make_step(name, {**options, **({"calibration": text} if text.data is not None else {})})
+    own = text.data is not None or text.emphasis is not None
+    return make_step(name, {**options, **({"calibration": text} if own else {})})
 
 
 def compare(

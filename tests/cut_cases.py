@@ -47,15 +47,21 @@ def cut_again(found: CutCase) -> CutLayer:
     return CutLayer.of(found.recording, found.experts, found.small.get_submodule(found.layer.router), block)
 
 
-def cut_case(name: str, position: int = 0, sequences: int = 16, dtype: torch.dtype = torch.float32) -> CutCase:
-    """Layer number `position` with a quarter of its experts dropped; half as many sequences are held out as fit."""
+def cut_case(
+    name: str, position: int = 0, sequences: int = 16, dtype: torch.dtype = torch.float32, heaviest: int = 1
+) -> CutCase:
+    """Layer number `position` with a quarter of its experts dropped; half as many sequences are held out as fit.
+
+    Tokens count up to `heaviest` times.
+    """
     stock = zoo.build(name).to(dtype)
     architecture = discover(stock.config)
     layer = architecture.layers[position]
     plan = drops(architecture)[layer.name]
-    recording = Recording(layer, 0, heldout={1})
-    recording.attach(stock)
     rows = zoo.tokens(stock, sequences + sequences // 2, seed=1)
+    counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
+    recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
+    recording.attach(stock)
     for number, part in enumerate((rows[:sequences], rows[sequences:])):
         recording.enter(number)
         with torch.no_grad():

@@ -170,12 +170,13 @@ def compress(
 def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], against_base: bool) -> Callable[..., None]:
     """A command that carries out one step on a finished checkpoint; its options are the step's fields."""
     sized = "sequence_length" in step.model_fields  # by the step itself
+    fields = ("data", "emphasis", "strict") if sized else ("data", "samples", "sequence_length", "strict")
     of_base = [("base", Parameter("base", Parameter.KEYWORD_ONLY, annotation=Base))] if against_base else []
 
     def command(
         checkpoint: Model,
         output: Out,
-        text: Annotated[TextOptions, [each for each in TEXT if not sized or each[0] in ("data", "strict")]],
+        text: Annotated[TextOptions, [each for each in TEXT if each[0] in fields]],
         running: Running,
         base: Annotated[dict[str, Any], of_base],
         options: Annotated[dict[str, Any], options_of(step, STEP, names=names)],

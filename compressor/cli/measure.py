@@ -19,6 +19,7 @@ from compressor.cli.options import (
     Running,
     Seed,
     Text,
+    Unweighted,
     described,
     flag,
     listed,
@@ -139,7 +140,7 @@ def compare(
 
 def attribute(
     model: Model,
-    text: Text,
+    text: Unweighted,
     running: Running,
     output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,

@@ -238,6 +238,7 @@ Seed = Annotated[
 ]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
+Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphasis"]]  # of what fits nothing
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 PATHWAY_OPTIONS = options_of(
     PathwayOptions,

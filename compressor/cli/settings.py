@@ -111,8 +111,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     for path, value in _without_merging(steps, values).items():
         head, _, field = path.partition(".")
         if head in Recipe.model_fields and head != "steps":
-            old = content[head] if isinstance(content[head], BaseModel | dict) else {}
-            content[head] = {**dict(old), field: value} if field else value
+            content = _with(content, path, value)
             continue
         if not field:
             hint = did_you_mean(head, [name for name in Recipe.model_fields if name != "steps"])
@@ -120,9 +119,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         step_class(head)  # which refuses an unknown name
         if head == "prune" and "constants" in steps and head not in steps:
             head = "constants"  # which has the same names
-        field, _, inner = field.partition(".")
-        options = of_steps.setdefault(head, {})
-        options[field] = {**options.get(field, {}), inner: value} if inner else value
+        of_steps[head] = _with(of_steps.get(head, {}), field, value)
     if isinstance(content["gate"], dict) and "tasks" not in content["gate"]:
         name = next(iter(content["gate"])).replace("_", "-")
         raise CompressionError(f"--{name} goes with --gate; name the tasks to pass")
@@ -136,6 +133,14 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             options = {**options, "options": {**getattr(steps.get(name), "options", {}), **chosen}}
         changed = with_options(changed, name, options)
     return Recipe.of({**content, "steps": changed}, "the command line")
+
+
+def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The options with a value at a path, such as `calibration.emphasis.end`."""
+    name, _, inner = path.partition(".")
+    old = options.get(name)
+    below = dict(old) if isinstance(old, BaseModel | dict) else {}
+    return {**options, name: _with(below, inner, value) if inner else value}
 
 
 def _without_merging(steps: Mapping[str, Step], values: Mapping[str, Any]) -> dict[str, Any]:

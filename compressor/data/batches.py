@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from compressor.data.documents import as_rows, read_tokens
+from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.sources import MOST_TOKENS, divide, shares, short_names
 from compressor.data.sources import WeightedSource as WeightedSource
 from compressor.errors import CompressionError
@@ -51,6 +52,7 @@ class Calibration:
     weights: tuple[float, ...] = (1.0,)  # share of each source
     heldout: frozenset[int] = frozenset()  # numbers of the batches that no plan may see
     reserved: tuple[EvaluationSet, ...] = ()  # what follows the calibration's sequences in each source
+    emphasis: tuple[Tensor, ...] = ()  # weights [B, L] of each batch's tokens; empty if all count alike
 
     def __post_init__(self) -> None:
         assert len(self.sources) in (0, len(self.batches)), "each batch has a source, or none"
@@ -89,6 +91,7 @@ class Calibration:
             tuple(self.batches[number] for number in numbers),
             {**self.identity, "only": self.source_names[source]},
             heldout=frozenset(place for place, number in enumerate(numbers) if number in self.heldout),
+            emphasis=tuple(self.emphasis[number] for number in numbers) if self.emphasis else (),
         )
 
 
@@ -125,6 +128,7 @@ class TextSpec:
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
     batch_size: int = BATCH_SIZE
     strict: bool = False  # whether a row that cannot be read ends the run
+    emphasis: Emphasis = PLAIN
 
     def __post_init__(self) -> None:
         samples, length, sources, reserve = self.samples, self.sequence_length, len(self.sources), self.reserve
@@ -155,9 +159,10 @@ class TextSpec:
         content = {"reserve": None, **(asked if isinstance(asked, dict) else {}), "batch_size": batch_size}
         content |= {name: identity.get(name) for name in ("sources", "seed", "heldout")}
         try:
-            return TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
-        except ValidationError as error:
-            place = ".".join(str(part) for part in error.errors()[0]["loc"])
+            spec = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+            return replace(spec, emphasis=Emphasis.read(identity.get("emphasis") or {}))
+        except (ValidationError, KeyError, TypeError, AttributeError) as error:
+            place = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else "emphasis"
             raise CompressionError(
                 f"the plan's calibration has no usable {place!r} to repeat it by (edited, or of an older plan); plan "
                 "again"
@@ -182,6 +187,7 @@ class Text:
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
     _parts: Mapping[str, tuple[tuple[Tensor, ...], ...]]  # by name: each source's batches [B, L]
     _heldout: tuple[EvaluationSet, ...]  # one for each source, maybe empty
+    emphasis: Emphasis = PLAIN  # of all that is fitted to it
 
     @property
     def names(self) -> frozenset[str]:
@@ -204,6 +210,7 @@ class Text:
             {**self.identity, "only": self.fit.source_names[source]},
             {name: (batches[source],) for name, batches in self._parts.items()},
             (self._heldout[source],),
+            self.emphasis,
         )
 
 
@@ -369,10 +376,14 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         weights=shares(spec.sources),
         heldout=frozenset(place for place, (_, held, _) in enumerate(batches) if held),
         reserved=_evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else (),
+        emphasis=tuple(spec.emphasis.weights(batch) for _, _, batch in batches) if spec.emphasis.marked else (),
     )
+    for name, count in spec.emphasis.counts([rows for cut in cuts for rows in (cut.fit, *cut.parts)]).items():
+        if not count:
+            logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
     heldout = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
     if not spec.parts:
-        return Text(fit, fit.identity, {}, heldout)
+        return Text(fit, fit.identity, {}, heldout, spec.emphasis)
     parts, digests = dict[str, tuple[tuple[Tensor, ...], ...]](), dict[str, Any]()
     for place, (name, part) in enumerate(spec.parts.items()):
         rows = [cut.parts[place] for cut in cuts]
@@ -380,7 +391,7 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         digests[name] = _counted(rows)
     evaluated = _counted([rows for cut in cuts for rows in (cut.held, cut.further)])
     identity = _identity(spec, cuts, True)
-    return Text(fit, {**identity, "parts": digests, "heldout_text": evaluated}, parts, heldout)
+    return Text(fit, {**identity, "parts": digests, "heldout_text": evaluated}, parts, heldout, spec.emphasis)
 
 
 def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
@@ -413,6 +424,7 @@ def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, An
         "heldout": float(spec.heldout),
         "seed": spec.seed,
         "asked": asked,
+        **({"emphasis": spec.emphasis.to_dict()} if spec.emphasis.marked else {}),
     }
 
 

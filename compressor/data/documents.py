@@ -261,13 +261,17 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> tuple[It
 
 
 def pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> Tensor:
-    """Token ids of the documents, an end-of-text token after each, at most `wanted`; refuses text without any token."""
+    """Token ids of the documents, an end-of-text token after each, at most `wanted`; refuses text without any token.
+
+    A chat that ends with that token gets no second one.
+    """
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    end = getattr(tokenizer, "eos_token", None) or "\0"
     ids, heard, silent = list[int](), False, 0  # characters before the first token that stands for some
     for document in documents:
         own = first_tokens(tokenizer, document, wanted - len(ids))
         heard, silent = heard or says_something(tokenizer, own), silent + len(document.strip())
-        ids += own + separator
+        ids += own if document.rstrip().endswith(end) else own + separator
         if len(ids) >= wanted or (not heard and silent > PATIENCE):
             break
     if silent and not heard:

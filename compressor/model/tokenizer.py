@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer and chat template as stock transformers load them; a made-up one is refused."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import quiet_transformers
 
+THINKING_END = "</think>"
+THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*"),
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
@@ -72,6 +75,15 @@ def no_token(text: str) -> CompressionError:
 def has_chat_template(tokenizer: Any) -> bool:
     """Return True if the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def thinking_end(tokenizer: Any) -> str | None:
+    """What ends a model's thinking, as its chat template has it, else `</think>` where that is one token; or None."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    texts = template.values() if isinstance(template, dict) else [template]
+    found = next((match[0] for text in texts if (match := THINKING_ENDS.search(text))), None)
+    known = THINKING_END in tokenizer.get_vocab()
+    return found or (THINKING_END if known else None)
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:

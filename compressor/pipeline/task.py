@@ -21,14 +21,17 @@ from compressor.data.batches import (
     read_text,
     repeat_text,
 )
+from compressor.data.emphasis import PLAIN, Emphasis, Marked
 from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
 from compressor.distributed import here, launched
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
+from compressor.evaluation.generate import read_facts
 from compressor.files import file_digest
 from compressor.memory import PeakMemory
 from compressor.model.in_memory import LoadedModel, opened
 from compressor.model.opened import OpenModel, how_resident
+from compressor.model.tokenizer import thinking_end
 from compressor.progress import Announced, Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
@@ -250,7 +253,32 @@ def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> Tex
             if (part := need.part) is not None
         },
         strict=options.strict,
+        emphasis=emphasis_of(options, task.model),
     )
+
+
+def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
+    """What of the text is emphasised, by the model's own tokens; refuses tokens that it does not have."""
+    wanted = {} if options.emphasis is None else options.emphasis.model_dump(exclude_none=True)
+    if not wanted:
+        return PLAIN
+    folder = model.source.folder
+    tokenizer, ends = load_tokenizer(folder), set(read_facts(folder).stops)
+    ends |= set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    thinking = thinking_end(tokenizer)
+    tokens = {
+        "end": tuple((end,) for end in sorted(ends) if end < model.vocabulary),
+        "think_end": () if thinking is None else (tuple(tokenizer(thinking, add_special_tokens=False)["input_ids"]),),
+    }
+    missing = {
+        "end": "no end token: neither its generation_config.json and config.json nor its tokenizer name one",
+        "think_end": "no token that ends thinking, as </think> does: its chat template and vocabulary show none",
+    }
+    for name in wanted:
+        if not tokens[name]:
+            fault = f"{model.source.label} has {missing[name]}"
+            raise CompressionError(f"emphasis.{name}: {fault}; leave it out, or mend the model's files")
+    return Emphasis(tuple(Marked(name, weight, tokens[name]) for name, weight in wanted.items()))
 
 
 def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
@@ -325,7 +353,13 @@ def first_plan(task: Task, text: Text | None) -> Plan:
 def read_calibration(run: Run, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0) -> Calibration:
     """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
     model, sources = run.model, sources_of(options)
-    spec = TextSpec(sources, options.samples, options.sequence_length, seed, heldout, reserve, strict=options.strict)
+    emphasis = emphasis_of(options, model)
+    spec = TextSpec(
+        sources,
+        *(options.samples, options.sequence_length, seed, heldout, reserve),
+        strict=options.strict,
+        emphasis=emphasis,
+    )
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     here().assert_same_on_all(data.identity["sha256"], "calibration text")
     run.progress = Announced([how_resident(model)], run.progress)

@@ -340,6 +340,8 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     ]
     sizes = asked if isinstance(asked, Mapping) else {}
     given = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
+    if isinstance(marked := calibration.get("emphasis"), Mapping):
+        given["emphasis"] = {name: each.get("weight") for name, each in marked.items()}
     return TextOptions(data=tuple(sources), **given)
 
 

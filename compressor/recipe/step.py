@@ -52,6 +52,13 @@ class Options(BaseModel):
         return value
 
 
+class EmphasisOptions(Options):
+    """Weights of tokens where something is fitted to text; all others count 1."""
+
+    end: float | None = Field(None, gt=0, le=1000, description="Weight of the tokens that end an answer.")
+    think_end: float | None = Field(None, gt=0, le=1000, description="Weight of the token that ends the thinking.")
+
+
 class TextOptions(Options):
     """Which text is read, and how much of it."""
 
@@ -63,9 +70,19 @@ class TextOptions(Options):
     )
     samples: int = Field(128, ge=1, description="Calibration sequences.")
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each sequence.")
+    emphasis: EmphasisOptions | None = Field(
+        None,
+        description="Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as "
+        "end=8,think_end=8.",
+    )
     strict: bool = Field(  # which changes no output, so that no record holds it
         False, exclude=True, description="End at a row of text that cannot be read, instead of leaving it out."
     )
+
+    @field_validator("emphasis", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        return dict(part.strip().partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else value
 
     @field_validator("data", mode="before")
     @classmethod

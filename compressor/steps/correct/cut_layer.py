@@ -5,7 +5,7 @@ dtype; past a budget it lies in unlinked mapped files.
 """
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -64,17 +64,19 @@ class Recording:
     layer: MoeLayer
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
+    emphasis: Sequence[torch.Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: Rows = field(init=False)
     _outputs: Rows = field(init=False)
+    _weights: Rows = field(init=False)
     _call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     _watch: Watch | None = None
     _own: dict[int, str] = field(default_factory=dict)
     _batch: int = 0
 
     def __post_init__(self) -> None:
-        self._inputs, self._outputs = Rows(self.expected), Rows(self.expected)
+        self._inputs, self._outputs, self._weights = (Rows(self.expected) for _ in range(3))
 
     def attach(self, model: Any) -> None:
         block = model.get_submodule(self.layer.block)
@@ -110,6 +112,9 @@ class Recording:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         self._inputs.append(hidden)
         self._outputs.append(output)
+        if self.emphasis:
+            seen = sum(size for batch, size in self.calls if batch == self._batch)
+            self._weights.append(self.emphasis[self._batch].flatten()[seen : seen + len(hidden)].to(output.device))
         self.calls.append((self._batch, len(hidden)))
         self._call = None
 
@@ -122,6 +127,11 @@ class Recording:
     def outputs(self) -> torch.Tensor:
         """Output of the base's experts module: [T, H]."""
         return self._outputs.value
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """How much each token counts beside its own weight: [T]; None if all count alike."""
+        return None if self._weights.buffer is None else self._weights.value
 
     def positions(self, heldout: bool) -> torch.Tensor:
         """Positions [n] of the tokens that are held out, or of the others."""
@@ -137,6 +147,8 @@ class Recording:
 
         whole = Recording(self.layer, 0)
         whole._inputs, whole._outputs = gather(self.inputs), gather(self.outputs)
+        if self.emphasis:
+            whole._weights = gather(self._weights.value)
         described = here().broadcast(
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
         )
@@ -246,9 +258,13 @@ class CutLayer:
         """Outputs of the base's experts there, in float32: [n, H]."""
         return picked(self.recording.outputs, rows).float()
 
-    def token_weights(self, targets: torch.Tensor) -> torch.Tensor:
-        """1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others: -> [n]."""
-        return 1.0 / (targets.square().sum(-1) + self.floor)
+    def token_weights(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others: -> [n].
+
+        Times what the tokens at `rows` [n] are emphasised by.
+        """
+        weights, emphasis = 1.0 / (targets.square().sum(-1) + self.floor), self.recording.weights
+        return weights if emphasis is None else weights * picked(emphasis, rows).to(weights)
 
     def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
@@ -280,7 +296,7 @@ class CutLayer:
             totals = torch.zeros(2, dtype=torch.float64)
             for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
                 target = self.targets(chunk)
-                share = as_float64(self.token_weights(target))
+                share = as_float64(self.token_weights(chunk, target))
                 totals[0] += float(share @ as_float64(self.gap(chunk, target)).square().sum(-1))
                 totals[1] += float(share @ as_float64(target).square().sum(-1))
             return totals

@@ -119,7 +119,8 @@ class RecordingVisitor(LayerVisitor):
     ) -> list[Recording]:
         """Show the batches to the observers, and return what the loaded layers make of them."""
         assert self.calibration is not None
-        recordings = [Recording(layer, self.calibration.tokens, self.calibration.heldout) for layer in layers]
+        text = self.calibration
+        recordings = [Recording(layer, text.tokens, text.heldout, text.emphasis) for layer in layers]
         self.active = [*observers, *recordings]
         for recording in recordings:
             recording.attach(self.model.partial.model)
@@ -264,7 +265,8 @@ def compress_in_order(
     assert calibration is not None
     plans: tuple[LayerPlan, ...] = ()
     for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
-        own, its_work, its_files = replace(calibration, batches=leg.batches), work, files
+        weights = tuple(own[:, number:] for own in calibration.emphasis)  # a head has the later tokens
+        own, its_work, its_files = replace(calibration, batches=leg.batches, emphasis=weights), work, files
         if leg.head is not None:
             its_work, its_files = work.of_head(leg.head), None if files is None else files.of_head(number - 1)
         with leg.hooked():

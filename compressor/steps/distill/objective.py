@@ -1,7 +1,7 @@
 """What a distillation learns: its text with the base's answers on it, and the loss of one step.
 
-The loss is the mean over the step's tokens of each part, times the part's weight. B sequences of L tokens, V tokens in
-the vocabulary, T = B L.
+The loss is the mean over the step's tokens of each part, times the part's weight; tokens that are emphasised count as
+more than one, except in the contrastive part. B sequences of L tokens, V tokens in the vocabulary, T = B L.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions, top_divergence
@@ -37,10 +38,11 @@ class NotFiniteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [B, L], and the base's answers on them."""
+    """Token ids [B, L], the base's answers on them, and how much each token counts [B, L]."""
 
     tokens: Tensor
     base: Distributions
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,16 @@ class Text:
         rows = [(self.batches[batch], row) for batch, row in places]
         names = rows[0][0].base.tensors
         base = {name: torch.stack([batch.base.tensors[name][row] for batch, row in rows]) for name in names}
-        return Batch(torch.stack([batch.tokens[row] for batch, row in rows]), Distributions(**base))
+        tokens = torch.stack([batch.tokens[row] for batch, row in rows])
+        return Batch(tokens, Distributions(**base), torch.stack([batch.weights[row] for batch, row in rows]))
 
 
 def training_text(
-    batches: Sequence[Tensor], answers: Sequence[Distributions], options: Distill, model: OpenModel
+    batches: Sequence[Tensor],
+    answers: Sequence[Distributions],
+    options: Distill,
+    model: OpenModel,
+    emphasis: Emphasis = PLAIN,
 ) -> Text:
     """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes."""
     longest = max((batch.shape[1] for batch in batches), default=0)  # those that were cut shorter are left out
@@ -79,7 +86,8 @@ def training_text(
             f"{options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
-    return Text(tuple(Batch(*pair) for pair in zip(batches, answers, strict=True)), fit, rows)
+    weighed = (Batch(*pair, emphasis.weights(pair[0])) for pair in zip(batches, answers, strict=True))
+    return Text(tuple(weighed), fit, rows)
 
 
 class Objective(ReverseVisitor):
@@ -91,9 +99,10 @@ class Objective(ReverseVisitor):
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
         self.options, self.model, self.seed, self.step = options, model, seed, step
         own = slice(here().rank, None, here().size)  # this rank's sequences, maybe none
-        self.batches = [Batch(batch.tokens[own], batch.base.rows(own)) for batch in batches]
+        self.batches = [Batch(batch.tokens[own], batch.base.rows(own), batch.weights[own]) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)
-        self.predicted = self.tokens - sum(len(batch.tokens) for batch in batches)
+        self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
+        self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
         self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
         self.last = model.architecture.units[-1] if options.hidden_states else None
         self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
@@ -102,13 +111,14 @@ class Objective(ReverseVisitor):
     def loss(self, number: int, output: Any) -> Tensor:
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
         batch, logits, options = self.batches[number], output.logits, self.options
+        weights = batch.weights.to(logits.device)
         loss = logits.new_zeros((), dtype=torch.float32)
         if options.kl:
-            loss = loss + self._part("kl", top_divergence(batch.base, logits).sum() / self.tokens)
+            loss = loss + self._part("kl", (top_divergence(batch.base, logits) * weights).sum() / self.counted)
         if options.cross_entropy:
             scores, following = logits[:, :-1].float().transpose(1, 2), batch.tokens[:, 1:].to(logits.device)
             losses = cross_entropy(scores, following, reduction="none")  # of each token after those before it, in nats
-            loss = loss + self._part("cross_entropy", losses.sum() / self.predicted)
+            loss = loss + self._part("cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted)
         nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
         return loss if loss.requires_grad else nothing
 
@@ -164,8 +174,9 @@ class Objective(ReverseVisitor):
         batch = self.batches[self.batch]
         assert batch.base.hidden is not None
         wanted = batch.base.hidden.to(hidden.device).float()
-        off = (hidden.float() - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-12)
-        return off.sum() * batch.tokens.shape[1] / self.tokens
+        weights = batch.weights.to(hidden.device)
+        off, size = ((value.square() * weights[..., None]).sum((1, 2)) for value in (hidden.float() - wanted, wanted))
+        return (off / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
 
 
 class Added(torch.autograd.Function):

@@ -201,7 +201,8 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
     """Train, and leave what is to be stored of each layer in the folder `trained`; nothing if it is not accepted."""
     batches, answers, evaluator = run.base_answers()
     require_enough(evaluator.sequences, "distill")
-    text = training_text(batches, answers, options, run.base)
+    assert run.text is not None
+    text = training_text(batches, answers, options, run.base, run.text.emphasis)
     now, steps, seed = place / "now", place / "steps", run.seed
     engine = Streamed(run.model, options, seed, now) if options.stream else InMemory(run.model, options, seed)
     try:

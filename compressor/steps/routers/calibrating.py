@@ -64,6 +64,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
     if options.reference is not None:
         reference = checked_reference(options.reference, smaller)
     batches, answers, evaluator = state.base_answers()
+    assert state.text is not None
     require_enough(evaluator.sequences, "routers")
 
     def text(numbers: range) -> Text:
@@ -75,7 +76,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
         try:
             if method == "router":
                 rounds = [text(part) for n in range(options.rounds) if (part := range(n, len(batches), options.rounds))]
-                tried[method] = calibrate_weights(smaller, routers, rounds, evaluator, progress)
+                tried[method] = calibrate_weights(smaller, routers, rounds, evaluator, progress, state.text.emphasis)
             else:
                 tried[method] = _biased(state, options, text(range(min(PLACED, len(batches)))), evaluator, reference)
         except CompressionError as error:  # the other method may fit the model

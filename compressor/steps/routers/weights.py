@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
@@ -101,10 +102,16 @@ def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Wei
 
 
 def calibrate_weights(
-    model: OpenModel, weights: Weights, fit: Sequence[Text], evaluator: Evaluator, progress: Progress
+    model: OpenModel,
+    weights: Weights,
+    fit: Sequence[Text],
+    evaluator: Evaluator,
+    progress: Progress,
+    emphasis: Emphasis = PLAIN,
 ) -> Calibrated:
     """Move the router weights of a smaller model, a round for each text of `fit`; the best accepted ones are kept.
 
+    Gradients are of the KL of all tokens, each times its emphasis.
     Raises `CompressionError` for an architecture through which no gradients go layer by layer.
     """
     progress.start("calibrate the routers", len(fit))
@@ -112,7 +119,7 @@ def calibrate_weights(
     steps, taken = list[Step](), None
     for text in fit:
         steps_tried = STEPS if taken is None else tuple(near * taken for near in NEAR)
-        moved = partial(_moved, weights, _moments(model, weights, text))
+        moved = partial(_moved, weights, _moments(model, weights, text, emphasis))
         trial = line_search(model, evaluator, moved, RIDGES, steps_tried, LARGEST)
         if (step := Step.taken(now, trial)).step:
             taken, weights, now = trial.step, trial.weights, trial.figures
@@ -208,9 +215,10 @@ class RouterGradients(ReverseVisitor):
                 self.found[key] = Moments(inputs, both, gradients, tokens)
 
 
-def _moments(model: OpenModel, weights: Weights, text: Text) -> dict[str, Moments]:
+def _moments(model: OpenModel, weights: Weights, text: Text, emphasis: Emphasis) -> dict[str, Moments]:
     def loss(batch: int, output: Any) -> Tensor:
-        return top_divergence(text[batch][1], output.logits).sum()
+        tokens, base = text[batch]
+        return (top_divergence(base, output.logits) * emphasis.weights(tokens).to(output.logits.device)).sum()
 
     gradients = RouterGradients()
     ReversePass(model, [tokens for tokens, _ in text]).run(loss, _Routed(model, [weights]), gradients)

@@ -41,7 +41,7 @@ def test_impossible_options_are_refused(wrong: dict[str, Any], message: str) -> 
 def test_an_epoch_takes_no_sequence_twice_and_the_next_one_takes_them_anew(count: int, size: int, seed: int) -> None:
     size = min(size, count)
     rows = torch.arange(count).view(-1, 1).expand(-1, 4)
-    whole = Batch(rows, Distributions(rows[..., None], rows[..., None].float(), rows.float()))
+    whole = Batch(rows, Distributions(rows[..., None], rows[..., None].float(), rows.float()), rows.float())
     text = Text((whole,), tuple((0, row) for row in range(count)), most=3)
     epoch = [text.of_step(step, size, seed) for step in range(count // size)]
     found = [batch.tokens[:, 0].tolist() for batches in epoch for batch in batches]
