@@ -1,5 +1,8 @@
-"""Devices: which one computes, what is still free there, and where sums in float64 are added up."""
+"""Devices: which one computes, what is still free there, where sums in float64 are added up, and threads for pieces."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -54,3 +57,14 @@ def float64_device(device: torch.device) -> torch.device:
 def as_float64(tensor: Tensor) -> Tensor:
     """A tensor in float64, moved to the CPU if its device has none: what it is computed with must be there, too."""
     return tensor.to(float64_device(tensor.device)).double()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """A pool of as many threads as torch has, which all compute alone: small pieces gain nothing from being shared."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)  # that of threads to come, too

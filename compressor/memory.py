@@ -77,7 +77,8 @@ class PeakMemory:
 
 
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
-M_ARENA_MAX = -8  # glibc's name for it
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's names for them
+HEAP = 2**23  # bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
 
 
 @cache
@@ -92,12 +93,14 @@ def _libc() -> Any:
 def limit_caches() -> None:
     """Bound what stays behind of computing: for a program's start, before torch computes anything.
 
-    Otherwise oneDNN keeps up to a thousand compiled kernels, and every loading thread its own heap.
+    Otherwise oneDNN keeps up to a thousand compiled kernels, and every loading thread its own heap. What is computed
+    with in small pieces stays in the heap: fresh pages for each would take longer than the computation.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, CACHED_KERNELS)
     if _libc() is not None:
-        _libc().mallopt(M_ARENA_MAX, 2)
+        for parameter, value in ((M_ARENA_MAX, 2), (M_MMAP_THRESHOLD, HEAP), (M_TRIM_THRESHOLD, 8 * HEAP)):
+            _libc().mallopt(parameter, value)
 
 
 def give_back() -> None:

@@ -21,6 +21,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
 from compressor.extras import require
 
@@ -92,6 +93,9 @@ def scheme_of(config: Any, module: str) -> Any:
 class _Fp8Dequantize(Fp8Dequantize):
     """Upstream's, right also for a side that is no multiple of the block, and casting unscaled tensors."""
 
+    def __deepcopy__(self, memo: Any) -> "_Fp8Dequantize":
+        return self  # the loader copies converters for every tensor, and with this its whole quantiser
+
     def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         block, (rows, columns) = self.hf_quantizer.quantization_config.weight_block_size, quantized.shape[-2:]
         if block and quantized.is_floating_point():  # packed fp4 has blocks of its own
@@ -112,6 +116,9 @@ class _Fp8Dequantize(Fp8Dequantize):
 class _CompressedTensorsDequantize(CompressedTensorsDequantize):
     """Any format, by the package's `decompress`; upstream's reads only fp8 and symmetric packed experts."""
 
+    def __deepcopy__(self, memo: Any) -> "_CompressedTensorsDequantize":
+        return self  # as above
+
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         target, plain = kwargs["full_layer_name"], dict[str, Any]()
         dtype = wanted_dtype(kwargs["model"], target)
@@ -130,11 +137,16 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:  # plain, or for two modules
                 plain[f"{module}.weight"] = [weight.to(dtype) for weight in each]
                 continue
-            for i, weight in enumerate(each):
-                if i == 0:  # stacked here rather than by the merge that follows, to hold the weights once
-                    plain[f"{module}.weight"] = weight.new_empty((experts, *weight.shape), dtype=dtype)
-                plain[f"{module}.weight"][i] = weight
+            first = next(each)  # stacked here rather than by the merge that follows, to hold the weights once
+            plain[f"{module}.weight"] = stacked = first.new_empty((experts, *first.shape), dtype=dtype)
+            stacked[0] = first
+            with one_thread_each() as pool:
+                for done in [pool.submit(self._fill, stacked[i], parts, i, name) for i in range(1, experts)]:
+                    done.result()
         return plain
+
+    def _fill(self, place: torch.Tensor, parts: dict[str, list[torch.Tensor]], expert: int, name: str) -> None:
+        place.copy_(self._weight({part: tensors[expert] for part, tensors in parts.items()}, name))
 
     def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
         """One module's plain weight."""

@@ -28,7 +28,7 @@ from compressor.steps.quantize.writing import Writer
 from scripts.benchmarks.frame import Sizes, head, measured, options, row, timed, warm
 from scripts.benchmarks.scale import copy_seconds
 
-SIZES = Sizes(hidden=1024, inner=512, experts=32, top_k=4, vocabulary=512)
+SIZES = Sizes(hidden=2048, inner=768, experts=32, top_k=4, vocabulary=512)  # experts as those of Qwen3-30B-A3B
 LENGTH = 512
 
 

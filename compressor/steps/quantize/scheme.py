@@ -168,13 +168,18 @@ class Scheme:
         return weight.view(*weight.shape[:-1], -1, size)
 
     def _stored_scales(self, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
-        from compressed_tensors.quantization.utils import calculate_qparams
+        """Scales of groups with these largest weights [B, O, n], as compressed-tensors computes them."""
+        if self.name == "mxfp4":
+            from compressed_tensors.quantization.utils import calculate_qparams
 
-        scales: Tensor = calculate_qparams(-most, most, self.args, overall)[0]
-        if self.name in FP4:
-            return scales
-        least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # the smallest subnormal: no range may round to 0
-        return scales.to(dtype).float().clamp_(min=least)
+            powers: Tensor = calculate_qparams(-most, most, self.args)[0]
+            return powers
+        if overall is not None:
+            scales = _nearest_float((most / FP4_MAX * overall).clamp_(max=FP8_MAX), 3, -6)
+            return scales.masked_fill_(scales == 0, torch.finfo(torch.float8_e4m3fn).eps)
+        scales = most / (FP8_MAX if self.name == "fp8" else (2**self.bits - 1) / 2)
+        scales = scales.masked_fill_(scales == 0, torch.finfo(torch.float32).eps).to(dtype).float()
+        return scales.clamp_(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)  # no range may round to 0
 
     def pack(self, codes: Tensor, scales: Scales, dtype: torch.dtype) -> dict[str, Tensor]:
         """Stored tensors of B matrices' codes [B, O, I], by the last part of their names: [B, ...] each."""
@@ -209,12 +214,9 @@ def _nearest_float(value: Tensor, mantissa: int, lowest: int) -> Tensor:
 
     Casting to 8 bits and back does the same, several times as slowly on a CPU.
     """
-    shift, step = 23 - mantissa, 2.0 ** (lowest - mantissa)
-    bits = value.view(torch.int32)
-    rounded = (bits >> shift).bitwise_and_(1).add_((1 << (shift - 1)) - 1).add_(bits).bitwise_and_(-(1 << shift))
-    anchor = 1.5 * 2**23 * step  # float32 has this step where it is added
-    small = (value + anchor).sub_(anchor).copysign_(value)
-    return torch.where(value.abs() < 2.0**lowest, small, rounded.view(torch.float32))
+    power = value.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # of two, at or below it
+    anchor = power.clamp_(min=2.0**lowest).mul_(1.5 * 2.0 ** (23 - mantissa))  # float32 has the wanted step there
+    return (value + anchor).sub_(anchor).copysign_(value)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -226,25 +228,28 @@ def _largest(values: Tensor) -> Tensor:
 
 def _pack_integers(codes: Tensor, bits: int) -> Tensor:
     """Codes [B, O, I] in words of 32 bits, the first in the lowest bits, as compressed-tensors packs them."""
-    unsigned, per_byte = codes + 2 ** (bits - 1), {4: 2, 8: 1}.get(bits)
+    per_byte = {4: 2, 8: 1}.get(bits)
     if per_byte is None or codes.shape[-1] % (4 * per_byte):
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-        return torch.stack([pack_to_int32(matrix, bits) for matrix in codes.to(torch.int8)])
-    packed: Tensor = _paired(unsigned) if per_byte == 2 else unsigned.to(torch.uint8)
-    return packed.view(torch.int32)
+        return torch.stack([pack_to_int32(matrix, bits) for matrix in codes])
+    if per_byte == 2:
+        return _paired(codes + 8).view(torch.int32)
+    return (codes.view(torch.uint8) + 128).view(torch.int32)
 
 
 def _pack_fp4(codes: Tensor) -> Tensor:
     """Two codes of [B, O, I] in a byte, the first in its low half: sign, and the number's place among the eight."""
-    doubled = codes.abs() * 2  # 0, 1, 2, 3, 4, 6, 8, 12
-    place = doubled - (doubled - 4).clamp_(min=0).mul_(0.5) - (doubled - 8).clamp_(min=0).mul_(0.25)
-    return _paired(place.add_(4).sub_(torch.full_like(codes, 4).copysign_(codes)))
+    doubled = (codes * 2).to(torch.int8).abs_()  # 0, 1, 2, 3, 4, 6, 8, 12
+    beyond_two, beyond_four = ((doubled - least).clamp_(min=0) for least in (4, 8))
+    place = doubled.sub_(beyond_two.bitwise_right_shift_(1)).sub_(beyond_four.bitwise_right_shift_(2))
+    return _paired(place.add_((codes.view(torch.int32) < 0).view(torch.int8), alpha=8))
 
 
 def _paired(numbers: Tensor) -> Tensor:
-    """Numbers of 0 to 15 [..., I], two in a byte, the first in its low half."""
-    return numbers[..., 0::2].add(numbers[..., 1::2], alpha=16).to(torch.uint8)
+    """Numbers of 0 to 15 [..., I] in int8, two in a byte, the first in its low half."""
+    words = numbers.view(torch.int16)
+    return (words >> 4).bitwise_or_(words).to(torch.uint8)
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:

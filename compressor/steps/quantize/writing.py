@@ -8,7 +8,6 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial as bind
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, refuse_nan, tensor_bytes
 from compressor.checkpoint.source import ModelSource
+from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
@@ -199,7 +199,7 @@ class Writer:
         def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
             return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with one_thread_each() as pool:
             for matrix, (tensors, total) in zip(own, pool.map(packed, own), strict=True):
                 yield matrix, tensors, total
 
@@ -224,9 +224,12 @@ class Writer:
             if sums is None:  # lost with power, before it was on disk like the layer
                 sums = {matrix.module: total for matrix, _, total in self._rounded(partial, unit)}
             written.partial.load({matrix.key for matrix in own})
-            for matrix in own:
-                if checksum(matrix.of(written.partial.model).detach()) != sums.get(matrix.module):
-                    raise CompressionError(
-                        f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report this"
-                    )
+            with one_thread_each() as pool:
+                found = pool.map(lambda matrix: checksum(matrix.of(written.partial.model).detach()), own)
+                for matrix, total in zip(own, found, strict=True):
+                    if total != sums.get(matrix.module):
+                        raise CompressionError(
+                            f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report "
+                            "this"
+                        )
             written.partial.release(unit)
