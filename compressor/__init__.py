@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         compare,
         compare_sizes,
         compress,
+        evaluate,
         gate,
         plan,
         plan_per_source,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "ReferenceSummary apply attribute change compare compare_sizes compress gate plan plan_per_source reference",
+    "api": "ReferenceSummary apply attribute change compare compare_sizes compress evaluate gate plan plan_per_source "
+    "reference",
     "comoe.evaluating": "evaluate_comoe",
     "comoe.training": "train_comoe",
     "errors": "CompressionError",

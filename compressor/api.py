@@ -1,4 +1,4 @@
-"""The public functions: plan, apply, compress, compare, attribute, gate and reference."""
+"""The public functions: plan, apply, compress, compare, attribute, gate, evaluate and reference."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +17,12 @@ from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import StockWriter
+from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour, shown_sentence
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
-from compressor.files import alone, check_folder
+from compressor.files import alone, check_folder, default_folder
 from compressor.model.in_memory import LoadedModel, given
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
@@ -440,6 +442,34 @@ def gate(
     if announce is not None:
         announce(found)
     return run_gate(*sources, tasks, wanted, progress or Silent(), answerer=answerer)
+
+
+def evaluate(
+    base: str,
+    smaller: str,
+    answering: Answering,
+    *,
+    confidence: float = 0.95,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    smaller_revision: str | None = None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Behaviour:
+    """How a smaller model behaves beside its base: what both write to the same prompts.
+
+    Answers are kept in the folder `cache`, so that no model is asked twice. `announce` gets what so many answers can
+    show, before any model is loaded.
+    """
+    sources = find_model(base, revision, progress), find_model(smaller, smaller_revision, progress)
+    writers = [StockWriter(source, device, dtype, batch_size) for source in sources]
+    if announce is not None:
+        announce(shown_sentence(answering.answers, confidence))
+    folder = default_folder() if cache is None else cache
+    return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,21 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import compressor
+from compressor.cli.evaluate import answering_of
 from compressor.cli.options import GATE_OPTIONS, PATHWAY_OPTIONS, ROUTING, Reading, Running, flag, listed
 from compressor.cli.outputs import push_made
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
+from compressor.files import default_folder
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
 from compressor.recipe.recipe import GateOptions, Recipe, validated
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from compressor.evaluation.gate import GateRequest, Outlook
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
+MAX_LOOP_RISE = 0.01  # of answers, where prompts are named and no limit
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
@@ -34,7 +38,9 @@ def gate(
     running: Reading,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
-    tasks: Annotated[str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte).")] = None,
+    tasks: Annotated[
+        str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; with --prompts, none).")
+    ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     dry_run: Annotated[bool, flag("Print what the gate can show, and run nothing; needs no models.")] = False,
@@ -57,7 +63,8 @@ def gate(
     from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
 
-    named = listed(tasks, "--tasks") or (DEMO_TASKS if demo else DEFAULT_TASKS)
+    usual = () if options.get("prompts") and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
+    named = listed(tasks, "--tasks") or usual
     requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
     chosen = validated(GateOptions, requested, "the command line")
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
@@ -97,6 +104,12 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
     from compressor.evaluation.gate import GateRequest
     from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
 
+    answering, rises = answering_of(gate, gate.limit), (gate.max_loop_rise, gate.max_missed_rise)
+    if answering is not None:
+        loops, missed = (MAX_LOOP_RISE, None) if rises == (None, None) else rises
+        answering = replace(answering, max_loop_rise=loops, max_missed_rise=missed)
+    elif rises != (None, None):
+        raise CompressionError("--max-loop-rise and --max-missed-rise judge answers; name --prompts")
     options = EvaluationOptions(
         tasks=gate.tasks,
         limit=gate.limit,
@@ -112,7 +125,8 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
         max_task_drop=gate.max_task_drop,
         confidence=gate.confidence,
         inconclusive=gate.inconclusive or "inconclusive",
-        **({} if cache_dir is None else {"cache": cache_dir}),
+        cache=cache_dir or default_folder(),
+        answering=answering,
     )
 
 

@@ -20,7 +20,7 @@ from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
-from compressor.recipe.recipe import RESIDENT, GateOptions, ModelOptions, Recipe, Resident, validated
+from compressor.recipe.recipe import RESIDENT, BehaviourOptions, GateOptions, ModelOptions, Recipe, Resident, validated
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
@@ -240,6 +240,7 @@ TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]
 Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphasis"]]  # of what fits nothing
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
+BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 PATHWAY_OPTIONS = options_of(
     PathwayOptions,
     ROUTING,

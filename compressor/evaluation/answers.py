@@ -68,6 +68,9 @@ class Writer(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Plain JSON: all that decides the answers beside prompts and options."""
 
+    def opened(self) -> tuple[Any, ModelFacts]:
+        """Tokenizer, None where there is none, and facts; raises `CompressionError` for what cannot end an answer."""
+
     def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
         """The answers in any order, each as soon as it is there."""
 
@@ -91,7 +94,6 @@ class StockWriter:
         return {"model": identity(self.source), **own}
 
     def opened(self) -> tuple[Any, ModelFacts]:
-        """Tokenizer and facts; raises `CompressionError` for a model that cannot write or end an answer."""
         folder = self.source.folder
         facts, tokenizer = read_facts(folder), load_tokenizer(folder)
         end = getattr(tokenizer, "eos_token_id", None)

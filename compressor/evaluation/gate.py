@@ -14,9 +14,12 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import StockWriter
+from compressor.evaluation.behaviour import UNIT, Answering, write_both, written_conditions
+from compressor.evaluation.conditions import Condition, Verdict
 from compressor.evaluation.evaluate import Answerer, ItemScores, identity, plan_evaluation
-from compressor.evaluation.gate_statistics import POOLED, at_most, compare_items, judge, overall, shown_by
-from compressor.evaluation.gate_verdict import GateResult, RoutedBy, Verdict
+from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
+from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.progress import Progress
@@ -26,7 +29,6 @@ DEFAULT_TASKS = ("mmlu", "boolq", "openbookqa", "rte")  # those of Zhang et al. 
 TASK_DROPS = 3  # times the drop allowed: what one task may lose while all items together pass
 DEMO_TASKS = tuple(f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts"))
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
-MOST_ITEMS = 10_000_000  # beyond which a number of items helps nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,14 @@ class GateRequest:
     confidence: float = 0.95
     inconclusive: Verdict = "inconclusive"  # what an undecided gate counts as
     cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
+    answering: Answering | None = None  # what both models write, and what may rise in it
 
     def __post_init__(self) -> None:
         for name, drop in (("--max-drop", self.max_drop), ("--max-task-drop", self.max_task_drop)):
             if drop is not None and not (math.isfinite(drop) and drop >= 0):
                 raise CompressionError(f"{name} {drop} should be a number of 0 or more, such as 0.01")
+        if not self.options.tasks and self.answering is None:
+            raise CompressionError("no task is named; give --tasks a list such as boolq,rte, or name --prompts")
         if not 0.5 < self.confidence < 1:
             raise CompressionError(f"--confidence {self.confidence} should lie between 0.5 and 1, such as 0.95")
 
@@ -89,10 +94,36 @@ def outlook(tasks: Sequence[EvaluationTask], gate: GateRequest) -> Outlook:
         prospect(task.name, task.items(limit), gate.task_drop if task in scored else gate.max_drop, task in scored)
         for task in tasks
     )
+    refusal = None
+    if (answering := gate.answering) is not None:
+        alone += tuple(prospect(name, answering.answers, rise) for name, (_, rise) in answering.limits.items())
+        refusal = _refused_answers(answering, gate)
     if not scored:
-        return Outlook(alone, None, gate.confidence)
+        return Outlook(alone, None, gate.confidence, refusal=refusal)
     pooled = prospect(POOLED, sum(task.items(limit) for task in scored), gate.max_drop)
-    return Outlook(alone, pooled, gate.confidence, refusal=_refusal(scored, pooled.items, gate))
+    return Outlook(alone, pooled, gate.confidence, refusal=refusal or _refusal(scored, pooled.items, gate))
+
+
+def _refused_answers(answering: Answering, gate: GateRequest) -> str | None:
+    """Why an identical model cannot pass the conditions on answers; None if it can."""
+    count, alpha = answering.answers, 1 - gate.confidence
+    for option, rise in answering.limits.values():
+        if gate.inconclusive != "pass" and at_most(0, 0, count, rise) >= alpha:
+            needed = math.floor(math.log(alpha) / math.log1p(-rise)) + 1 if 0 < rise < 1 else MOST_ITEMS
+            prompts = "" if needed >= MOST_ITEMS else f"at least {needed:,} {UNIT} (more --prompts, or more --seeds), "
+            return (
+                f"this gate could not even pass an identical model: {count:,} {UNIT} cannot show with confidence "
+                f"{100 * gate.confidence:g}% that the rise is no more than {rise:g}; it takes {prompts}"
+                f"{option} {_enough(count, alpha):g}, or --inconclusive pass"
+            )
+    return None
+
+
+def _enough(items: int, alpha: float) -> float:
+    """The margin, rounded up, that so many items without a flip show: (1 - margin)^items is below alpha."""
+    margin = -math.expm1(math.log(alpha) / items)
+    digits = 10.0 ** (1 - math.floor(math.log10(margin)))
+    return math.ceil(margin * digits) / digits
 
 
 def _refusal(tasks: Sequence[EvaluationTask], items: int, gate: GateRequest) -> str | None:
@@ -100,12 +131,10 @@ def _refusal(tasks: Sequence[EvaluationTask], items: int, gate: GateRequest) -> 
     alpha, limit = 1 - gate.confidence, gate.options.limit
     if gate.inconclusive == "pass" or at_most(0, 0, items, gate.max_drop) < alpha:
         return None
-    # without a flip it is the binomial test: (1 - margin)^items is below alpha
-    margin, needed = -math.expm1(math.log(alpha) / items), math.inf
+    needed = math.inf  # without a flip it is the binomial test
     if gate.max_drop:
         needed = math.log(alpha) / math.log1p(-gate.max_drop)
-    digits = 10.0 ** (1 - math.floor(math.log10(margin)))
-    remedies = [f"--max-drop {math.ceil(margin * digits) / digits:g}", "--inconclusive pass"]
+    remedies = [f"--max-drop {_enough(items, alpha):g}", "--inconclusive pass"]
     if needed < MOST_ITEMS:
         count, how = math.floor(needed) + 1, "name more tasks"
         if limit is not None and sum(task.items(None) for task in tasks) >= count:
@@ -145,7 +174,7 @@ def run_gate(
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
     smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)
     begin = time.perf_counter()
-    before = larger.run(progress)
+    before = larger.run(progress)  # without tasks, nothing
     between = time.perf_counter()
     after = smaller.run(progress)
     done = time.perf_counter()
@@ -159,8 +188,17 @@ def run_gate(
         plain = sum(each.plain_work for each in spent)
         cost = sum(each.work for each in spent) / plain if plain else 1.0
         routing = RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))
+    conditions: tuple[Condition, ...] = ()
+    facts = wanted.options.facts()
+    if (answering := wanted.answering) is not None:
+        options = wanted.options
+        rows = options.batch_size if isinstance(options.batch_size, int) else None
+        writers = [StockWriter(source, options.device, options.dtype, rows) for source in (base, compressed)]
+        written = write_both(writers[0], writers[1], answering, wanted.confidence, wanted.cache, progress)
+        conditions = written_conditions(written, answering, wanted.confidence)
+        facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
-        verdict=overall([*judged, *([] if pooled is None else [pooled])]),
+        verdict=overall([*judged, *([] if pooled is None else [pooled])], conditions),
         base=base.label,
         compressed=label or compressed.label,
         max_drop=wanted.max_drop,
@@ -168,7 +206,7 @@ def run_gate(
         confidence=wanted.confidence,
         pooled=pooled,
         tasks=judged,
-        options=wanted.options.facts(),
+        options=facts,
         base_identity=identity(base),
         compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
@@ -176,4 +214,5 @@ def run_gate(
         reused_base=not larger.missing,
         routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
+        conditions=conditions,
     )

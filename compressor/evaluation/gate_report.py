@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
 
@@ -27,7 +26,6 @@ from compressor.document.blocks import (
     Strong,
     Table,
     Text,
-    Tone,
     Toned,
     Words,
 )
@@ -35,14 +33,14 @@ from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
+from compressor.evaluation.conditions import SIGNS, Verdict, conditions_table
 from compressor.evaluation.evaluate import REPORT
-from compressor.evaluation.gate import MOST_ITEMS, Outlook
-from compressor.evaluation.gate_statistics import POWER
+from compressor.evaluation.gate import Outlook
+from compressor.evaluation.gate_statistics import POWER, items_needed
 from compressor.evaluation.gate_verdict import (
     EXIT_STATUS,
     GateResult,
     TaskGate,
-    Verdict,
     gate_content,
     gate_from_content,
 )
@@ -59,11 +57,6 @@ NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
 DIGITS = 12  # shown of a digest
-SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
-    "pass": ("good", "✓"),
-    "fail": ("bad", "✗"),
-    "inconclusive": ("unsure", "?"),
-}
 WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
 MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
@@ -133,7 +126,11 @@ def verdict_line(result: GateResult) -> str:
     what = joined(
         [f"{lost} {margin(row)} was lost {over if row is result.pooled else f'on {row.task}'}" for row in due]
     )
-    what = what or "anything was lost on any task"
+    than = "at most" if result.verdict == "pass" else "more than"
+    others = [
+        f"the {each.name} is {than} {each.limit:g}" for each in result.conditions if each.verdict == result.verdict
+    ]
+    what = joined([*([what] if what else []), *others]) or "anything was lost on any task"
     sentence = {
         "pass": f"Pass: {sure}, {what}.",
         "fail": f"Fail: {sure}, {what}.",
@@ -151,24 +148,6 @@ def verdict_line(result: GateResult) -> str:
     )
 
 
-def items_needed(task: TaskGate, confidence: float) -> int | None:
-    """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
-
-    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
-    of items: n * (now / needed)^2. With perplexities this holds of logarithms.
-    """
-    scores = [task.drop, task.lower, task.upper, task.max_drop]
-    if task.kind == "likelihood":
-        scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
-    drop, lower, upper, allowed = scores
-    wider = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(confidence)
-    now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
-    if not (needed > 0 and 0 < now / needed < MOST_ITEMS):
-        return None
-    estimate = math.ceil(task.items * (now / needed) ** 2)
-    return estimate if estimate <= MOST_ITEMS else None
-
-
 def advice(result: GateResult) -> list[str]:
     """For all that decides and is inconclusive, what would decide it, as a sentence."""
     sentences = []
@@ -183,8 +162,11 @@ def advice(result: GateResult) -> list[str]:
             )
         )
         sentences.append(f"{task.task}: {what}.")
+    undecided = [each for each in result.conditions if each.verdict == "inconclusive"]
+    others = [f"{each.name[0].upper()}{each.name[1:]}: {each.advice}." for each in undecided if each.advice]
     if not sentences:
-        return []
+        return others
+    sentences += others
     if (limit := result.options.get("limit")) is not None:
         return [*sentences, f"Raise --limit, which is {limit}, or leave it out; or name more tasks."]
     return [*sentences, "Name more tasks, or say with --inconclusive what that counts as."]
@@ -238,7 +220,12 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     return (
         Text(Strong(Toned(verdict_line(result), tone, sign)), tone),
         *([Items(tuple(sentences))] if (sentences := advice(result)) else []),
-        Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1})),
+        *(
+            [Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1}))]
+            if rows or not result.conditions
+            else []
+        ),
+        *([conditions_table(result.conditions)] if result.conditions else []),
         *map(Text, notes),
         Details("How it was tested", (*map(Text, METHOD), Facts(tuple((name, x) for name, x in facts.items() if x)))),
     )
@@ -316,7 +303,7 @@ def junit(result: GateResult) -> bytes:
         element.text = None if text is None else readable(text)
         return element
 
-    verdicts = [row.verdict for row in result.rows]
+    verdicts = [*(row.verdict for row in result.rows), *(each.verdict for each in result.conditions)]
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -344,6 +331,13 @@ def junit(result: GateResult) -> bytes:
         shown |= {"verdict": task.verdict, "version": task.version}
         shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
         add(case, "system-out", "\n".join(f"{name}: {value}" for name, value in shown.items()))
+    for each in result.conditions:
+        case = add(suite, "testcase", classname="moe-compress.gate", name=each.name)
+        if each.verdict == "fail":
+            add(case, "failure", each.sentence, message=each.sentence, type="fail")
+        elif each.verdict == "inconclusive":
+            add(case, "skipped", message=f"inconclusive: {each.sentence}")
+        add(case, "system-out", each.sentence)
     add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))

@@ -35,6 +35,7 @@ documents pass falsely in 6.4 % of samples at confidence 0.95 (9.4 % by t alone)
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,14 +45,16 @@ from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
 from compressor.errors import CompressionError
+from compressor.evaluation.conditions import Condition, Verdict
 from compressor.evaluation.evaluate import ItemScores
-from compressor.evaluation.gate_verdict import TaskGate, Verdict
+from compressor.evaluation.gate_verdict import TaskGate
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
 SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
 POWER = 0.8  # the probability with which a sample shows the smallest detectable drop
 POOLED = "all together"  # name of the pool beside those of tasks
 FEW = 30  # scores that differ, under which what none of them showed counts as well
+MOST_ITEMS = 10_000_000  # beyond which a number of items helps nobody
 FAR = 1e6  # standard errors, beyond which a distance says no more
 
 Array = NDArray[np.float64]
@@ -382,8 +385,31 @@ def judge(
     return judged, None if together is None else measure(together, max_drop, alpha, True)
 
 
-def overall(rows: Sequence[TaskGate]) -> Verdict:
-    """Fail if any task or the pool fails, pass if all that decide pass, else inconclusive (also without a row)."""
-    if any(row.verdict == "fail" for row in rows):
+def overall(rows: Sequence[TaskGate], conditions: Sequence[Condition] = ()) -> Verdict:
+    """Fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
+
+    Tasks outside the pool, the pool and conditions decide.
+    """
+    judged = {each.verdict for each in conditions}
+    if "fail" in judged | {row.verdict for row in rows}:
         return "fail"
-    return "pass" if {row.verdict for row in rows if row.decides} == {"pass"} else "inconclusive"
+    deciding = judged | {row.verdict for row in rows if row.decides}
+    return "pass" if deciding == {"pass"} else "inconclusive"
+
+
+def items_needed(task: TaskGate, confidence: float) -> int | None:
+    """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
+
+    If the drop stays what it is, its bound has to come nearer than the margin, and it does so by the root of the number
+    of items: n * (now / needed)^2. With perplexities this holds of logarithms.
+    """
+    scores = [task.drop, task.lower, task.upper, task.max_drop]
+    if task.kind == "likelihood":
+        scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
+    drop, lower, upper, allowed = scores
+    wider = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(confidence)
+    now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
+    if not (needed > 0 and 0 < now / needed < MOST_ITEMS):
+        return None
+    estimate = math.ceil(task.items * (now / needed) ** 2)
+    return estimate if estimate <= MOST_ITEMS else None

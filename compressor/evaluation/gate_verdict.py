@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compressor.errors import CompressionError
+from compressor.evaluation.conditions import Condition, Verdict
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
 MOST_TASKS = 1_000  # of a result, each with a row wherever it is shown
 
-Verdict = Literal["pass", "fail", "inconclusive"]
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 
 
@@ -78,6 +78,7 @@ class GateResult:
     reused_base: bool = False  # the base's results were stored by an earlier run
     routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
+    conditions: tuple[Condition, ...] = ()  # on behaviour, each of which has to pass
 
     @property
     def rows(self) -> tuple[TaskGate, ...]:

@@ -52,10 +52,37 @@ def separated(value: Any) -> Any:
     return tuple(name for text in texts for part in text.split(",") if (name := part.strip()))
 
 
-class GateOptions(Options):
+class BehaviourOptions(Options):
+    """What is asked of two models to compare how they behave."""
+
+    prompts: tuple[str, ...] = Field(
+        (),
+        description="Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE "
+        "or SOURCE=DOMAIN. May be repeated. Of a chat all but the last answer.",
+    )
+    max_new_tokens: int | None = Field(
+        None, ge=1, description="Tokens of an answer, at most (default: 512, or half of the model's positions)."
+    )
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature. 0 takes the most probable token.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability."
+    )
+    seeds: int = Field(1, ge=1, description="Answers to each prompt, each drawn with another seed.")
+    chat: bool = Field(False, description="Put prompts of plain text into the chat template, as a user's message.")
+
+    _one = field_validator("prompts", mode="before")(lambda value: (value,) if isinstance(value, str) else value)
+
+
+class GateOptions(BehaviourOptions):
     """What the output has to show before it is put in place."""
 
-    tasks: tuple[str, ...] = Field(min_length=1, description="lm-eval tasks to pass, comma-separated.")
+    tasks: tuple[str, ...] = Field((), description="lm-eval tasks to pass, comma-separated.")
+    max_loop_rise: float | None = Field(
+        None, ge=0, le=1, description="Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."
+    )
+    max_missed_rise: float | None = Field(
+        None, ge=0, le=1, description="The same of answers that do not end by themselves (default: as of loops)."
+    )
     max_drop: float = Field(
         0.01, ge=0, description="Largest drop over all items that passes (of a perplexity, its rise)."
     )
@@ -80,6 +107,12 @@ class GateOptions(Options):
     )
 
     _split = field_validator("tasks", mode="before")(separated)
+
+    @model_validator(mode="after")
+    def _judges(self) -> Self:
+        if not (self.tasks or self.prompts):
+            raise ValueError("a gate judges tasks or answers; name tasks or prompts")
+        return self
 
 
 class OutputOptions(Options):
@@ -244,7 +277,9 @@ def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
     content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
-    content["gate"] = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
+    content["gate"] = gate = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
+    if gate and "prompts" in gate:
+        gate["prompts"] = [local_name(source) for source in gate["prompts"]]
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
     stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):

@@ -28,7 +28,9 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.evaluation.gate_report import SIGNS, gate_blocks
+from compressor.evaluation.conditions import SIGNS
+from compressor.evaluation.gate_report import gate_blocks
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.extras import require
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
@@ -300,7 +302,7 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     verdict: tuple[Words, str] = "not run", "see below"
     if (gate := data.gate) is not None:  # a routed model is not the checkpoint as stock loaders run it
         routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
-        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), counted(len(gate.tasks), "task") + routed
+        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), _judged(gate) + routed
     tiles: dict[str, tuple[Words, str]] = {
         "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
@@ -311,6 +313,11 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     shown = Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in tiles.items()))
     made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
     return html.page(data.title, "Compression report", lead, shown, blocks, made_by)
+
+
+def _judged(gate: GateResult) -> str:
+    counts = ((len(gate.tasks), "task"), (len(gate.conditions), "condition"))
+    return joined([counted(number, what) for number, what in counts if number])
 
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:

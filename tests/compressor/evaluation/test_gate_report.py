@@ -38,13 +38,13 @@ from compressor.evaluation.gate_report import (
     gate_figure,
     gate_json,
     gate_page,
-    items_needed,
     junit,
     level,
     read_gate,
     verdict_line,
     write_gate,
 )
+from compressor.evaluation.gate_statistics import items_needed
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, RoutedBy, gate_from_content
 from compressor.files import check_folder
 from compressor.formatting import readable

@@ -50,7 +50,7 @@ def test_a_version_depends_on_helpers_in_the_file_of_a_function(own: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": ()}, "no task is named"),
+        ({"tasks": (" ",)}, "no task is named"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"dtype": "float8"}, "no dtype 'float8'"),
         ({"num_fewshot": -1}, "-1 few-shot examples"),

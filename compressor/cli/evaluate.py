@@ -1,0 +1,67 @@
+"""`evaluate`: how a smaller model behaves beside its base."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import compressor
+from compressor.cli.options import BEHAVIOUR_OPTIONS, Reading, flag
+from compressor.cli.terminal import print_report, reporting
+from compressor.errors import CompressionError
+from compressor.recipe.recipe import BehaviourOptions, validated
+
+if TYPE_CHECKING:
+    from compressor.evaluation.behaviour import Answering
+
+USUAL_CONFIDENCE = 0.95
+
+
+def evaluate(
+    options: Annotated[dict[str, Any], BEHAVIOUR_OPTIONS],
+    running: Reading,
+    base: Annotated[str, typer.Argument(help="The base: a checkpoint folder or a Hub id.")],
+    smaller: Annotated[str, typer.Argument(help="The smaller model.")],
+    limit: Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")] = None,
+    batch_size: Annotated[int | None, flag("Answers written together (default: 16, on a GPU 64).", min=1)] = None,
+    confidence: Annotated[float, flag("Confidence of each bound.")] = USUAL_CONFIDENCE,
+    output: Annotated[
+        Path | None, flag("New folder for behaviour.json, behaviour.md, answers.html and answers.jsonl.")
+    ] = None,
+    smaller_revision: Annotated[str | None, flag("Branch, tag or commit of the smaller model's Hub id.")] = None,
+    cache_dir: Annotated[Path | None, flag("Folder of answers to reuse (default: the user's cache folder).")] = None,
+) -> None:
+    """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
+    from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
+
+    if not 0.5 < confidence < 1:
+        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
+    answering = answering_of(validated(BehaviourOptions, options, "the command line"), limit)
+    if answering is None:
+        raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
+        found = compressor.evaluate(
+            base,
+            smaller,
+            answering,
+            confidence=confidence,
+            batch_size=batch_size,
+            smaller_revision=smaller_revision,
+            cache=cache_dir,
+            announce=None if running.as_json else typer.echo,
+            **running.reading(progress),
+        )
+        written = [] if output is None else write_behaviour(found, output, running.overwrite)
+    content = {**found.to_dict(), "written": [str(path) for path in written]}
+    print_report(running.as_json, content, behaviour_blocks(found, written))
+
+
+def answering_of(options: BehaviourOptions, limit: int | None) -> "Answering | None":
+    """What is written, with the prompts read; None where none are named."""
+    from compressor.evaluation.behaviour import Answering
+    from compressor.evaluation.prompts import read_prompts
+
+    if not options.prompts:
+        return None
+    named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat"})
+    return Answering(read_prompts(options.prompts, limit=limit), **named)

@@ -1,0 +1,88 @@
+"""What was found of two models' behaviour: as blocks, and as files."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from compressor.document.blocks import Block, Heading, Strong, Table, Text, Words
+from compressor.document.markdown import markdown
+from compressor.evaluation.behaviour import Behaviour, Pair, Written
+from compressor.evaluation.conditions import conditions_table
+from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Rate
+from compressor.evaluation.gate_report import LONE_HALVES
+from compressor.files import whole_folder
+from compressor.formatting import counted
+from compressor.records import plain_json
+
+NAMES = ("behaviour.json", "behaviour.md", "answers.jsonl")
+LEGEND = (
+    f"Loops: answers whose end is one sequence of at most {PERIOD} tokens at least {TIMES} times over, {LEAST} tokens "
+    f"at least, or whose last {WINDOW} tokens have less than {100 * DISTINCT:g}% different 4-grams. Missed ends: those "
+    "that did not end by themselves. Repeated 4-grams: the share of an answer's that were there before (seq-rep-4). "
+    "At least and at most: one-sided bounds of the rise, paired by prompt and seed, those of shares of answers exact."
+)
+
+
+def shown(rate: Rate, value: float, sign: str = "") -> str:
+    """A figure of a measure: of a length in tokens, of all others in percent."""
+    return f"{value:{sign}.1f}" if rate.measure == "tokens" else f"{100 * value:{sign}.2f}%"
+
+
+def written_blocks(written: Written, base: str, smaller: str, confidence: float) -> tuple[Block, ...]:
+    """The measures of both models, over all answers and by domain."""
+    columns = ("measure", "domain", "answers", "base", "smaller", "rise", "at least", "at most", "more / fewer")
+    rows: tuple[tuple[Words, ...], ...] = tuple(
+        (
+            rate.measure,
+            rate.domain,
+            f"{rate.answers:,}",
+            *(shown(rate, value) for value in (rate.base, rate.smaller)),
+            *(shown(rate, value, "+") for value in (rate.rise, rate.lower, rate.upper)),
+            f"{rate.more:,} / {rate.fewer:,}",
+        )
+        for rate in written.rates
+    )
+    asked = f"{counted(written.prompts, 'prompt')}, {counted(written.seeds, 'answer')} to each"
+    caption = f"What {smaller} writes compared with {base}: {asked}, bounds with confidence {100 * confidence:g}% each"
+    return Table(caption, columns, rows, frozenset({"domain"}), ("more / fewer", "answers")), Text(LEGEND, "note")
+
+
+def lead(found: Behaviour) -> str:
+    """The first sentence: loops and ends."""
+    if found.written is None:
+        return f"{found.smaller} beside {found.base}."
+    loops, missed = found.written.rates[:2]
+    return (
+        f"{found.smaller} loops in {shown(loops, loops.smaller)} of its answers, {found.base} in "
+        f"{shown(loops, loops.base)}; it misses its end in {shown(missed, missed.smaller)}, the base in "
+        f"{shown(missed, missed.base)}."
+    )
+
+
+def behaviour_blocks(found: Behaviour, written: Sequence[Path] = ()) -> tuple[Block, ...]:
+    """All that was found, the same on a terminal and in behaviour.md."""
+    blocks: list[Block] = [Text(Strong(lead(found)))]
+    if found.written is not None:
+        blocks += written_blocks(found.written, found.base, found.smaller, found.confidence)
+    if found.conditions:
+        blocks.append(conditions_table(found.conditions))
+    if written:
+        blocks.append(Text(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}."))
+    return tuple(blocks)
+
+
+def answer_lines(pairs: Iterable[Pair]) -> str:
+    """Each pair of answers as a line of JSON."""
+    return "".join(json.dumps(plain_json({"verdict": pair.verdict, **plain_json(pair)})) + "\n" for pair in pairs)
+
+
+def write_behaviour(found: Behaviour, folder: Path, overwrite: bool = False) -> list[Path]:
+    """Write JSON, Markdown, the answers and a page to read them into a new folder, or nothing when anything fails."""
+    with whole_folder(folder, NAMES, overwrite) as made:
+        content = json.dumps(found.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        (made / NAMES[0]).write_text(content, encoding="utf-8", errors=LONE_HALVES)
+        page = markdown((Heading(f"Behaviour of {found.smaller}", level=1), *behaviour_blocks(found)))
+        (made / NAMES[1]).write_text(page, encoding="utf-8", errors=LONE_HALVES)
+        pairs = () if found.written is None else found.written.pairs
+        (made / NAMES[2]).write_text(answer_lines(pairs), encoding="utf-8", errors=LONE_HALVES)
+    return [folder / name for name in NAMES]

@@ -1,0 +1,62 @@
+"""Conditions of the gate beside its tasks: what a smaller model's behaviour may differ by, and whether it does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from compressor.document.blocks import Table, Tone, Toned
+
+Verdict = Literal["pass", "fail", "inconclusive"]
+SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
+    "pass": ("good", "✓"),
+    "fail": ("bad", "✗"),
+    "inconclusive": ("unsure", "?"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it fails."""
+
+    name: str  # such as "loops", or "flips on code"
+    option: str  # that sets the limit
+    limit: float
+    observed: float  # what the limit is for, such as the rise of a rate
+    lower: float  # one-sided confidence bounds of it
+    upper: float
+    items: int
+    unit: str  # of the items, in the plural
+    verdict: Verdict
+    base: float | None = None  # the figure of either model, where each has one
+    compressed: float | None = None
+    advice: str = ""  # what would decide it, where it is inconclusive
+
+    @property
+    def sentence(self) -> str:
+        """Name, figure, bounds and limit."""
+        figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
+        return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
+
+
+def conditions_table(conditions: Sequence[Condition]) -> Table:
+    """A row for each condition."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    columns = ("condition", "of", "base", "compressed", "allowed", "rise", "at least", "at most", "verdict")
+    rows = tuple(
+        (
+            each.name,
+            f"{each.items:,} {each.unit}",
+            shown(each.base),
+            shown(each.compressed),
+            f"{each.limit:g}",
+            f"{each.observed:+.4f}",
+            f"{each.lower:+.4f}",
+            f"{each.upper:+.4f}",
+            Toned(each.verdict, *SIGNS[each.verdict]),
+        )
+        for each in conditions
+    )
+    return Table("Conditions on behaviour", columns, rows, frozenset({"of", "verdict"}), ("of", "at least"))
