@@ -21,19 +21,21 @@ def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tenso
     """
     columns = weight.shape[-1]
     group = columns if scheme.group_size == ROW else scheme.group_size
-    effective = scales.effective
-    left, codes = weight.clone(), torch.empty_like(weight)
+    effective = scales.effective.mT.contiguous()  # [B, n, O]; columns lie together in all of these
+    left = weight.mT.contiguous()
+    codes = torch.empty_like(left)
     for begin in range(0, columns, BLOCK):
         end = min(begin + BLOCK, columns)
-        errors = torch.empty_like(left[..., begin:end])
-        for column in range(begin, end):
-            scale = effective[..., column // group]
-            codes[..., column] = scheme.nearest(left[..., column] / scale)
-            error = (left[..., column] - codes[..., column] * scale) / upper[:, column, column, None]
-            left[..., column:end] -= error[..., None] * upper[:, None, column, column:end]
-            errors[..., column - begin] = error
-        left[..., end:] -= errors @ upper[:, begin:end, end:]
-    return codes
+        own = upper[:, begin:end, begin:end].mT.contiguous()
+        errors = torch.empty_like(left[:, begin:end])
+        for done, column in enumerate(range(begin, end)):
+            now = left[:, column] - (own[:, None, done, :done] @ errors[:, :done])[:, 0]
+            scale = effective[:, column // group]
+            code = scheme.nearest(now / scale)
+            codes[:, column] = code
+            errors[:, done] = (now - code * scale) / own[:, None, done, done]
+        left[:, end:].baddbmm_(upper[:, begin:end, end:].mT, errors, alpha=-1)
+    return codes.mT.contiguous()
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ B matrices at once, O output rows, I input columns, n groups of a row that share
 packs slowly is packed here, to the same bytes.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from compressor.extras import require
 ROW = -1  # group size of one scale for each row, as others write it
 GROUPS = (128, 64, 32)  # tried in this order where none is named
 SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
-POWER = 2.4  # of the error that it minimises
+SEARCHED = 2**17  # weights whose scales are searched at once: few enough to stay in the cache
 FP4_MAX, FP8_MAX = 6.0, 448.0
 FP4 = ("mxfp4", "nvfp4")
 FIXED = {"fp8": ROW, "mxfp4": 32, "nvfp4": 16}  # group sizes that the format sets
@@ -144,7 +145,7 @@ class Scheme:
     def scales(self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None) -> Scales:
         """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error; stored in `dtype`.
 
-        Clip search shrinks each group's range by the factor that minimises sum |error|^2.4 over the group. NVFP4's
+        Clip search shrinks each group's range by the factor that minimises sum |error|^2.5 over the group. NVFP4's
         global scale is that of the `largest` [B] weight, if given.
         """
         grouped, overall = self._grouped(weight), None
@@ -153,15 +154,25 @@ class Scheme:
             own = weight.abs().amax((1, 2)) if largest is None else largest
             overall = (FP8_MAX * FP4_MAX / own)[:, None, None]
             overall = torch.where(torch.isfinite(overall), overall, torch.ones_like(overall))
-        best, least = self._stored_scales(most, overall, dtype), None
-        for factor in SHRINK if clip and self.name in CLIPPED else ():
+        if not clip or self.name not in CLIPPED:
+            return Scales(self._stored_scales(most, overall, dtype), overall)
+        size = max(1, SEARCHED // weight.shape[-1])
+        rows = [value.flatten(0, 1).split(size) for value in (grouped, most)]
+        shared = [None] * len(rows[0]) if overall is None else overall.expand(*most.shape[:2], 1).flatten(0, 1).split(size)
+        found = [self._clipped(*each, dtype) for each in zip(*rows, shared, strict=True)]
+        return Scales(torch.cat(found).view(most.shape), overall)
+
+    def _clipped(self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Scales of least error [R, n] of rows' groups [R, n, g] with these largest weights."""
+        best, least = most, torch.full_like(most, math.inf)
+        for factor in SHRINK:
             tried = self._stored_scales(most * factor, overall, dtype)
             effective = Scales(tried, overall).effective[..., None]
-            error = (self.nearest(grouped / effective) * effective - grouped).abs_().pow_(POWER).sum(-1)
-            better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
-            best = torch.where(better, tried, best)
-            least = error if least is None else torch.where(better, error, least)
-        return Scales(best, overall)
+            error = (self.nearest(grouped / effective) * effective).sub_(grouped).abs_()
+            total = error.sqrt().mul_(error).mul_(error).sum(-1)
+            best = torch.where(total < least, tried, best)
+            least = torch.minimum(least, total)
+        return best
 
     def _grouped(self, weight: Tensor) -> Tensor:
         size = weight.shape[-1] if self.group_size == ROW else self.group_size
