@@ -18,7 +18,7 @@ from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import StockWriter
-from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour, shown_sentence
+from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.tasks import items_of, resolve_tasks
@@ -466,10 +466,8 @@ def evaluate(
     """
     sources = find_model(base, revision, progress), find_model(smaller, smaller_revision, progress)
     writers = [StockWriter(source, device, dtype, batch_size) for source in sources]
-    if announce is not None:
-        announce(shown_sentence(answering.answers, confidence))
     folder = default_folder() if cache is None else cache
-    return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent())
+    return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent(), announce)
 
 
 @dataclass(frozen=True, slots=True)

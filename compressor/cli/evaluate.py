@@ -23,7 +23,7 @@ def evaluate(
     base: Annotated[str, typer.Argument(help="The base: a checkpoint folder or a Hub id.")],
     smaller: Annotated[str, typer.Argument(help="The smaller model.")],
     limit: Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")] = None,
-    batch_size: Annotated[int | None, flag("Answers written together (default: 16, on a GPU 64).", min=1)] = None,
+    batch_size: Annotated[int | None, flag("Answers written together (default: 32, on a GPU 64).", min=1)] = None,
     confidence: Annotated[float, flag("Confidence of each bound.")] = USUAL_CONFIDENCE,
     output: Annotated[
         Path | None, flag("New folder for behaviour.json, behaviour.md, answers.html and answers.jsonl.")

@@ -50,7 +50,15 @@ class Toned:
     sign: str = ""  # stands before the words where colours do
 
 
-Words = str | Code | Link | Strong | Note | Toned | tuple["Words", ...]
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Words of a quoted text that a reader looks for."""
+
+    text: str
+    why: Literal["difference", "loop"]
+
+
+Words = str | Code | Link | Strong | Note | Toned | Marked | tuple["Words", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,32 @@ class Details:
     blocks: tuple["Block", ...]
 
 
-Block = Heading | Text | Items | Listing | Facts | Table | Figure | Details
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Texts to compare below what they answer, and the value that each filter knows them by."""
+
+    title: Words
+    above: Words
+    texts: tuple[tuple[str, Words], ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Texts side by side, which a page can filter by the values of each name; only pages show them."""
+
+    filters: tuple[str, ...]
+    sides: tuple[Side, ...]
+
+    @property
+    def choices(self) -> tuple[tuple[str, ...], ...]:
+        """The values of each filter."""
+        return tuple(
+            tuple(dict.fromkeys(side.values[place] for side in self.sides)) for place in range(len(self.filters))
+        )
+
+
+Block = Heading | Text | Items | Listing | Facts | Table | Figure | Details | Sides
 
 
 def plain_words(words: Words) -> str:

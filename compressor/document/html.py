@@ -55,6 +55,8 @@ def words_html(words: Words) -> "Markup":
             return Markup("<strong>{}</strong>").format(words_html(inner))
         case blocks.Note(text):
             return Markup('<span class="said">{}</span>').format(readable(text))
+        case blocks.Marked(text, why):
+            return Markup('<mark class="{}">{}</mark>').format(why, readable(text))
         case blocks.Toned(text, tone, sign):
             shown = Markup('<span aria-hidden="true" class="sign">{}</span> ').format(sign) if sign else ""
             return Markup('<span class="verdict {}">{}{}</span>').format(tone, shown, readable(text))

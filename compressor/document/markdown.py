@@ -44,7 +44,7 @@ def _words(words: Words) -> str:
             return f"[{escaped(text)}]({target})"
         case blocks.Strong(inner):
             return f"**{_words(inner)}**"
-        case blocks.Note(text) | blocks.Toned(text):
+        case blocks.Note(text) | blocks.Toned(text) | blocks.Marked(text):
             return escaped(text)
 
 
@@ -83,6 +83,8 @@ def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
         case blocks.Figure(name):
             alternative = escaped(block.alt[:MOST_ALTERNATIVE])
             return [f"![{alternative}]({quote(images[name])})"] if name in images else []
+        case blocks.Sides():
+            return []
         case blocks.Details(words, inner):
             summary = html.escape(" ".join(readable(plain_words(words)).split()))
             return ["<details>", f"<summary>{summary}</summary>", "", markdown(inner, images), "</details>"]

@@ -50,7 +50,7 @@ def show(document: Iterable[Block]) -> None:
                     out.print(_words(("- ", item)), soft_wrap=True)
             case blocks.Listing(text):
                 out.print(RichText(readable(text)), soft_wrap=True)
-            case blocks.Figure() | blocks.Details():
+            case blocks.Figure() | blocks.Details() | blocks.Sides():
                 pass
         above = ""
 
@@ -59,7 +59,7 @@ def _words(words: Words, style: str | Style = "") -> RichText:
     match words:
         case str():
             return RichText(readable(words), style)
-        case blocks.Code(text) | blocks.Note(text):
+        case blocks.Code(text) | blocks.Note(text) | blocks.Marked(text):
             return RichText(readable(text), style)
         case tuple():
             return RichText.assemble(*(_words(each, style) for each in words))

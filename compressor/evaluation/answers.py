@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Asked: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
-CPU_ROWS, GPU_ROWS = 16, 64  # answers that are written together
+CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
 TRIED = 4  # tokens, to see whether padding changes them
 UNLIKE = 0.05  # share of the logits' range, by which padding may change them
 

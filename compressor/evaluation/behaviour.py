@@ -5,7 +5,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,18 @@ def shown_sentence(answers: int, confidence: float) -> str:
 
 
 def write_both(
-    base: Writer, smaller: Writer, wanted: Answering, confidence: float, cache: Path, progress: Progress
+    base: Writer,
+    smaller: Writer,
+    wanted: Answering,
+    confidence: float,
+    cache: Path,
+    progress: Progress,
+    announce: Callable[[Answering], None] | None = None,
 ) -> Written:
     """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
 
-    Raises `CompressionError` where no prompt is left, or a model cannot write.
+    `announce` gets what is asked, of the prompts that both models take, before they are loaded. Raises
+    `CompressionError` where no prompt is left, or a model cannot write.
     """
     opened = [writer.opened() for writer in (base, smaller)]
     positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
@@ -161,6 +168,8 @@ def write_both(
     for tokenizer, _ in opened:
         if tokenizer is not None:
             prompts = usable_prompts(prompts, tokenizer, wanted.chat, check)
+    if announce is not None:
+        announce(replace(wanted, prompts=prompts))
     asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
     answers, endings = list[list[Answer]](), list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
@@ -227,9 +236,20 @@ def _advice(task: TaskGate, confidence: float) -> str:
 
 
 def evaluate_behaviour(
-    base: Writer, smaller: Writer, wanted: Answering, confidence: float, cache: Path, progress: Progress
+    base: Writer,
+    smaller: Writer,
+    wanted: Answering,
+    confidence: float,
+    cache: Path,
+    progress: Progress,
+    announce: Callable[[str], None] | None = None,
 ) -> Behaviour:
-    """All that is wanted of two models."""
-    written = write_both(base, smaller, wanted, confidence, cache, progress)
+    """All that is wanted of two models; `announce` gets what so many answers can show, before any is loaded."""
+
+    def tell(asked: Answering) -> None:
+        if announce is not None:
+            announce(shown_sentence(asked.answers, confidence))
+
+    written = write_both(base, smaller, wanted, confidence, cache, progress, tell)
     found = written_conditions(written, wanted, confidence)
     return Behaviour(base.label, smaller.label, confidence, written, found)

@@ -1,20 +1,26 @@
 """What was found of two models' behaviour: as blocks, and as files."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from compressor.document.blocks import Block, Heading, Strong, Table, Text, Words
+from compressor.document import html
+from compressor.document.blocks import Block, Facts, Heading, Marked, Note, Side, Sides, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
 from compressor.evaluation.behaviour import Behaviour, Pair, Written
 from compressor.evaluation.conditions import conditions_table
-from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Rate
+from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
 from compressor.evaluation.gate_report import LONE_HALVES
-from compressor.files import whole_folder
+from compressor.files import MADE_BY, whole_folder
 from compressor.formatting import counted
 from compressor.records import plain_json
 
-NAMES = ("behaviour.json", "behaviour.md", "answers.jsonl")
+NAMES = ("behaviour.json", "behaviour.md", "answers.html", "answers.jsonl")
+MOST_PAIRS, MOST_LETTERS = 500, 20_000  # on the page: pairs, and of each text
+FIRST = ("new loop", "end missed", "other text", "better", "same text")  # on the page, in this order
+DIFFERENCE = re.compile(r"\s*\S*")  # what is marked where two answers part
 LEGEND = (
     f"Loops: answers whose end is one sequence of at most {PERIOD} tokens at least {TIMES} times over, {LEAST} tokens "
     f"at least, or whose last {WINDOW} tokens have less than {100 * DISTINCT:g}% different 4-grams. Missed ends: those "
@@ -76,6 +82,47 @@ def answer_lines(pairs: Iterable[Pair]) -> str:
     return "".join(json.dumps(plain_json({"verdict": pair.verdict, **plain_json(pair)})) + "\n" for pair in pairs)
 
 
+def marked(text: str, other: str, ending: Ending) -> Words:
+    """An answer with the word at which it parts from the other, and its loop, set off."""
+    text = text[:MOST_LETTERS]
+    parts = next(
+        (n for n, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), min(len(text), len(other))
+    )
+    found = DIFFERENCE.match(text, parts)
+    assert found is not None, "nothing is matched, too"
+    stop = len(text) if ending.loop_start is None else ending.loop_start
+    end = found.end() if text != other else parts
+    begin, end = min(parts, stop), min(end, stop)
+    pieces: list[Words] = [text[:begin], Marked(text[begin:end], "difference"), text[end:stop]]
+    return (*pieces, Marked(text[stop:], "loop"))
+
+
+def answers_page(found: Behaviour) -> str:
+    """A page with both answers to each prompt side by side, those that tell most first."""
+    assert found.written is not None, "a page of answers has answers"
+    pairs = sorted(found.written.pairs, key=lambda pair: FIRST.index(pair.verdict))
+    sides = []
+    for pair in pairs[:MOST_PAIRS]:
+        texts = []
+        for name, own, other, ending in (
+            (found.base, pair.base, pair.smaller, pair.base_ending),
+            (found.smaller, pair.smaller, pair.base, pair.smaller_ending),
+        ):
+            ends = "ended by itself" if ending.ended else "no end"
+            said = f"{name}: {counted(ending.tokens, 'token')}, {ends}{', loops' if ending.looped else ''}"
+            texts.append((said, marked(own.text, other.text, ending)))
+        title = (pair.verdict, " ", Note(f"{pair.prompt.domain}, seed {pair.seed}"))
+        sides.append(Side(title, pair.prompt.shown[:MOST_LETTERS], tuple(texts), (pair.prompt.domain, pair.verdict)))
+    left_out = len(pairs) - len(sides)
+    more = f" {left_out:,} more pairs are in {NAMES[3]} alone." if left_out else ""
+    note = Text(f"Underlined: the first word that differs. Coloured: a loop.{more}", "note")
+    document: list[Block] = [Heading("Measures", 2, "measures"), *behaviour_blocks(found)[1:]]
+    document += [Heading("Answers side by side", 2, "answers"), note, Sides(("Domain", "Verdict"), tuple(sides))]
+    counts = Counter(pair.verdict for pair in pairs)
+    tiles = Facts(tuple((name.capitalize(), f"{counts[name]:,}") for name in FIRST))
+    return html.page(found.smaller, "Behaviour report", lead(found), tiles, document, f"{MADE_BY} evaluate.")
+
+
 def write_behaviour(found: Behaviour, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown, the answers and a page to read them into a new folder, or nothing when anything fails."""
     with whole_folder(folder, NAMES, overwrite) as made:
@@ -83,6 +130,7 @@ def write_behaviour(found: Behaviour, folder: Path, overwrite: bool = False) -> 
         (made / NAMES[0]).write_text(content, encoding="utf-8", errors=LONE_HALVES)
         page = markdown((Heading(f"Behaviour of {found.smaller}", level=1), *behaviour_blocks(found)))
         (made / NAMES[1]).write_text(page, encoding="utf-8", errors=LONE_HALVES)
-        pairs = () if found.written is None else found.written.pairs
-        (made / NAMES[2]).write_text(answer_lines(pairs), encoding="utf-8", errors=LONE_HALVES)
-    return [folder / name for name in NAMES]
+        if found.written is not None:
+            (made / NAMES[2]).write_text(answers_page(found), encoding="utf-8", errors=LONE_HALVES)
+            (made / NAMES[3]).write_text(answer_lines(found.written.pairs), encoding="utf-8", errors=LONE_HALVES)
+    return [folder / name for name in NAMES if (folder / name).exists()]

@@ -80,7 +80,7 @@ class Ending:
 
     ended: bool
     looped: bool
-    loop_start: int | None  # token of the answer at which the loop begins, where it is an exact one
+    loop_start: int | None  # place in the answer's text at which the loop begins, where it is an exact one
     tokens: int
     repeated: float  # share of its 4-grams that were there before
     open_thinking: bool | None = None  # None where the template knows no thinking
@@ -102,12 +102,19 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any =
     return Ending(
         ended=answer.ended == "end",
         looped=start is not None or varied,
-        loop_start=start,
+        loop_start=None if start is None else _letters(answer.text, tokens[:start], tokenizer),
         tokens=len(tokens),
         repeated=repeated_share(tokens),
         open_thinking=thinking if markers.thinking else None,
         broken_calls=broken(answer.text, markers, prompt.tools) if markers.calls or markers.has_tools else None,
     )
+
+
+def _letters(text: str, tokens: Sequence[int], tokenizer: Any) -> int:
+    """Letters of the text that so many of its tokens stand for; none where there is no tokenizer."""
+    if tokenizer is None:
+        return 0
+    return min(len(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)), len(text))
 
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:

@@ -194,7 +194,12 @@ def run_gate(
         options = wanted.options
         rows = options.batch_size if isinstance(options.batch_size, int) else None
         writers = [StockWriter(source, options.device, options.dtype, rows) for source in (base, compressed)]
-        written = write_both(writers[0], writers[1], answering, wanted.confidence, wanted.cache, progress)
+
+        def check(asked: Answering) -> None:  # some prompts may not do for these models
+            if (refusal := _refused_answers(asked, wanted)) is not None:
+                raise CompressionError(refusal)
+
+        written = write_both(writers[0], writers[1], answering, wanted.confidence, wanted.cache, progress, check)
         conditions = written_conditions(written, answering, wanted.confidence)
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
