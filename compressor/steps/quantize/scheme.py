@@ -156,11 +156,12 @@ class Scheme:
             overall = torch.where(torch.isfinite(overall), overall, torch.ones_like(overall))
         if not clip or self.name not in CLIPPED:
             return Scales(self._stored_scales(most, overall, dtype), overall)
-        size = max(1, SEARCHED // weight.shape[-1])
-        rows = [value.flatten(0, 1).split(size) for value in (grouped, most)]
-        shared = [None] * len(rows[0]) if overall is None else overall.expand(*most.shape[:2], 1).flatten(0, 1).split(size)
-        found = [self._clipped(*each, dtype) for each in zip(*rows, shared, strict=True)]
-        return Scales(torch.cat(found).view(most.shape), overall)
+        size, found = max(1, SEARCHED // weight.shape[-1]), list[Tensor]()
+        for number, matrix in enumerate(grouped):
+            own = None if overall is None else overall[number]
+            parts = zip(matrix.split(size), most[number].split(size), strict=True)
+            found.append(torch.cat([self._clipped(*part, own, dtype) for part in parts]))
+        return Scales(torch.stack(found), overall)
 
     def _clipped(self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Scales of least error [R, n] of rows' groups [R, n, g] with these largest weights."""
