@@ -30,7 +30,7 @@ from compressor.errors import CompressionError, ItemError, LeftOut, first_line, 
 from compressor.model.tokenizer import first_tokens, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
 
-Purpose = Literal["calibration", "heldout", "prompts", "text"]  # which options are called, too
+Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
 COLUMNS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "response"))
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none

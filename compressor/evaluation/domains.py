@@ -133,10 +133,12 @@ def figures_of(domain: str, figures: Figures, marks: Sequence[str], confidence: 
     return DomainFigures(domain, figures.sequences, int(tokens.sum()), loss, kl, flips, tuple(found))
 
 
-def judged(figures: Figures, names: Sequence[str], marks: Sequence[str] = (), confidence: float = CONFIDENCE) -> Judged:
-    """All domains, by the numbers of their evaluation sets."""
-    rows = tuple(figures_of(name, figures.of({n}), marks, confidence) for n, name in enumerate(names))
-    together = figures_of(TOGETHER, figures, marks, confidence) if len(rows) > 1 else None
+def judged(
+    figures: Figures, names: Mapping[int, str], marks: Sequence[str] = (), confidence: float = CONFIDENCE
+) -> Judged:
+    """The domains of these names, by the numbers of their evaluation sets, and all of them together."""
+    rows = tuple(figures_of(name, figures.of({number}), marks, confidence) for number, name in names.items())
+    together = figures_of(TOGETHER, figures.of(names), marks, confidence) if len(rows) > 1 else None
     return Judged(rows, together, suffering(rows, confidence), confidence)
 
 

@@ -26,7 +26,7 @@ from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
 from compressor.progress import Progress, Silent
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
-TOGETHER = 256  # positions that are compared at once
+TOGETHER = 2**20, 2**24  # of them compared at once: few enough for a processor's cache, many enough for a device
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
 
@@ -112,12 +112,14 @@ def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Seque
 
     Logits of variant and base, [N, V] each, and the next tokens [N]. A mark's figures are those of `Figures.marks`.
     """
+    rows = max(1, TOGETHER[ours.device.type != "cpu"] // ours.shape[-1])
     found = list[Tensor]()
-    for logits, base, following in zip(*(each.split(TOGETHER) for each in (ours, theirs, targets)), strict=True):
-        logs, others = (log_softmax(part.float(), dim=-1) for part in (logits, base))
-        kl = as_float64(others.exp() * (others - logs)).sum(-1)
-        losses = (-as_float64(each.gather(-1, following[:, None])[:, 0]) for each in (logs, others))
+    for logits, base, following in zip(*(each.split(rows) for each in (ours, theirs, targets)), strict=True):
+        logits, base = logits.float(), base.float()
         flips = as_float64(logits.argmax(-1) != base.argmax(-1))
+        logs, others = log_softmax(logits, dim=-1), log_softmax(base, dim=-1)
+        kl = as_float64((others.exp() * (others - logs)).sum(-1))
+        losses = (-as_float64(each.gather(-1, following[:, None])[:, 0]) for each in (logs, others))
         columns = [kl, *losses, flips]
         for tokens in marks:
             ids = torch.tensor(tokens, device=following.device)
@@ -351,7 +353,7 @@ class Riding(LayerVisitor):
             hidden = hidden[:, :-1][counted.to(hidden.device)][None]
         if variant is None and self.brief:
             self.evaluator.keep_input(number, hidden)
-            hidden = hidden[:, :1]
+            hidden = hidden[:, :0]
         return (hidden, *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from compressor.evaluation.domains import Judged, domains_line, judged, judged_b
 from compressor.evaluation.evaluator import Figures
 from compressor.records import plain_json, read_as
 
+ONE_TWO = {0: "one", 1: "two"}
 RANDOM = np.random.default_rng(0)
 
 
@@ -29,7 +30,7 @@ def figures(rises: list[float], sequences: int = 40, tokens: int = 64, **more: A
 
 def test_changes_are_means_over_tokens_with_bounds_of_students_t() -> None:
     given = figures([0.1, 0.3])
-    found = judged(given, ["one", "two"])
+    found = judged(given, ONE_TWO)
     for number, row in enumerate(found.domains):
         own = given.of({number})
         rises = (own.loss - own.base_loss).numpy()
@@ -45,17 +46,17 @@ def test_changes_are_means_over_tokens_with_bounds_of_students_t() -> None:
     uneven = Figures(*(value for value in (given.kl, given.loss, given.flips)), torch.arange(80) + 1, given.domain)
     uneven = Figures(uneven.kl, uneven.loss, uneven.flips, uneven.tokens, uneven.domain, given.base_loss)
     weighted = np.average(given.kl[:40], weights=np.arange(40) + 1)
-    assert judged(uneven, ["one", "two"]).domains[0].kl.change == pytest.approx(weighted)
+    assert judged(uneven, ONE_TWO).domains[0].kl.change == pytest.approx(weighted)
     assert read_as(Judged, plain_json(found)) == found
 
 
 def test_a_copy_differs_by_nothing_and_its_bounds_shrink_with_tokens() -> None:
     same = figures([0.0])
     zero = same.kl * 0
-    (row,) = judged(Figures(zero, same.base_loss, zero, same.tokens, same.domain, same.base_loss), ["one"]).domains
+    (row,) = judged(Figures(zero, same.base_loss, zero, same.tokens, same.domain, same.base_loss), {0: "one"}).domains
     assert row.loss.change == row.kl.change == row.flips.change == 0
     assert row.flips.upper == pytest.approx(-math.log(0.05) / (40 * 64)) == -row.flips.lower
-    assert judged(figures([0.0]), ["one"]).together is None
+    assert judged(figures([0.0]), {0: "one"}).together is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_copy_differs_by_nothing_and_its_bounds_shrink_with_tokens() -> None:
     ],
 )
 def test_a_domain_suffers_above_three_times_the_mean_of_the_others(rises: list[float], suffering: list[str]) -> None:
-    found = judged(figures(rises, 400), [*"abc"][: len(rises)])
+    found = judged(figures(rises, 400), dict(enumerate("abc"[: len(rises)])))
     assert [each.domain for each in found.suffering] == suffering
     shown = markdown(judged_blocks(found, "Text"))
     for each in found.suffering:
@@ -87,14 +88,14 @@ def test_a_difference_within_its_error_is_no_suffering() -> None:
     few = figures([0.1, 0.1, 0.32], 2)
     few = Figures(few.kl, few.loss + torch.tensor([0, 0, 0, 0, -0.2, 0.2]), *[few.flips, few.tokens, few.domain])
     few = Figures(few.kl, few.loss, few.flips, few.tokens, few.domain, figures([0, 0, 0], 2).base_loss)
-    assert "loss" not in {each.measure for each in judged(few, [*"abc"]).suffering}
+    assert "loss" not in {each.measure for each in judged(few, dict(enumerate("abc"))).suffering}
 
 
 def test_probabilities_of_ends_are_means_where_they_come_and_elsewhere() -> None:
     due = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     marks = torch.zeros(4, 1, 5, dtype=torch.float64)
     marks[:, 0] = torch.stack([due, due * 0.9, due * torch.tensor([0.5, 0.7, 0, 0.6]), due + 0.5, due + 1.0], 1)
-    found = judged(figures([0.1], 4, 10, marks=marks), ["one"], ["the end"])
+    found = judged(figures([0.1], 4, 10, marks=marks), {0: "one"}, ["the end"])
     (mark,) = found.domains[0].marks
     assert mark.count == 3 and mark.here is not None and mark.elsewhere is not None
     assert mark.here.base == pytest.approx(0.9) and mark.here.compressed == pytest.approx(0.6)
@@ -103,11 +104,11 @@ def test_probabilities_of_ends_are_means_where_they_come_and_elsewhere() -> None
     shown = markdown(judged_blocks(found, "Answers"))
     assert "at the end" in shown and "0.9000 → 0.6000 (" in shown
     marks[:, 0, 0] = 0
-    assert judged(figures([0.1], 4, 10, marks=marks), ["one"], ["the end"]).domains[0].marks[0].here is None
+    assert judged(figures([0.1], 4, 10, marks=marks), {0: "one"}, ["the end"]).domains[0].marks[0].here is None
 
 
 def test_figures_that_are_no_numbers_are_refused() -> None:
     broken = figures([0.1])
     broken.kl[3] = math.nan
     with pytest.raises(CompressionError, match="on prose the models' losses are not finite"):
-        judged(broken, ["prose"])
+        judged(broken, {0: "prose"})

@@ -1,0 +1,229 @@
+"""Judging without generating: both models read the same text, or the base's own answers, one layer in memory at a time.
+
+Under teacher forcing the base's answer is what a model has said so far, whatever it would have said itself; only the
+answer's tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from compressor.data.batches import BATCH_SIZE, EvaluationSet
+from compressor.data.documents import as_rows, columns_of, messages_of, read_tokens, source_rows, tools_of, untaken
+from compressor.data.sources import WeightedSource, domain_of
+from compressor.errors import CompressionError, ItemError, LeftOut
+from compressor.evaluation.answers import Answer
+from compressor.evaluation.base_answers import check_base
+from compressor.evaluation.domains import CONFIDENCE, Judged, judged
+from compressor.evaluation.endings import Markers
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
+from compressor.evaluation.prompts import Prompt, tokens_of
+from compressor.model.opened import OpenModel
+from compressor.model.tokenizer import has_chat_template, render_chat
+from compressor.progress import Progress, Silent, quiet_transformers
+
+SHORTEST = 16  # tokens of a sequence of text
+SAMPLES, LENGTH = 64, 512  # sequences of each text at most, and their tokens
+COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
+END, THINKING_END = "the answer", "its thinking"
+
+
+def text_sets(
+    arguments: Sequence[str],
+    tokenizer: Any,
+    vocabulary: int,
+    samples: int = SAMPLES,
+    length: int = LENGTH,
+    seed: int = 0,
+) -> tuple[EvaluationSet, ...]:
+    """A set for each domain of `SOURCE` or `SOURCE=DOMAIN`: at most so many sequences of each source.
+
+    A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
+    is too short even so.
+    """
+    if samples < FEWEST or length < SHORTEST:
+        raise CompressionError(
+            f"{samples} sequences of {length} tokens tell no difference; give --text-samples {FEWEST} and "
+            f"--text-length {SHORTEST} at the least"
+        )
+    found = defaultdict[str, list[torch.Tensor]](list)
+    for source, domain in map(domain_of, dict.fromkeys(arguments)):
+        ids = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text")
+        own = min(length, len(ids) // FEWEST)
+        if own < SHORTEST:
+            raise CompressionError(
+                f"--text {source} gives {len(ids):,} tokens, too few to tell a difference; give it more text, at least "
+                f"{FEWEST * SHORTEST:,}"
+            )
+        found[domain] += as_rows(ids, own)[:samples].split(BATCH_SIZE)
+    return tuple(EvaluationSet(domain, tuple(batches)) for domain, batches in found.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """An answer that models read, an end token included where it ended, and the tokens that it answers."""
+
+    id: str  # the prompt's
+    domain: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> Forced:
+    """An answer that was written; one without tokens, a server's, is tokenised anew. `end` ends it then."""
+    tokens = answer.tokens
+    if not tokens:
+        own = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
+        tokens = (*own, *([end] if answer.ended == "end" else []))
+    return Forced(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens)
+
+
+def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int]) -> tuple[Forced, ...]:
+    """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
+
+    An answer without an end token gets one, unless its row says `"ended": "length"`. Rows that the template or the
+    tokenizer cannot take are left out with one warning for each file.
+    """
+    found = list[Forced]()
+    for source, domain in map(domain_of, arguments):
+        left_out = LeftOut(f"answers of {source}")
+        with quiet_transformers():
+            for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers")[0]:
+                with left_out.each():
+                    found.append(_given(row, domain, tokenizer, stops, where))
+        left_out.report()
+        if not left_out.used:
+            raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
+    return tuple(found)
+
+
+def _given(row: Any, domain: str, tokenizer: Any, stops: Collection[int], where: str) -> Forced:
+    if isinstance(row, ItemError):
+        raise row
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'prompt': ..., 'answer': ...}}")
+    names = columns_of(row, COLUMNS, where)
+    if not has_chat_template(tokenizer) and all(isinstance(row[name], str) for name in names) and len(names) == 2:
+        prompt, text = Prompt.of(row[names[0]], domain, where=where), str(row[names[1]])
+        before = tokens_of(prompt, tokenizer)
+    else:
+        *asked, last = messages_of(row, names, where)
+        if last.get("role") != "assistant" or not asked:
+            raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
+        prompt = Prompt.of(asked, domain, tools_of(row), where)
+        before = tokens_of(prompt, tokenizer)
+        try:
+            whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)
+            opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes
+            raise untaken(where, error) from error
+        same = (place for place, pair in enumerate(zip(whole, opening, strict=False)) if pair[0] != pair[1])
+        text = whole[next(same, min(len(whole), len(opening))) :]
+    ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    end = next((place for place, token in enumerate(ids) if token in stops), None)
+    if end is not None:
+        ids = ids[: end + 1]  # a template may go on after it
+    elif stops and row.get("ended") != "length":
+        own = tokenizer.eos_token_id
+        ids.append(own if own in stops else min(stops))
+    if not text.strip():
+        raise ItemError(f"{where} has an empty answer; give it some text or remove it")
+    return Forced(prompt.id, domain, before, tuple(ids))
+
+
+def answer_sets(answers: Sequence[Forced], vocabulary: int) -> tuple[tuple[EvaluationSet, ...], tuple[Forced, ...]]:
+    """A set for each domain, the longest first, of which the answers' tokens count; and the answers in that order."""
+    if strange := next((each for each in answers if max(*each.prompt, *each.answer) >= vocabulary), None):
+        token = max(*strange.prompt, *strange.answer)
+        raise CompressionError(
+            f"the tokenizer makes token {token}, the model knows {vocabulary}; they do not belong together"
+        )
+    sets, order = list[EvaluationSet](), list[Forced]()
+    for domain in dict.fromkeys(each.domain for each in answers):
+        own = sorted((each for each in answers if each.domain == domain), key=_length, reverse=True)
+        batches, masks = list[torch.Tensor](), list[torch.Tensor]()
+        for rows in (own[begin : begin + BATCH_SIZE] for begin in range(0, len(own), BATCH_SIZE)):
+            batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
+            places = torch.arange(batches[-1].shape[1])
+            masks.append(torch.stack([(places >= len(row.prompt)) & (places < _length(row)) for row in rows]))
+        sets.append(EvaluationSet(domain, tuple(batches), tuple(masks)))
+        order += own
+    return tuple(sets), tuple(order)
+
+
+def _length(answer: Forced) -> int:
+    return len(answer.prompt) + len(answer.answer)
+
+
+def marks_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
+    """Tokens that end an answer, and those that end its thinking where the tokenizer has one for that."""
+    closings = (
+        tokenizer(closing, add_special_tokens=False)["input_ids"] for _, closing in Markers.of(tokenizer).thinking
+    )
+    thinking = {int(ids[0]) for ids in closings if len(ids) == 1}
+    named = {END: tuple(sorted(stops)), THINKING_END: tuple(sorted(thinking))}
+    return {name: ids for name, ids in named.items() if ids}
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedFigures:
+    """What one answer shows: the means of an answer's tokens, and what both models give its end."""
+
+    id: str
+    domain: str
+    tokens: int
+    kl: float
+    flips: float
+    end: tuple[float, float] | None  # probability of an end token where the answer ended, the base's first
+    elsewhere: tuple[float, float] | None  # and the mean of it at the answer's other tokens
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedModels:
+    """What text and answers showed; None of what was not read."""
+
+    text: Judged | None
+    answers: Judged | None
+    each: tuple[ForcedFigures, ...] = ()  # of the answers, longest first by domain
+
+
+def judge(
+    base: OpenModel,
+    compressed: OpenModel,
+    texts: Sequence[EvaluationSet] = (),
+    answers: Sequence[Forced] = (),
+    marks: Mapping[str, Sequence[int]] | None = None,
+    confidence: float = CONFIDENCE,
+    progress: Progress | None = None,
+) -> JudgedModels:
+    """Both models on texts and answers, in one streamed pass of each.
+
+    Raises `CompressionError` for models of other vocabularies or tokenizers.
+    """
+    check_base(compressed, base)
+    named = dict(marks or {})
+    forced_sets, order = answer_sets(answers, base.vocabulary)
+    evaluator = Evaluator(base, [*texts, *forced_sets], [*named.values()])
+    (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
+    named_sets = list(enumerate(evaluator.names))
+    of_texts, of_answers = dict(named_sets[: len(texts)]), dict(named_sets[len(texts) :])
+    return JudgedModels(
+        judged(figures, of_texts, (), confidence) if of_texts else None,
+        judged(figures, of_answers, [*named], confidence) if of_answers else None,
+        tuple(_each(order, figures.of(of_answers))),
+    )
+
+
+def _each(answers: Sequence[Forced], figures: Figures) -> Iterator[ForcedFigures]:
+    for number, answer in enumerate(answers):
+        end = elsewhere = None
+        tokens, kl, flips = len(answer.answer), float(figures.kl[number]), float(figures.flips[number])
+        if figures.marks.shape[1]:
+            due, here, ours_here, there, ours_there = figures.marks[number, 0].tolist()
+            end = (here / due, ours_here / due) if due else None
+            elsewhere = (there / (tokens - due), ours_there / (tokens - due)) if tokens > due else None
+        yield ForcedFigures(answer.id, answer.domain, tokens, kl, flips, end, elsewhere)
