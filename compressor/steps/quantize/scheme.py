@@ -158,9 +158,9 @@ class Scheme:
             return Scales(self._stored_scales(most, overall, dtype), overall)
         size, found = max(1, SEARCHED // weight.shape[-1]), list[Tensor]()
         for number, matrix in enumerate(grouped):
-            own = None if overall is None else overall[number]
+            shared = None if overall is None else overall[number]
             parts = zip(matrix.split(size), most[number].split(size), strict=True)
-            found.append(torch.cat([self._clipped(*part, own, dtype) for part in parts]))
+            found.append(torch.cat([self._clipped(*part, shared, dtype) for part in parts]))
         return Scales(torch.stack(found), overall)
 
     def _clipped(self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype) -> Tensor:
