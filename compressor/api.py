@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
-from compressor.checkpoint.source import find_model, locate
+from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
 from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
@@ -21,6 +21,9 @@ from compressor.evaluation.answers import StockWriter
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.options import ServerOptions
+from compressor.evaluation.server import AT_ONCE, Server, served_answerer, servers_of
+from compressor.evaluation.server_writer import ServerWriter
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.files import alone, check_folder, default_folder
 from compressor.model.in_memory import LoadedModel, given
@@ -406,11 +409,31 @@ def attribute(
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 
+def _sources(
+    base: tuple[str, str | None],
+    smaller: tuple[str | None, str | None],
+    servers: ServerOptions | None,
+    progress: Progress | None,
+) -> list[tuple[ModelSource, Server | None]]:
+    """Two models, each a name and a revision; of one that is served its tokenizer, and the server, checked."""
+    base_server, server = servers_of(servers or ServerOptions())
+    model, revision = smaller
+    if model is None and server is None:
+        raise CompressionError("name two models, the base and the compressed one")
+    named = ((*base, base_server), (*(base if model is None else (model, revision)), server))
+    found = list[tuple[ModelSource, Server | None]]()
+    for name, commit, asked in named:
+        source = find_model(name, commit, progress) if asked is None else locate_tokenizer(name, commit)
+        found.append((source, asked and asked.checked(source.folder, source.label)))
+    return found
+
+
 def gate(
     base: str,
-    compressed: str,
+    compressed: str | None,
     wanted: GateRequest,
     *,
+    servers: ServerOptions | None = None,
     revision: str | None = None,
     compressed_revision: str | None = None,
     routing: Routing | None = None,
@@ -420,14 +443,19 @@ def gate(
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
     A model that does not fit into memory is streamed, as `wanted` may also ask.
-    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. `announce` gets
-    what the gate can show, before any model is loaded.
+    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. A model that
+    `servers` name is asked there; of its folder the tokenizer is read, by default the base's. `announce` gets what the
+    gate can show, before any model is loaded.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes, for a task
     that has no prompt to optimise a pathway for, and for a reference set that is not the compressed model's own.
     """
     if routing is not None:
         refuse_several("--routing c3po", "leave it out, or start the command without torchrun")
+    if servers is not None and (servers.server or servers.base_server):
+        refuse_several("--server", "start the command without torchrun")
+        if routing is not None and servers.server:
+            raise CompressionError("a served model answers as its server runs it; leave out --routing or --server")
     reference = None if routing is None else trusted_reference(routing)
     if reference is not None and wanted.options.stream:
         raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
@@ -435,20 +463,25 @@ def gate(
     if reference is not None:
         refuse_other_tasks(tasks)
     found = passable(outlook(tasks, wanted))
-    sources = find_model(base, revision, progress), find_model(compressed, compressed_revision, progress)
-    answerer = None
+    named = _sources((base, revision), (compressed, compressed_revision), servers, progress)
+    sources = [source for source, _ in named]
+    answerers = [
+        None if server is None else served_answerer(server, source, tasks, wanted.cache) for source, server in named
+    ]
     if routing is not None and reference is not None:
-        answerer = routed_answerer(routing, reference, sources[1], wanted.options)
+        answerers[1] = routed_answerer(routing, reference, sources[1], wanted.options)
     if announce is not None:
         announce(found)
-    return run_gate(*sources, tasks, wanted, progress or Silent(), answerer=answerer)
+    progress, (of_base, answerer) = progress or Silent(), answerers
+    return run_gate(sources[0], sources[1], tasks, wanted, progress, answerer=answerer, base_answerer=of_base)
 
 
 def evaluate(
     base: str,
-    smaller: str,
+    smaller: str | None,
     answering: Answering,
     *,
+    servers: ServerOptions | None = None,
     confidence: float = 0.95,
     batch_size: int | None = None,
     device: str = "auto",
@@ -462,10 +495,15 @@ def evaluate(
     """How a smaller model behaves beside its base: what both write to the same prompts.
 
     Answers are kept in the folder `cache`, so that no model is asked twice. `announce` gets what so many answers can
-    show, before any model is loaded.
+    show, before any model is loaded. A model that `servers` name writes there, `batch_size` answers at once; of its
+    folder the tokenizer is read, by default the base's.
     """
-    sources = find_model(base, revision, progress), find_model(smaller, smaller_revision, progress)
-    writers = [StockWriter(source, device, dtype, batch_size) for source in sources]
+    writers = [
+        StockWriter(source, device, dtype, batch_size)
+        if server is None
+        else ServerWriter(server, source, batch_size or AT_ONCE)
+        for source, server in _sources((base, revision), (smaller, smaller_revision), servers, progress)
+    ]
     folder = default_folder() if cache is None else cache
     return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent(), announce)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 TOKEN = re.compile(r"hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.~-]{20,})")  # as the Hub gives them out
-TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+KEY_VARIABLE = "OPENAI_API_KEY"  # of servers
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", KEY_VARIABLE)
 SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary words
 NO_MEMORY = ("out of memory", "cannot allocate memory")  # of a device, and of the system
 NAMED = 3  # faults of items that a warning quotes
@@ -117,7 +118,7 @@ def wrap_faults(what: str, memory: str, otherwise: str) -> Iterator[None]:
 
 
 def without_tokens(text: str) -> str:
-    """The text with every access token of the Hub replaced by `***`: those in use here, and all that look like one."""
+    """The text with every access token replaced by `***`: those in use here, and all that look like the Hub's."""
     for token in tokens_in_use():
         text = text.replace(token, "***")
     return TOKEN.sub("***", text)

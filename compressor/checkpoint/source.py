@@ -295,6 +295,17 @@ def locate(
     return ModelSource(model, folder.name, folder)
 
 
+def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
+    """Find a local folder, or download what lies beside the weights of a model on the Hub, but none of these."""
+    if is_local(model):
+        return locate(model, revision)
+    found = find_repository(model, revision)
+    if isinstance(found, Path):
+        return ModelSource(model, found.name, found)
+    folder = fetch_small(found, revision, companions(found.files))
+    return ModelSource(model, found.commit, folder)
+
+
 def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
     """Locate a model; of several processes the first one downloads it."""
     return here().first_before_others(lambda: locate(model, revision, progress))

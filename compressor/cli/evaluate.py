@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.options import BEHAVIOUR_OPTIONS, Reading, flag
+from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Reading, flag
 from compressor.cli.terminal import print_report, reporting
 from compressor.errors import CompressionError
+from compressor.evaluation.options import ServerOptions
 from compressor.recipe.recipe import BehaviourOptions, validated
 
 if TYPE_CHECKING:
@@ -19,9 +20,13 @@ USUAL_CONFIDENCE = 0.95
 
 def evaluate(
     options: Annotated[dict[str, Any], BEHAVIOUR_OPTIONS],
+    servers: Annotated[dict[str, Any], SERVER_OPTIONS],
     running: Reading,
     base: Annotated[str, typer.Argument(help="The base: a checkpoint folder or a Hub id.")],
-    smaller: Annotated[str, typer.Argument(help="The smaller model.")],
+    smaller: Annotated[
+        str | None,
+        typer.Argument(help="The smaller model; of one that is served, its tokenizer (default: the base's)."),
+    ] = None,
     limit: Annotated[int | None, flag("Prompts of each source, at most (default: all, of a data set 1,000).")] = None,
     batch_size: Annotated[int | None, flag("Answers written together (default: 32, on a GPU 64).", min=1)] = None,
     confidence: Annotated[float, flag("Confidence of each bound.")] = USUAL_CONFIDENCE,
@@ -44,6 +49,7 @@ def evaluate(
             base,
             smaller,
             answering,
+            servers=ServerOptions(**servers),
             confidence=confidence,
             batch_size=batch_size,
             smaller_revision=smaller_revision,

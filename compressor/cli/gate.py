@@ -12,12 +12,22 @@ import typer
 
 import compressor
 from compressor.cli.evaluate import answering_of
-from compressor.cli.options import GATE_OPTIONS, PATHWAY_OPTIONS, ROUTING, Reading, Running, flag, listed
+from compressor.cli.options import (
+    GATE_OPTIONS,
+    PATHWAY_OPTIONS,
+    ROUTING,
+    SERVER_OPTIONS,
+    Reading,
+    Running,
+    flag,
+    listed,
+)
 from compressor.cli.outputs import push_made
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
+from compressor.evaluation.options import ServerOptions
 from compressor.files import default_folder
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
@@ -34,10 +44,13 @@ DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for 
 
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
+    servers: Annotated[dict[str, Any], SERVER_OPTIONS],
     pathways: Annotated[dict[str, Any], PATHWAY_OPTIONS],
     running: Reading,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
-    compressed: Annotated[str | None, typer.Argument(help="The compressed model.")] = None,
+    compressed: Annotated[
+        str | None, typer.Argument(help="The compressed model, or a served one's tokenizer (default: the base's).")
+    ] = None,
     tasks: Annotated[
         str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; with --prompts, none).")
     ] = None,
@@ -68,6 +81,7 @@ def gate(
     requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
     chosen = validated(GateOptions, requested, "the command line")
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
+    asked = ServerOptions(**servers)
     routed = _routing(routing, reference, embedding, pathways, of_two=compressed is not None)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
         found = outlook_of(wanted)
@@ -80,12 +94,13 @@ def gate(
         refuse_several("the demo's compression", "name two models")
     with (
         reporting(output, NAMES, running.overwrite, running.as_json) as progress,
-        _models(base, compressed, demo, progress) as (first, second),
+        _models(base, compressed, demo, progress, asked.server is not None) as (first, second),
     ):
         result = compressor.gate(
             first,
             second,
             wanted,
+            servers=asked,
             revision=running.revision,
             compressed_revision=compressed_revision,
             routing=routed,
@@ -192,8 +207,10 @@ def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], ru
 
 
 @contextmanager
-def _models(base: str | None, compressed: str | None, demo: bool, progress: Progress) -> Iterator[tuple[str, str]]:
-    if base is not None and compressed is not None:
+def _models(
+    base: str | None, compressed: str | None, demo: bool, progress: Progress, served: bool
+) -> Iterator[tuple[str, str | None]]:
+    if base is not None and (compressed is not None or served):
         yield base, compressed
     elif base is not None or not demo:
         raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")

@@ -18,6 +18,7 @@ from typer.models import OptionInfo
 
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
+from compressor.evaluation.options import ServerOptions
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
 from compressor.recipe.recipe import RESIDENT, BehaviourOptions, GateOptions, ModelOptions, Recipe, Resident, validated
@@ -27,8 +28,8 @@ Parameter = inspect.Parameter
 Number = TypeVar("Number", int, float, Fraction)
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
-GATE, ROUTING, RUNNING, SIZES = "Gate", "Routing", "Running", "Prune or quantise"
-PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, ROUTING, RUNNING)  # in this order
+GATE, SERVERS, ROUTING, RUNNING, SIZES = "Gate", "Servers", "Routing", "Running", "Prune or quantise"
+PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, ROUTING, RUNNING)  # in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ Text = Annotated[TextOptions, TEXT]
 Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphasis"]]  # of what fits nothing
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
+SERVER_OPTIONS = options_of(ServerOptions, SERVERS)
 PATHWAY_OPTIONS = options_of(
     PathwayOptions,
     ROUTING,

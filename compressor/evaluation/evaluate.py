@@ -145,13 +145,25 @@ def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Another way to answer for a model than to run it once.
+    """Another way to answer for a model than to run it once here.
 
     `load` opens what lm-eval asks, while it is needed: lm-eval's `LM` that has `watch` and `spent`, as `WatchedModel`.
     """
 
     facts: Mapping[str, Any]  # plain JSON: what decides the answers beside the model
     load: Callable[[ModelSource, EvaluationOptions], AbstractContextManager[Any]]
+    served: Mapping[str, Any] | None = None  # what a server says of itself: it has the weights, and here is none
+    label: str | None = None  # of the model, in place of its folder's name
+    server: Any = None  # the `Server` itself
+
+
+def identity_of(source: ModelSource, answerer: Answerer | None, digests: bool = False) -> dict[str, Any]:
+    """The `identity` of what answers: of a server, what it says of itself."""
+    return identity(source, digests) if answerer is None or answerer.served is None else dict(answerer.served)
+
+
+def label_of(source: ModelSource, answerer: Answerer | None) -> str:
+    return source.label if answerer is None or answerer.label is None else answerer.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +190,9 @@ class Evaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        Checkpoint(self.source.folder)  # whose errors name the file that is wrong
-        label, options = self.source.label, self.options
+        if self.answerer is None or self.answerer.served is None:
+            Checkpoint(self.source.folder)  # whose errors name the file that is wrong
+        label, options = label_of(self.source, self.answerer), self.options
         with quiet_lm_eval():
             import lm_eval
             from lm_eval.tasks import TaskManager
@@ -238,7 +251,7 @@ def plan_evaluation(
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
     if answerer is not None:
         facts |= {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
-    models = [identity(source), *([] if content is None else [content])]
+    models = [identity_of(source, answerer), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
         for model in models:

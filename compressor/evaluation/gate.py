@@ -17,9 +17,11 @@ from compressor.errors import CompressionError
 from compressor.evaluation.answers import StockWriter
 from compressor.evaluation.behaviour import UNIT, Answering, write_both, written_conditions
 from compressor.evaluation.conditions import Condition, Verdict
-from compressor.evaluation.evaluate import Answerer, ItemScores, identity, plan_evaluation
+from compressor.evaluation.evaluate import Answerer, ItemScores, identity_of, label_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
 from compressor.evaluation.gate_verdict import GateResult, RoutedBy
+from compressor.evaluation.server import AT_ONCE
+from compressor.evaluation.server_writer import ServerWriter
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.progress import Progress
@@ -162,15 +164,16 @@ def run_gate(
     progress: Progress,
     label: str | None = None,
     answerer: Answerer | None = None,
+    base_answerer: Answerer | None = None,
 ) -> GateResult:
     """Evaluate what is not stored, pair the items and judge; `label` names the compressed model in the result.
 
-    With an `answerer` the compressed model's answers are that one's; the base answers as it is.
+    With an `answerer` the compressed model's answers are that one's, and with a `base_answerer` the base's.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    judged_files = here().broadcast(lambda: identity(compressed, digests=True))
-    larger = plan_evaluation(base, tasks, wanted.options, wanted.cache)
+    judged_files = here().broadcast(lambda: identity_of(compressed, answerer, digests=True))
+    larger = plan_evaluation(base, tasks, wanted.options, wanted.cache, base_answerer)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
     smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)
     begin = time.perf_counter()
@@ -183,7 +186,7 @@ def run_gate(
     answers: dict[Literal["base", "compressed"], list[ItemScores]]
     answers = {"base": [*before.values()], "compressed": [*after.values()]}
     routing = None
-    if answerer is not None:
+    if answerer is not None and answerer.served is None:
         spent = [scores.spent for scores in after.values() if scores.spent is not None]
         plain = sum(each.plain_work for each in spent)
         cost = sum(each.work for each in spent) / plain if plain else 1.0
@@ -193,7 +196,13 @@ def run_gate(
     if (answering := wanted.answering) is not None:
         options = wanted.options
         rows = options.batch_size if isinstance(options.batch_size, int) else None
-        writers = [StockWriter(source, options.device, options.dtype, rows) for source in (base, compressed)]
+        named = ((base, base_answerer), (compressed, answerer))
+        writers = [
+            StockWriter(source, options.device, options.dtype, rows)
+            if who is None or who.server is None
+            else ServerWriter(who.server, source, rows or AT_ONCE)
+            for source, who in named
+        ]
 
         def check(asked: Answering) -> None:  # some prompts may not do for these models
             if (refusal := _refused_answers(asked, wanted)) is not None:
@@ -204,15 +213,15 @@ def run_gate(
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], conditions),
-        base=base.label,
-        compressed=label or compressed.label,
+        base=label_of(base, base_answerer),
+        compressed=label or label_of(compressed, answerer),
         max_drop=wanted.max_drop,
         max_task_drop=wanted.task_drop,
         confidence=wanted.confidence,
         pooled=pooled,
         tasks=judged,
         options=facts,
-        base_identity=identity(base),
+        base_identity=identity_of(base, base_answerer),
         compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},

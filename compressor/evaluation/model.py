@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -72,17 +73,10 @@ class AnswerWatch:
         )
 
 
-class WatchedModel(HFLM):
-    """A causal language model whose answers a `AnswerWatch` sees."""
+class Watched(TemplateLM):
+    """Of one of lm-eval's models: an `AnswerWatch` sees its answers."""
 
-    # refuses a checkpoint that lacks weights: they would be random
-    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
     spent = None  # each item is run once
-
-    def _get_config(self, *arguments: Any, **named: Any) -> None:
-        super()._get_config(*arguments, **named)
-        if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
-            del self.config.quantization_config
 
     def watch(self, watch: AnswerWatch) -> None:
         self.watcher = watch
@@ -99,6 +93,18 @@ class WatchedModel(HFLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         self.watcher.start(len(requests))
         return super().generate_until(requests, disable_tqdm=True)
+
+
+class WatchedModel(Watched, HFLM):
+    """A causal language model whose answers a `AnswerWatch` sees."""
+
+    # refuses a checkpoint that lacks weights: they would be random
+    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
+
+    def _get_config(self, *arguments: Any, **named: Any) -> None:
+        super()._get_config(*arguments, **named)
+        if hasattr(self.config, "quantization_config"):  # the model is loaded dequantised, and lm-eval need not read it
+            del self.config.quantization_config
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)

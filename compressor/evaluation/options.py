@@ -1,4 +1,4 @@
-"""Options of text generation. Importing this loads no torch."""
+"""Options of text generation, and of servers. Importing this loads no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -32,3 +32,24 @@ class GenerationOptions:
         check_fields(self)
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise CompressionError("--top-p and --sampling-top-k have no effect without sampling; add --temperature 1")
+
+
+SECONDS = 300.0  # to wait for an answer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Which of two models are answered for by a server, and by which."""
+
+    server: str | None = option(None, "Address of an OpenAI-compatible server that runs the smaller model.")
+    served_model: str | None = option(None, "Its name there (default: the only one that the server has).")
+    base_server: str | None = option(None, "Address of a server that runs the base.")
+    base_served_model: str | None = option(None, "The base's name there.")
+    timeout: Annotated[FiniteFloat, Field(gt=0)] = option(SECONDS, "Seconds to wait for each answer of a server.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, needed in (("served_model", "server"), ("base_served_model", "base_server")):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                first, second = (f"--{each.replace('_', '-')}" for each in (name, needed))
+                raise CompressionError(f"{first} goes with {second}; name the server's address")
