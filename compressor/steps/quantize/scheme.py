@@ -92,11 +92,6 @@ class Scheme:
         content: dict[str, Any] = made.model_dump(mode="json", exclude_none=True)
         return content
 
-    def bits_per_weight(self, columns: int, dtype: torch.dtype) -> float:
-        """Bits of a weight with its share of the scales, in a matrix of so many columns."""
-        scale = 8 if self.name in FP4 else 8 * dtype.itemsize
-        return self.bits + scale / (columns if self.group_size == ROW else self.group_size)
-
     def stored(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Safetensors dtype and shape of what is stored for a matrix, by the last part of its name."""
         groups = 1 if self.group_size == ROW else columns // self.group_size
@@ -137,10 +132,6 @@ class Scheme:
         """What is loaded again of stored numbers [B, O, I], in float32."""
         value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
         return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
-
-    def rounded(self, weight: Tensor, scales: Scales) -> Tensor:
-        """Weights [B, O, I] rounded to nearest."""
-        return self.values(self.codes(weight, scales), scales)
 
     def scales(self, weight: Tensor, dtype: torch.dtype, clip: bool = False, largest: Tensor | None = None) -> Scales:
         """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error; stored in `dtype`.

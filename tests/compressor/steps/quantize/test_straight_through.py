@@ -32,7 +32,7 @@ def quantised(found: CutCase) -> dict[Matrix, torch.Tensor]:
     for matrix in matrices(found):
         live = matrix.of(found.small)
         own = INT2.scales(live.float()[None].contiguous(), torch.float32, clip=True)
-        live.copy_(INT2.rounded(live.float()[None].contiguous(), own)[0])
+        live.copy_(INT2.values(INT2.codes(live.float()[None].contiguous(), own), own)[0])
         scales[matrix] = own.groups[0]
     return scales
 
