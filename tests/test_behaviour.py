@@ -89,6 +89,13 @@ def test_a_gate_that_no_copy_could_pass_is_refused(run: Run, models: Path) -> No
     refused(run("gate", models / "base", models / "copy", "--max-loop-rise", 0.01), "judge answers; name --prompts")
 
 
+def test_a_base_whose_answers_are_all_cut_off_shows_no_ends(run: Run, models: Path) -> None:
+    asked = [*asking(models, "--limit", 20, "--max-loop-rise", 0.2)]
+    result = run("gate", models / "looper", models / "base", *asked)
+    assert result.status == 2 and "20 of 20 answers of looper do not end within 24 tokens" in result.err
+    assert run("gate", models / "looper", models / "base", *asked, "--max-missed-rise", 1).status == 0
+
+
 def test_evaluate_writes_what_differs(run: Run, models: Path, tmp_path: Path) -> None:
     asked = asking(models, "--limit", 12, "-o", tmp_path / "out")
     result = run("evaluate", models / "base", models / "looper", *asked)

@@ -5,7 +5,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Answering:
         if self.max_loop_rise is None and self.max_missed_rise is None:
             return {}
         missed = self.max_loop_rise if self.max_missed_rise is None else self.max_missed_rise
-        found = {} if missed is None else {"missed ends": ("--max-missed-rise", missed)}
+        found = {} if missed is None or missed == 1 else {"missed ends": ("--max-missed-rise", missed)}
         return found if self.max_loop_rise is None else {"loops": ("--max-loop-rise", self.max_loop_rise), **found}
 
 
@@ -179,22 +179,14 @@ def write_both(
         def before(prompt: Prompt, tokenizer: Any = tokenizer) -> str:
             return "" if tokenizer is None else str(tokenizer.decode(tokens_of(prompt, tokenizer, wanted.chat)))
 
+        if not answers:
+            _check_ends(made, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
         answers.append(made)
         endings.append(
             [
                 ending_of(answer, prompt, markers, tokenizer, before(prompt) if markers.thinking else "")
                 for answer, (prompt, _) in zip(made, asked, strict=True)
             ]
-        )
-    missed = sum(not ending.ended for ending in endings[0])
-    if 2 * missed > len(asked):
-        logger.warning(
-            "%d of %d answers of %s do not end within %d tokens, so little can be said of ends; raise "
-            "--max-new-tokens, or give prompts as the model knows them (--chat)",
-            missed,
-            len(asked),
-            base.label,
-            options.max_new_tokens,
         )
     pairs = tuple(
         Pair(prompt, seed, *both, *ends)
@@ -206,6 +198,17 @@ def write_both(
     facts = {name: getattr(options, name) for name in named}
     found = rates([prompt.domain for prompt, _ in asked], endings[0], endings[1], confidence)
     return Written(len(prompts), wanted.seeds, facts, found, pairs)
+
+
+def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
+    """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none can be missed."""
+    missed = sum(answer.ended != "end" for answer in answers)
+    fault = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
+    remedy = "raise --max-new-tokens, or ask as the model was taught (--chat)"
+    if judged and missed == len(answers):
+        raise CompressionError(f"{fault}, so no end can be missed; {remedy}, or judge loops alone: --max-missed-rise 1")
+    if 2 * missed > len(answers):
+        logger.warning("%s, so little can be said of ends; %s", fault, remedy)
 
 
 def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[Condition, ...]:

@@ -225,7 +225,7 @@ def run_gate(
         compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
-        reused_base=not larger.missing,
+        reused_base=bool(tasks) and not larger.missing,
         routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
         conditions=conditions,
