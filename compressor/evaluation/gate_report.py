@@ -188,9 +188,11 @@ def outlook_blocks(found: Outlook) -> tuple[Table, Text]:
     caption = f"What the gate can show, with confidence {100 * found.confidence:g}%"
     text = (
         "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
-        f"differently, at 0% for certain, else with probability {POWER:g}. All together have to pass; a task alone "
-        "only refuses a clear loss, of about the drop allowed and the one shown."
+        f"differently, at 0% for certain, else with probability {POWER:g}."
     )
+    if found.pooled is not None:
+        text += " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
+        text += "one shown."
     return Table(caption, columns, cells, ruled=frozenset({len(found.tasks) - 1})), Text(text)
 
 
