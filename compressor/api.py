@@ -456,6 +456,10 @@ def gate(
         refuse_several("--server", "start the command without torchrun")
         if routing is not None and servers.server:
             raise CompressionError("a served model answers as its server runs it; leave out --routing or --server")
+    if wanted.answering is not None:
+        refuse_several("--prompts", "start the command without torchrun")
+        if routing is not None:
+            raise CompressionError("a routed model answers tasks; leave out --routing or --prompts")
     reference = None if routing is None else trusted_reference(routing)
     if reference is not None and wanted.options.stream:
         raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")

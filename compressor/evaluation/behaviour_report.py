@@ -93,8 +93,9 @@ def marked(text: str, other: str, ending: Ending) -> Words:
     stop = len(text) if ending.loop_start is None else ending.loop_start
     end = found.end() if text != other else parts
     begin, end = min(parts, stop), min(end, stop)
-    pieces: list[Words] = [text[:begin], Marked(text[begin:end], "difference"), text[end:stop]]
-    return (*pieces, Marked(text[stop:], "loop"))
+    difference = (Marked(text[begin:end], "difference"),) if begin < end else ()
+    loop = (Marked(text[stop:], "loop"),) if stop < len(text) else ()
+    return (text[:begin], *difference, text[end:stop], *loop)
 
 
 def answers_page(found: Behaviour) -> str:

@@ -152,6 +152,9 @@ MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
 }
 
 
+NUMBERS = ("repeated 4-grams", "tokens")  # the measures that are no yes or no
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """One measure of both models' answers; a rise is the smaller model's less the base's, worse is positive."""
@@ -175,14 +178,14 @@ def paired(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain:
     values = [[of(ending) for ending in endings] for endings in (base, smaller)]
     if any(value is None for each in values for value in each):
         return None
-    whole = 1.0 if isinstance(values[0][0], bool) else 0.0
+    whole = float(name not in NUMBERS)
     before, after = (whole - np.array(each, dtype=float) for each in values)
     return PairedItems(name, domain, "", "score", before, after, np.ones(len(before)))
 
 
 def rate_of(task: TaskGate) -> Rate:
     """A measured pair in terms of what rises."""
-    whole = 0.0 if task.mcnemar is None else 1.0
+    whole = float(task.task not in NUMBERS)
     return Rate(
         measure=task.task,
         domain=task.metric,
@@ -194,7 +197,7 @@ def rate_of(task: TaskGate) -> Rate:
         upper=task.upper,
         more=task.lost,
         fewer=task.gained,
-        mcnemar=task.mcnemar,
+        mcnemar=task.mcnemar if whole else None,
     )
 
 

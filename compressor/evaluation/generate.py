@@ -42,6 +42,8 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
     """
     values = as_float64(logits)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature  # the largest is 0: no temperature overflows
+    if top_k is None and top_p is None:
+        return torch.softmax(scaled, dim=-1)
     order = scaled.argsort(dim=-1, descending=True, stable=True)[..., :top_k]
     ranked = torch.softmax(scaled.gather(-1, order), dim=-1)
     if top_p is not None:

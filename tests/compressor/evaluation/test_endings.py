@@ -144,4 +144,5 @@ def test_rates_are_paired_as_the_gate_pairs_items() -> None:
     assert (loops.base, loops.smaller, loops.more, loops.fewer) == pytest.approx((2 / 40, 6 / 40, 5, 1))
     assert (loops.lower, loops.upper) == pytest.approx((lower_bound(5, 1, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
     assert found["loops", "b"].rise == 0 and found["missed ends", "a"].smaller == 0.5
+    assert (found["repeated 4-grams", ALL].base, found["repeated 4-grams", ALL].mcnemar) == (0, None)
     assert found["tokens", ALL].rise == 4 and ("open thinking", ALL) not in found
