@@ -39,8 +39,7 @@ Asked: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn w
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
 CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
-TRIED = 4  # tokens, to see whether padding changes them
-UNLIKE = 0.05  # share of the logits' range, by which padding may change them
+TRIED = 16  # tokens, to see whether padding changes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,8 @@ class StockWriter:
             model = load_writing(self.source.folder, self.device, self.dtype)
             if max(token for _, _, ids in queue for token in ids) >= model.get_input_embeddings().weight.shape[0]:
                 raise CompressionError(f"the tokenizer of {self.label} makes tokens that the model does not know")
-            alike = len({len(ids) for _, _, ids in queue}) == 1 or _takes_padding(model, queue[-1][2])
+            most = len(queue[0][2]) - len(queue[-1][2])
+            alike = not most or _takes_padding(model, queue[0][2], most)
             try:
                 for _, same in groupby(queue, lambda each: True if alike else len(each[2])):
                     group = list(same)
@@ -158,8 +158,11 @@ def padded(rows: Sequence[Sequence[int]], token: int, device: torch.device) -> t
 
 
 @torch.inference_mode()
-def _takes_padding(model: Any, tokens: Sequence[int]) -> bool:
-    """Whether padding leaves the next tokens as they are; some recurrent layers read it like text."""
+def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
+    """Whether so much padding leaves the next tokens as they are, but for rounding.
+
+    Some recurrent layers read it like text, and some sparse attention chooses it as keys.
+    """
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
@@ -173,11 +176,11 @@ def _takes_padding(model: Any, tokens: Sequence[int]) -> bool:
         return [step[-1].float() for step in made.logits]
 
     try:
-        alone, beside = written([tokens]), written([[0] * (len(tokens) + 7), tokens])
+        alone, beside = written([tokens]), written([[0] * (len(tokens) + most), tokens])
     except Exception:  # a family that cannot take a mask raises what it likes
         return False
     for one, other in zip(alone, beside, strict=False):  # of the same text, until a token differs
-        if float((one - other).abs().max()) > UNLIKE * float(one.max() - one.min()):
+        if float((one - other).abs().max()) > torch.finfo(model.dtype).eps ** 0.5 * float(one.max() - one.min()):
             return False
         if one.argmax() != other.argmax():
             break

@@ -26,7 +26,7 @@ from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
-from tests import small
+from tests import small, zoo
 
 NEW = 12
 TEXTS = ("one", "a longer prompt of some words", "four words and more", "héllo", "one two three")
@@ -72,22 +72,24 @@ def test_greedy_answers_are_those_of_generate(mixtral: Path) -> None:
         assert answer.text.strip().startswith(pieces.strip()[:5])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "jamba", "lfm2_moe", "minimax"])
+# two write no text, and stock generate() lacks a field of the third's tiny config
+@pytest.mark.parametrize("name", zoo.sweep(but=("openai_privacy_filter", "diffusion_gemma", "qwen3_omni_moe")))
 def test_families_that_read_padding_like_text_are_batched_by_length(name: str, tmp_path: Path) -> None:
-    small.save(tmp_path / "model", name)
+    nested = "text_config" in zoo.family(name).config
+    small.save(tmp_path / "model", name, **({"text_config.vocab_size": small.VOCABULARY} if nested else {}))
     assert written(tmp_path / "model", TEXTS, 5) == written(tmp_path / "model", TEXTS, 1)
 
 
 def test_padding_that_changes_the_next_token_is_seen(mixtral: Path) -> None:
     model, tokens = load_writing(mixtral, "cpu", "float32"), [70, 71, 72]
-    assert _takes_padding(model, tokens)
+    assert _takes_padding(model, tokens, 7)
     plain = model.forward
 
     def maskless(*arguments: Any, attention_mask: Any = None, position_ids: Any = None, **named: Any) -> Any:
         return plain(*arguments, **named)
 
     model.forward = maskless
-    assert not _takes_padding(model, tokens)
+    assert not _takes_padding(model, tokens, 7)
 
 
 def test_drawn_tokens_have_the_probabilities_of_the_distribution() -> None:
