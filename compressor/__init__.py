@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         plan,
         plan_per_source,
         reference,
+        traces,
     )
     from compressor.comoe.evaluating import evaluate_comoe
     from compressor.comoe.training import train_comoe
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
     "api": "ReferenceSummary apply attribute change compare compare_sizes compress evaluate gate plan plan_per_source "
-    "reference",
+    "reference traces",
     "comoe.evaluating": "evaluate_comoe",
     "comoe.training": "train_comoe",
     "errors": "CompressionError",

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockWriter
+from compressor.evaluation.answers import StockWriter, Writer
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
@@ -25,6 +25,7 @@ from compressor.evaluation.options import ServerOptions
 from compressor.evaluation.server import AT_ONCE, Server, served_answerer, servers_of
 from compressor.evaluation.server_writer import ServerWriter
 from compressor.evaluation.tasks import items_of, resolve_tasks
+from compressor.evaluation.traces import Traces, write_traces
 from compressor.files import alone, check_folder, default_folder
 from compressor.model.in_memory import LoadedModel, given
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
@@ -409,23 +410,37 @@ def attribute(
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 
 
-def _sources(
+def _two_sources(
     base: tuple[str, str | None],
     smaller: tuple[str | None, str | None],
     servers: ServerOptions | None,
     progress: Progress | None,
 ) -> list[tuple[ModelSource, Server | None]]:
-    """Two models, each a name and a revision; of one that is served its tokenizer, and the server, checked."""
+    """`_sources` of two models, each a name and a revision; of a smaller one that is served the base's by default."""
     base_server, server = servers_of(servers or ServerOptions())
     model, revision = smaller
     if model is None and server is None:
         raise CompressionError("name two models, the base and the compressed one")
-    named = ((*base, base_server), (*(base if model is None else (model, revision)), server))
+    second = base if model is None else (model, revision)
+    return _sources([(*base, base_server), (*second, server)], progress)
+
+
+def _sources(
+    named: Sequence[tuple[str, str | None, Server | None]], progress: Progress | None
+) -> list[tuple[ModelSource, Server | None]]:
+    """Models by name, revision and server; of one that is served its tokenizer alone, and the server, checked."""
     found = list[tuple[ModelSource, Server | None]]()
-    for name, commit, asked in named:
-        source = find_model(name, commit, progress) if asked is None else locate_tokenizer(name, commit)
-        found.append((source, asked and asked.checked(source.folder, source.label)))
+    for name, commit, server in named:
+        source = find_model(name, commit, progress) if server is None else locate_tokenizer(name, commit)
+        found.append((source, server and server.checked(source.folder, source.label)))
     return found
+
+
+def _writer(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:
+    """Who writes the answers of a model: stock transformers, so many together, or its server."""
+    if server is not None:
+        return ServerWriter(server, source, rows or AT_ONCE)
+    return StockWriter(source, device, dtype, rows)
 
 
 def gate(
@@ -467,7 +482,7 @@ def gate(
     if reference is not None:
         refuse_other_tasks(tasks)
     found = passable(outlook(tasks, wanted))
-    named = _sources((base, revision), (compressed, compressed_revision), servers, progress)
+    named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
     sources = [source for source, _ in named]
     answerers = [
         None if server is None else served_answerer(server, source, tasks, wanted.cache) for source, server in named
@@ -502,14 +517,34 @@ def evaluate(
     show, before any model is loaded. A model that `servers` name writes there, `batch_size` answers at once; of its
     folder the tokenizer is read, by default the base's.
     """
-    writers = [
-        StockWriter(source, device, dtype, batch_size)
-        if server is None
-        else ServerWriter(server, source, batch_size or AT_ONCE)
-        for source, server in _sources((base, revision), (smaller, smaller_revision), servers, progress)
-    ]
+    named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
+    writers = [_writer(source, server, batch_size, device, dtype) for source, server in named]
     folder = default_folder() if cache is None else cache
     return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent(), announce)
+
+
+def traces(
+    model: str,
+    answering: Answering,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    server: ServerOptions | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Traces:
+    """Write a model's own complete answers into the JSONL file `out`, and how they were made beside it.
+
+    A run that was killed goes on when it is repeated. With a `server` the model answers there, and of `model` the
+    tokenizer is read.
+    """
+    ((source, served),) = _sources([(model, revision, servers_of(server or ServerOptions())[1])], progress)
+    writer = _writer(source, served, batch_size, device, dtype)
+    return write_traces(writer, replace(answering, seed=seed), Path(out), progress or Silent(), overwrite)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def evaluate(
             **running.reading(progress),
         )
         written = [] if output is None else write_behaviour(found, output, running.overwrite)
-    content = {**found.to_dict(), "written": [str(path) for path in written]}
+    content = {**found.to_dict(), "files": [str(path) for path in written]}
     print_report(running.as_json, content, behaviour_blocks(found, written))
 
 

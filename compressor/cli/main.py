@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import compress, evaluate, gate, items, measure, outputs
+from compressor.cli import compress, evaluate, gate, items, measure, outputs, traces
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
@@ -131,6 +131,7 @@ for command in (
     on_ranks(measure.attribute),
     on_ranks(gate.gate),
     alone(evaluate.evaluate),
+    alone(traces.traces),
     alone(items.reference),
     alone(outputs.export),
     alone(outputs.generate),

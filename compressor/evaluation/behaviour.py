@@ -16,6 +16,7 @@ from compressor.evaluation.conditions import Condition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
 from compressor.evaluation.gate_statistics import POWER, items_needed, measure, shown_by
 from compressor.evaluation.gate_verdict import TaskGate
+from compressor.evaluation.generate import ModelFacts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of, usable_prompts
 from compressor.formatting import counted
@@ -138,21 +139,10 @@ def shown_sentence(answers: int, confidence: float) -> str:
     )
 
 
-def write_both(
-    base: Writer,
-    smaller: Writer,
-    wanted: Answering,
-    confidence: float,
-    cache: Path,
-    progress: Progress,
-    announce: Callable[[Answering], None] | None = None,
-) -> Written:
-    """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
-
-    `announce` gets what is asked, of the prompts that both models take, before they are loaded. Raises
-    `CompressionError` where no prompt is left, or a model cannot write.
-    """
-    opened = [writer.opened() for writer in (base, smaller)]
+def fitting(
+    wanted: Answering, opened: Sequence[tuple[Any, ModelFacts]]
+) -> tuple[GenerationOptions, tuple[Prompt, ...]]:
+    """How answers are written, and the prompts that all of these writers take: tokenizers and facts of models."""
     positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
     options = wanted.options(NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2)))
     most = None if positions is None else positions - options.max_new_tokens
@@ -168,6 +158,25 @@ def write_both(
     for tokenizer, _ in opened:
         if tokenizer is not None:
             prompts = usable_prompts(prompts, tokenizer, wanted.chat, check)
+    return options, prompts
+
+
+def write_both(
+    base: Writer,
+    smaller: Writer,
+    wanted: Answering,
+    confidence: float,
+    cache: Path,
+    progress: Progress,
+    announce: Callable[[Answering], None] | None = None,
+) -> Written:
+    """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
+
+    `announce` gets what is asked, of the prompts that both models take, before they are loaded. Raises
+    `CompressionError` where no prompt is left, or a model cannot write.
+    """
+    opened = [writer.opened() for writer in (base, smaller)]
+    options, prompts = fitting(wanted, opened)
     if announce is not None:
         announce(replace(wanted, prompts=prompts))
     asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]

@@ -1,0 +1,109 @@
+"""Traces: a model's own complete answers to prompts, as text that it is calibrated on.
+
+Each line of the file has the text as the model saw and wrote it, from the start of the prompt to its own end token, and
+the same as messages. What it did not end by itself is dropped and counted. A manifest beside it says how it was made.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError
+from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
+from compressor.evaluation.behaviour import Answering, fitting
+from compressor.evaluation.prompts import Prompt
+from compressor.evaluation.server_writer import is_chat
+from compressor.files import alone, file_digest, write_whole
+from compressor.formatting import counted
+from compressor.model.tokenizer import render_chat
+from compressor.progress import Progress
+from compressor.records import plain_json, readable_json
+from compressor.run_record import versions
+
+FORMAT = "moe-compressor-traces/1"
+SUFFIX = ".jsonl"
+UNENDED, EMPTY = "not ended by itself", "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What was asked and kept, and where it lies."""
+
+    model: str
+    asked: int
+    kept: int
+    dropped: Mapping[str, int]  # by reason
+    domains: Mapping[str, int]  # of what was kept
+    file: Path
+    manifest: Path
+
+
+def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False) -> Traces:
+    """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
+
+    Raises `CompressionError` for a file that is there already, and where no answer is complete.
+    """
+    if out.suffix != SUFFIX:
+        raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
+    if out.exists() and not (overwrite and out.is_file()):
+        raise CompressionError(f"{out} is there already; name another file, or pass --overwrite")
+    with alone(out) as folder:
+        tokenizer, facts = writer.opened()
+        options, prompts = fitting(wanted, [(tokenizer, facts)])
+        journal = Journal.of(writer, options, folder / f"answers{SUFFIX}")
+        asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
+        answers = answer_all(writer, asked, options, journal, progress)
+        rows, dropped = list[dict[str, Any]](), Counter[str]()
+        for (prompt, _), answer in zip(asked, answers, strict=True):
+            reason = UNENDED if answer.ended != "end" else "" if answer.text.strip() else EMPTY
+            if reason:
+                dropped[reason] += 1
+            else:
+                rows.append(trace(prompt, answer, tokenizer, wanted.chat))
+        if not rows:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            raise CompressionError(
+                f"none of {counted(len(asked), 'answer')} of {writer.label} is complete ({reasons}); raise "
+                f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
+            )
+        write_whole(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), mode=0o644)
+        named = ("max_new_tokens", "temperature", "top_p", "chat")
+        counts = {"asked": len(asked), "kept": len(rows), "dropped": dict(dropped)}
+        domains = Counter(row["domain"] for row in rows)
+        content = {
+            "format": FORMAT,
+            "model": writer.label,
+            "made_by": plain_json(writer.facts),
+            "options": {name: getattr(options, name) for name in named},
+            "seeds": [wanted.seed + number for number in range(wanted.seeds)],
+            "prompts": len(prompts),
+            **counts,
+            "domains": dict(domains),
+            "sha256": file_digest(out),
+            "versions": versions(),
+        }
+        manifest = out.with_suffix(".manifest.json")
+        write_whole(manifest, readable_json(content), mode=0o644)
+        journal.path.unlink(missing_ok=True)
+    return Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
+
+
+def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
+    """One line: the whole text, which calibration takes, and of a chat its messages."""
+    end = tokenizer.decode([answer.tokens[-1]]) if answer.tokens else tokenizer.eos_token or ""
+    row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
+    if not is_chat(prompt, tokenizer, chat):
+        return {"text": f"{prompt.text}{answer.text}{end}", **row}
+    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    before = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+    tools = {"tools": prompt.tools} if prompt.tools else {}
+    complete = [*messages, {"role": "assistant", "content": answer.text}]
+    return {"text": f"{before}{answer.text}{end}", "messages": complete, **tools, **row}
+
+
+def traces_content(traces: Traces) -> dict[str, Any]:
+    """The result as plain JSON."""
+    return {**plain_json(asdict(traces)), "file": str(traces.file), "manifest": str(traces.manifest)}
