@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from compressor.errors import CompressionError, ItemError
 from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
 from compressor.evaluation.conditions import Condition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
-from compressor.evaluation.gate_statistics import POWER, items_needed, measure, shown_by
+from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
 from compressor.evaluation.gate_verdict import TaskGate
 from compressor.evaluation.generate import ModelFacts
 from compressor.evaluation.options import GenerationOptions
@@ -221,19 +223,31 @@ def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -
 
 
 def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[Condition, ...]:
-    """The conditions on what was written."""
-    found = []
-    for name, (option, limit) in wanted.limits.items():
+    """The conditions on what was written, corrected for their number (Holm) where they fail: each has to pass."""
+    alpha, tasks = 1 - confidence, list[TaskGate]()
+    for name, (_, limit) in wanted.limits.items():
         pairs = paired(name, [each.base_ending for each in written.pairs], [x.smaller_ending for x in written.pairs])
         assert pairs is not None, "every answer loops and ends, or does not"
-        task = measure(pairs, limit, 1 - confidence, True)
-        found.append(
-            Condition(
-                f"rise of {name}", option, limit, task.drop, task.lower, task.upper, task.items, UNIT, task.verdict,
-                base=1 - task.base, compressed=1 - task.compressed, advice=_advice(task, confidence),
-            )
-        )  # fmt: skip
-    return tuple(found)
+        tasks.append(measure(pairs, limit, alpha, True))
+    failing = holm(np.array([task.p_fail for task in tasks]))
+    judged = [replace(x, verdict=verdict(x.p_pass, float(p), alpha)) for x, p in zip(tasks, failing, strict=True)]
+    return tuple(
+        Condition(
+            name=f"rise of {task.task}",
+            option=wanted.limits[task.task][0],
+            limit=task.max_drop,
+            observed=task.drop,
+            lower=task.lower,
+            upper=task.upper,
+            items=task.items,
+            unit=UNIT,
+            verdict=task.verdict,
+            base=1 - task.base,
+            compressed=1 - task.compressed,
+            advice=_advice(task, confidence),
+        )
+        for task in judged
+    )
 
 
 def _advice(task: TaskGate, confidence: float) -> str:
