@@ -155,6 +155,7 @@ class Watch:
     on_expert_output: Observe | None = None
     on_output: Callable[[Tensor, Tensor], None] | None = None
     on_block: Called | None = None
+    computing: bool = True  # False: the experts put out zeros, where nobody uses what comes after them
     _removals: list[Callable[[], Any]] = field(default_factory=list)
 
     def attach(self) -> Self:
@@ -175,8 +176,12 @@ class Watch:
         if (on_experts := self.on_experts) is not None:
             hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*choices(*call)), with_kwargs=True)
             self._removals.append(hook.remove)
-        if self.on_expert_output is not None:
-            experts.forward = partial(observed_forward, experts, observe=self.on_expert_output)
+        if self.on_expert_output is not None or not self.computing:
+            experts.forward = (
+                partial(observed_forward, experts, observe=self.on_expert_output)
+                if self.on_expert_output is not None
+                else lambda *args, **kwargs: torch.zeros_like(choices(args, kwargs)[0])
+            )
             self._removals.append(partial(experts.__dict__.pop, "forward", None))
         if (on_output := self.on_output) is not None:
             watch(experts, lambda args, kwargs, output: on_output(choices(args, kwargs)[0], output))

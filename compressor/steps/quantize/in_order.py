@@ -46,8 +46,8 @@ class Routed:
     def __post_init__(self) -> None:
         self.hidden, self.index = Rows(self.expected), Rows(self.expected)
 
-    def watch(self, model: Any) -> Watch:
-        return Watch(model, self.layer, on_experts=self._came)
+    def watch(self, model: Any, computing: bool) -> Watch:
+        return Watch(model, self.layer, on_experts=self._came, computing=computing)
 
     def _came(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         self.hidden.append(hidden)
@@ -119,7 +119,7 @@ class Quantizing(RecordingVisitor):
             self._quantize_dense(live, dense, lambda: replay(numbers))
         layers = [layer for layer in self.at.moe_layers if any(matrix.owner == layer.name for matrix in own)]
         recorded = [Routed(layer, self.calibration.tokens) for layer in layers]
-        watches = [each.watch(live).attach() for each in recorded]
+        watches = [each.watch(live, self.steps > 0 or len(layers) > 1).attach() for each in recorded]
         recordings = self.record(layers, replay) if self.steps else []
         if not self.steps:
             replay(numbers)
