@@ -105,6 +105,7 @@ def test_evaluate_writes_what_differs(run: Run, models: Path, tmp_path: Path) ->
     rates = {rate["measure"]: rate for rate in content["written"]["rates"]}
     assert (rates["missed ends"]["more"], rates["tokens"]["smaller"]) == (12, 24)
     lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert str(models) not in (tmp_path / "out" / "answers.jsonl").read_text()
     assert len(lines) == 12 and {line["base"]["ended"] for line in lines} == {"end"}
     page = (tmp_path / "out" / "answers.html").read_text()
     assert page.count("<article") == 12 and '<mark class="loop">' in page and "<script" not in page

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from compressor.document import html
@@ -78,8 +79,9 @@ def behaviour_blocks(found: Behaviour, written: Sequence[Path] = ()) -> tuple[Bl
 
 
 def answer_lines(pairs: Iterable[Pair]) -> str:
-    """Each pair of answers as a line of JSON."""
-    return "".join(json.dumps(plain_json({"verdict": pair.verdict, **plain_json(pair)})) + "\n" for pair in pairs)
+    """Each pair of answers as a line of JSON, which names no folder."""
+    plain = (replace(pair, prompt=replace(pair.prompt, where="")) for pair in pairs)
+    return "".join(json.dumps({"verdict": pair.verdict, **plain_json(pair)}) + "\n" for pair in plain)
 
 
 def marked(text: str, other: str, ending: Ending) -> Words:
