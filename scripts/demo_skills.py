@@ -58,7 +58,8 @@ class Relation:
     values: tuple[str, ...]
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text."""
     return tuple(text.split())
 
 
@@ -72,7 +73,7 @@ RELATIONS = (
             "Find {} in",
             "{} left",
         ),
-        _words("Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"),
+        words("Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"),
     ),
     Relation(
         (
@@ -83,7 +84,7 @@ RELATIONS = (
             "{} was always a",
             "Hire {} as a",
         ),
-        _words(
+        words(
             "tailor farmer potter weaver sailor miller carver hunter "
             "dancer singer writer lawyer doctor barber glazer joiner"
         ),
@@ -97,7 +98,7 @@ RELATIONS = (
             "{} talks to a",
             "{} once found a",
         ),
-        _words("horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"),
+        words("horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"),
     ),
 )
 

@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -185,7 +185,7 @@ def write_documents(file: Path, rng: random.Random, size: int, held_out: bool) -
     write_lines(file, rows)
 
 
-def write_lines(file: Path, rows: Sequence[dict[str, object]] | Sequence[dict[str, str]]) -> None:
+def write_lines(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Writes one JSON object per line."""
     file.write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode())
 
