@@ -31,7 +31,12 @@ from compressor.model.tokenizer import first_tokens, has_chat_template, no_token
 from compressor.progress import quiet_transformers
 
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
-COLUMNS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "response"))
+CHATS = ("messages", "conversations")  # which some data sets hold as JSON
+PAIRS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response")),
+    ("query", "answers"),
+)
+COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
 MOST_LETTERS = 2**27  # of a document, or of the line that holds one
@@ -59,8 +64,8 @@ def _column(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
     if not isinstance(row, Mapping):
         raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
     names = columns_of(row, COLUMNS if column is None else ((column,),), where)
-    if len(names) == 1 and isinstance(row[names[0]], str):
-        return str(row[names[0]])
+    if len(names) == 1 and isinstance(text := turns_of(row, names[0]), str):
+        return text
     require_template(tokenizer, f"{where} has a chat in {' and '.join(names)}")
     messages = messages_of(row, names, where)
     try:
@@ -98,13 +103,32 @@ def messages_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> lis
     """The messages in these columns, one after the other; text is the user's, in the second column the assistant's."""
     messages = list[dict[str, Any]]()
     for name, role in zip(names, ("user", "assistant"), strict=False):
-        turns = row[name]
+        turns = turns_of(row, name)
         if isinstance(turns, str) and turns.strip():
-            turns = [{"role": role, "content": turns}]
+            calls = _calls(turns) if role == "assistant" and row.get("tools") else None
+            turns = [{"role": role, "content": "", "tool_calls": calls} if calls else {"role": role, "content": turns}]
         if not turns or not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
             raise ItemError(f"{where}: {name} is {reprlib.repr(turns)}, it should hold messages with role and content")
         messages += [_message(turn) for turn in turns]
     return messages
+
+
+def turns_of(row: Mapping[str, Any], name: str) -> Any:
+    """What a column holds; of a chat as JSON, its messages."""
+    value = row[name]
+    if name in CHATS and isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _calls(text: str) -> list[dict[str, Any]] | None:
+    """Calls of tools that a data set holds as a JSON list of names and arguments; None if it is no such list."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, list) and all(isinstance(call, Mapping) and "name" in call for call in found):
+            return [{"type": "function", "function": call} for call in found]
+    return None
 
 
 def tools_of(row: Mapping[str, Any]) -> Any:

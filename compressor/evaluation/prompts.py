@@ -8,14 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compressor.data.documents import columns_of, messages_of, require_template, source_rows, tools_of, untaken
+from compressor.data.documents import (
+    columns_of,
+    messages_of,
+    require_template,
+    source_rows,
+    tools_of,
+    turns_of,
+    untaken,
+)
 from compressor.data.sources import JSON_SUFFIXES, TABLE_SUFFIX, Address, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.evaluation.generate import encode_prompt
 from compressor.model.tokenizer import has_chat_template, render_chat
 from compressor.progress import quiet_transformers
 
-COLUMNS = (("prompt",), ("messages",), ("conversations",), ("text",))
+ASKING = ("prompt", "instruction", "query")  # columns of a user's message
+COLUMNS = tuple((name,) for name in ("prompt", "messages", "conversations", "text", *ASKING[1:]))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 
@@ -125,8 +134,9 @@ def _prompt(row: Any, column: str | None, domain: str, where: str) -> Prompt:
     if not isinstance(row, Mapping):
         raise ItemError(f"{where}: a row should be an object such as {{'prompt': ...}}, it is {reprlib.repr(row)}")
     (name,) = columns_of(row, COLUMNS if column is None else ((column,),), where)
-    text = row[name] if isinstance(row[name], str) else None
-    if text is not None and (name != "prompt" or not text.strip()):
+    turns = turns_of(row, name)
+    text = turns if isinstance(turns, str) else None
+    if text is not None and (name not in ASKING or not text.strip()):
         return _of_text(text, domain, where)
     messages = messages_of(row, (name,), where)
     while messages and messages[-1].get("role") == "assistant":

@@ -139,7 +139,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should hold messages"),
     ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
     ("a.jsonl", '{"messages": []}', "line 1: messages is"),
-    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, .*, prompt with completion or prompt with response; it"),
+    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, .*, prompt with completion, .* or query with answers; it"),
     ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1: completion is ' ', it should hold"),
     ("a.jsonl", '{"text": "\\ud800"}', "half a character"),
     ("a.parquet", "no table", "file .*a.parquet cannot be read"),
@@ -248,3 +248,32 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
 
 def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
     assert not set(texts_of("demo")) & set(documents(WeightedSource("demo", 1.0), 0, None, "heldout"))
+
+
+def test_public_data_sets_are_read_as_chats() -> None:
+    """Rows as evol-codealpaca, SWE-smith-trajectories and xlam-function-calling have them."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "({{ c.function.name }} {{ c.function.arguments.x }}){% endfor %}{% endfor %}"
+        "{{ tools | length if tools else 0 }}"
+    )
+    tokenizer = small.tokenizer(template)
+    rows: list[dict[str, Any]] = [
+        {"instruction": "Sort.", "output": "sorted(x)"},
+        {"messages": json.dumps([{"role": "user", "content": "Fix it."}, {"role": "assistant", "content": "Done."}])},
+        {
+            "query": "Add.",
+            "answers": json.dumps([{"name": "add", "arguments": {"x": 1}}]),
+            "tools": json.dumps([{"name": "add"}]),
+        },
+        {"messages": "plain text"},
+    ]
+    found = documents(WeightedSource("memory:x", 1.0, rows=tuple(rows)), 0, tokenizer)
+    assert sorted(found) == sorted(
+        [
+            "<user>Sort.<assistant>sorted(x)0",
+            "<user>Fix it.<assistant>Done.0",
+            "<user>Add.<assistant>(add 1)1",
+            "plain text",
+        ]
+    )
