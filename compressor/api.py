@@ -21,6 +21,7 @@ from compressor.evaluation.answers import StockWriter, Writer
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.judging import Judging
 from compressor.evaluation.options import ServerOptions
 from compressor.evaluation.server import AT_ONCE, Server, served_answerer, servers_of
 from compressor.evaluation.server_writer import ServerWriter
@@ -475,6 +476,8 @@ def gate(
         refuse_several("--prompts", "start the command without torchrun")
         if routing is not None:
             raise CompressionError("a routed model answers tasks; leave out --routing or --prompts")
+    if routing is not None and wanted.judging is not None:
+        raise CompressionError("a routed model answers tasks; leave out --routing, or --text and --answers")
     reference = None if routing is None else trusted_reference(routing)
     if reference is not None and wanted.options.stream:
         raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
@@ -498,7 +501,8 @@ def gate(
 def evaluate(
     base: str,
     smaller: str | None,
-    answering: Answering,
+    answering: Answering | None = None,
+    judging: Judging | None = None,
     *,
     servers: ServerOptions | None = None,
     confidence: float = 0.95,
@@ -511,7 +515,7 @@ def evaluate(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Behaviour:
-    """How a smaller model behaves beside its base: what both write to the same prompts.
+    """How a smaller model behaves beside its base: what both write to the same prompts, and how it reads.
 
     Answers are kept in the folder `cache`, so that no model is asked twice. `announce` gets what so many answers can
     show, before any model is loaded. A model that `servers` name writes there, `batch_size` answers at once; of its
@@ -520,7 +524,8 @@ def evaluate(
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
     writers = [_writer(source, server, batch_size, device, dtype) for source, server in named]
     folder = default_folder() if cache is None else cache
-    return evaluate_behaviour(writers[0], writers[1], answering, confidence, folder, progress or Silent(), announce)
+    settings = confidence, folder, progress or Silent(), announce, judging
+    return evaluate_behaviour(writers[0], writers[1], answering, *settings)
 
 
 def traces(

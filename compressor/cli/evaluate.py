@@ -14,6 +14,7 @@ from compressor.recipe.recipe import BehaviourOptions, validated
 
 if TYPE_CHECKING:
     from compressor.evaluation.behaviour import Answering
+    from compressor.evaluation.judging import Judging
 
 USUAL_CONFIDENCE = 0.95
 
@@ -41,14 +42,18 @@ def evaluate(
 
     if not 0.5 < confidence < 1:
         raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
-    answering = answering_of(validated(BehaviourOptions, options, "the command line"), limit)
-    if answering is None:
-        raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
+    chosen = validated(BehaviourOptions, options, "the command line")
+    answering, judging = answering_of(chosen, limit), judging_of(chosen)
+    if answering is None and judging is None:
+        raise CompressionError(
+            "nothing is asked; name --prompts, such as a JSONL file with chats, or demo; or name --text"
+        )
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
         found = compressor.evaluate(
             base,
             smaller,
             answering,
+            judging,
             servers=ServerOptions(**servers),
             confidence=confidence,
             batch_size=batch_size,
@@ -71,3 +76,17 @@ def answering_of(options: BehaviourOptions, limit: int | None) -> "Answering | N
         return None
     named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat"})
     return Answering(read_prompts(options.prompts, limit=limit), **named)
+
+
+def judging_of(
+    options: BehaviourOptions, max_flips: float | None = None, max_loss_rise: float | None = None
+) -> "Judging | None":
+    """What both models read; None where nothing is named."""
+    from compressor.evaluation.judging import Judging
+
+    if options.teacher_forced and not options.prompts:
+        raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
+    if not (options.text or options.answers or options.teacher_forced):
+        return None
+    sizes = options.text_samples, options.text_length
+    return Judging(options.text, *sizes, options.answers, options.teacher_forced, max_flips, max_loss_rise)

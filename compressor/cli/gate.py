@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import compressor
-from compressor.cli.evaluate import answering_of
+from compressor.cli.evaluate import answering_of, judging_of
 from compressor.cli.options import (
     GATE_OPTIONS,
     PATHWAY_OPTIONS,
@@ -52,7 +52,8 @@ def gate(
         str | None, typer.Argument(help="The compressed model, or a served one's tokenizer (default: the base's).")
     ] = None,
     tasks: Annotated[
-        str | None, flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; with --prompts, none).")
+        str | None,
+        flag("Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte; none beside --prompts or --text)."),
     ] = None,
     output: Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
@@ -76,7 +77,8 @@ def gate(
     from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
 
-    usual = () if options.get("prompts") and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
+    judged = {"prompts", "text", "answers"} & options.keys()
+    usual = () if judged and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
     named = listed(tasks, "--tasks") or usual
     requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
     chosen = validated(GateOptions, requested, "the command line")
@@ -120,7 +122,8 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
     from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
 
     answering, rises = answering_of(gate, gate.limit), (gate.max_loop_rise, gate.max_missed_rise)
-    if answering is not None:
+    judging = judging_of(gate, max_flips=gate.max_flips, max_loss_rise=gate.max_loss_rise)
+    if answering is not None and not gate.teacher_forced:
         loops, missed = (MAX_LOOP_RISE, None) if rises == (None, None) else rises
         answering = replace(answering, max_loop_rise=loops, max_missed_rise=missed)
     elif rises != (None, None):
@@ -142,6 +145,7 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
         inconclusive=gate.inconclusive or "inconclusive",
         cache=cache_dir or default_folder(),
         answering=answering,
+        judging=judging,
     )
 
 

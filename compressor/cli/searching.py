@@ -16,10 +16,11 @@ from typing import Any
 
 from compressor.api import compress
 from compressor.checkpoint.source import ModelSource, find_model
+from compressor.data.sources import domain_of
 from compressor.distributed import held, here
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
-from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
+from compressor.evaluation.gate import GateRequest, Outlook, check_readings, outlook, passable, run_gate
 from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
@@ -103,6 +104,7 @@ def prepare_gate(
     gate = shared_among(gate, counts) if counts else gate
     found = passable(outlook(tasks, gate))
     plan_evaluation(source, tasks, gate.options, gate.cache)
+    check_readings(source, gate)
     return Prepared(recipe, source, gate, tasks, found, opened, counts)
 
 
@@ -245,7 +247,9 @@ def compress_gated(
 def _gate_facts(gate: GateRequest) -> dict[str, Any]:
     """What decides a verdict beside models and tasks; streaming does not, nor where results are kept."""
     plain = replace(gate, options=replace(gate.options, stream=None))
-    return {name: value for name, value in asdict(plain).items() if name not in ("cache", "inconclusive")}
+    facts = {name: value for name, value in asdict(plain).items() if name not in ("cache", "inconclusive")}
+    reads = () if gate.judging is None else (*gate.judging.texts, *gate.judging.answers)
+    return {**facts, "read": [content_of(domain_of(each)[0]) for each in reads]}
 
 
 def _trial_file(key: str) -> Path:

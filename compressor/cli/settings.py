@@ -120,7 +120,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         if head == "prune" and "constants" in steps and head not in steps:
             head = "constants"  # which has the same names
         of_steps[head] = _with(of_steps.get(head, {}), field, value)
-    if isinstance(content["gate"], dict) and not {"tasks", "prompts"} & content["gate"].keys():
+    if isinstance(content["gate"], dict) and not {"tasks", "prompts", "text", "answers"} & content["gate"].keys():
         name = next(iter(content["gate"])).replace("_", "-")
         raise CompressionError(f"--{name} goes with --gate; name the tasks to pass")
     changed = list(recipe.steps)

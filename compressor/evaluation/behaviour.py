@@ -13,12 +13,22 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import CompressionError, ItemError
-from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
+from compressor.evaluation.answers import Answer, Journal, StockWriter, Writer, answer_all
 from compressor.evaluation.conditions import Condition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
+from compressor.evaluation.evaluate import fits_whole
 from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
 from compressor.evaluation.gate_verdict import TaskGate
 from compressor.evaluation.generate import ModelFacts
+from compressor.evaluation.judged import Judged
+from compressor.evaluation.judging import (
+    ForcedFigures,
+    JudgedModels,
+    Judging,
+    judge_both,
+    judged_conditions,
+    read_all,
+)
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of, usable_prompts
 from compressor.formatting import counted
@@ -121,6 +131,9 @@ class Behaviour:
     smaller: str
     confidence: float
     written: Written | None = None
+    text: Judged | None = None  # read by both
+    answers: Judged | None = None  # the base's, read by both
+    each: tuple[ForcedFigures, ...] = ()  # of these answers
     conditions: tuple[Condition, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -161,6 +174,14 @@ def fitting(
         if tokenizer is not None:
             prompts = usable_prompts(prompts, tokenizer, wanted.chat, check)
     return options, prompts
+
+
+def write_base(base: Writer, wanted: Answering, cache: Path, progress: Progress) -> list[tuple[Prompt, Answer]]:
+    """The base's answers to all prompts, with these."""
+    options, prompts = fitting(wanted, [base.opened()])
+    asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
+    made = answer_all(base, asked, options, Journal.of(base, options, cache), progress)
+    return [(prompt, answer) for (prompt, _), answer in zip(asked, made, strict=True)]
 
 
 def write_both(
@@ -264,18 +285,51 @@ def _advice(task: TaskGate, confidence: float) -> str:
 def evaluate_behaviour(
     base: Writer,
     smaller: Writer,
-    wanted: Answering,
+    wanted: Answering | None,
     confidence: float,
     cache: Path,
     progress: Progress,
     announce: Callable[[str], None] | None = None,
+    judging: Judging | None = None,
 ) -> Behaviour:
-    """All that is wanted of two models; `announce` gets what so many answers can show, before any is loaded."""
+    """All that is wanted of two models; `announce` gets what so many answers can show, before any is loaded.
+
+    What the base has written both models read, too, where both are checkpoints; and that alone where the smaller one
+    does not fit into memory.
+    """
 
     def tell(asked: Answering) -> None:
         if announce is not None:
             announce(shown_sentence(asked.answers, confidence))
 
-    written = write_both(base, smaller, wanted, confidence, cache, progress, tell)
-    found = written_conditions(written, wanted, confidence)
-    return Behaviour(base.label, smaller.label, confidence, written, found)
+    judging, stock = judging or Judging(), stock_pair(base, smaller, judging)
+    readings = None if stock is None else read_all(stock[0], judging)
+    written, answers = None, list[tuple[Prompt, Answer]]()
+    if wanted is not None:
+        if judging.forced or (stock is not None and not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)):
+            if not judging.forced:
+                logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
+            answers = write_base(base, wanted, cache, progress)
+        else:
+            written = write_both(base, smaller, wanted, confidence, cache, progress, tell)
+            answers = [(pair.prompt, pair.base) for pair in written.pairs]
+    found = JudgedModels()
+    if stock is not None and readings is not None and (answers or readings.texts or readings.answers):
+        chat = wanted is not None and wanted.chat
+        found = judge_both(readings, *stock, answers, chat, confidence, progress)
+    conditions = () if written is None or wanted is None else written_conditions(written, wanted, confidence)
+    conditions += judged_conditions(found, judging, confidence)
+    figures = found.text, found.answers, found.each
+    return Behaviour(base.label, smaller.label, confidence, written, *figures, conditions)
+
+
+def stock_pair(base: Writer, smaller: Writer, judging: Judging) -> tuple[StockWriter, StockWriter] | None:
+    """Both models as checkpoints, which may read; None where one is a server, and nothing has to be read."""
+    if isinstance(base, StockWriter) and isinstance(smaller, StockWriter):
+        return base, smaller
+    if judging.texts or judging.answers or judging.forced:
+        raise CompressionError(
+            "a server does not show what reading takes, the probabilities of all tokens; name two checkpoints, or "
+            "leave out --text, --answers and --teacher-forced"
+        )
+    return None

@@ -14,6 +14,7 @@ from compressor.evaluation.behaviour import Behaviour, Pair, Written
 from compressor.evaluation.conditions import conditions_table
 from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
 from compressor.evaluation.gate_report import LONE_HALVES
+from compressor.evaluation.judged import judged_blocks
 from compressor.files import MADE_BY, whole_folder
 from compressor.formatting import counted
 from compressor.records import plain_json
@@ -71,6 +72,10 @@ def behaviour_blocks(found: Behaviour, written: Sequence[Path] = ()) -> tuple[Bl
     blocks: list[Block] = [Text(Strong(lead(found)))]
     if found.written is not None:
         blocks += written_blocks(found.written, found.base, found.smaller, found.confidence)
+    if found.text is not None:
+        blocks += judged_blocks(found.text, f"What {found.smaller} makes of text compared with {found.base}")
+    if found.answers is not None:
+        blocks += judged_blocks(found.answers, f"What {found.smaller} makes of answers by {found.base}")
     if found.conditions:
         blocks.append(conditions_table(found.conditions))
     if written:

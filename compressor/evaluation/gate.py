@@ -14,12 +14,14 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockWriter
-from compressor.evaluation.behaviour import UNIT, Answering, write_both, written_conditions
+from compressor.evaluation.answers import Answer, StockWriter, Writer
+from compressor.evaluation.behaviour import UNIT, Answering, stock_pair, write_base, write_both, written_conditions
 from compressor.evaluation.conditions import Condition, Verdict
 from compressor.evaluation.evaluate import Answerer, ItemScores, identity_of, label_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
 from compressor.evaluation.gate_verdict import GateResult, RoutedBy
+from compressor.evaluation.judging import JudgedModels, Judging, judge_both, judged_conditions, read_all
+from compressor.evaluation.prompts import Prompt
 from compressor.evaluation.server import AT_ONCE
 from compressor.evaluation.server_writer import ServerWriter
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
@@ -44,13 +46,14 @@ class GateRequest:
     inconclusive: Verdict = "inconclusive"  # what an undecided gate counts as
     cache: Path = field(default_factory=default_folder)  # where results of earlier runs lie
     answering: Answering | None = None  # what both models write, and what may rise in it
+    judging: Judging | None = None  # what both models read, and what may rise in it
 
     def __post_init__(self) -> None:
         for name, drop in (("--max-drop", self.max_drop), ("--max-task-drop", self.max_task_drop)):
             if drop is not None and not (math.isfinite(drop) and drop >= 0):
                 raise CompressionError(f"{name} {drop} should be a number of 0 or more, such as 0.01")
-        if not self.options.tasks and self.answering is None:
-            raise CompressionError("no task is named; give --tasks a list such as boolq,rte, or name --prompts")
+        if not self.options.tasks and self.answering is None and self.judging is None:
+            raise CompressionError("no task is named; give --tasks a list such as boolq,rte, or --prompts or --text")
         if not 0.5 < self.confidence < 1:
             raise CompressionError(f"--confidence {self.confidence} should lie between 0.5 and 1, such as 0.95")
 
@@ -172,6 +175,10 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
+    writers = _writer(base, wanted, base_answerer), _writer(compressed, wanted, answerer)
+    judging = wanted.judging
+    stock = None if judging is None else stock_pair(*writers, judging)
+    readings = None if judging is None or stock is None else read_all(stock[0], judging)
     judged_files = here().broadcast(lambda: identity_of(compressed, answerer, digests=True))
     larger = plan_evaluation(base, tasks, wanted.options, wanted.cache, base_answerer)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
@@ -192,17 +199,10 @@ def run_gate(
         cost = sum(each.work for each in spent) / plain if plain else 1.0
         routing = RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))
     conditions: tuple[Condition, ...] = ()
-    facts = wanted.options.facts()
-    if (answering := wanted.answering) is not None:
-        options = wanted.options
-        rows = options.batch_size if isinstance(options.batch_size, int) else None
-        named = ((base, base_answerer), (compressed, answerer))
-        writers = [
-            StockWriter(source, options.device, options.dtype, rows)
-            if who is None or who.server is None
-            else ServerWriter(who.server, source, rows or AT_ONCE)
-            for source, who in named
-        ]
+    facts, read = wanted.options.facts(), list[tuple[Prompt, Answer]]()
+    if (answering := wanted.answering) is not None and judging is not None and judging.forced:
+        read = write_base(writers[0], answering, wanted.cache, progress)
+    elif answering is not None:
 
         def check(asked: Answering) -> None:  # some prompts may not do for these models
             if (refusal := _refused_answers(asked, wanted)) is not None:
@@ -211,6 +211,11 @@ def run_gate(
         written = write_both(writers[0], writers[1], answering, wanted.confidence, wanted.cache, progress, check)
         conditions = written_conditions(written, answering, wanted.confidence)
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
+    found = JudgedModels()
+    if judging is not None and readings is not None and stock is not None:
+        chat = answering is not None and answering.chat
+        found = judge_both(readings, *stock, read, chat, wanted.confidence, progress)
+        conditions += judged_conditions(found, judging, wanted.confidence)
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], conditions),
         base=label_of(base, base_answerer),
@@ -229,4 +234,20 @@ def run_gate(
         routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
         conditions=conditions,
+        text=found.text,
+        answers=found.answers,
     )
+
+
+def _writer(source: ModelSource, wanted: GateRequest, answerer: Answerer | None = None) -> Writer:
+    options = wanted.options
+    rows = options.batch_size if isinstance(options.batch_size, int) else None
+    if answerer is None or answerer.server is None:
+        return StockWriter(source, options.device, options.dtype, rows)
+    return ServerWriter(answerer.server, source, rows or AT_ONCE)
+
+
+def check_readings(base: ModelSource, wanted: GateRequest) -> None:
+    """Refuse text and answers that a gate's base cannot take."""
+    if wanted.judging is not None:
+        read_all(StockWriter(base, wanted.options.device, wanted.options.dtype), wanted.judging)

@@ -44,6 +44,7 @@ from compressor.evaluation.gate_verdict import (
     gate_content,
     gate_from_content,
 )
+from compressor.evaluation.judged import judged_blocks
 from compressor.files import file_digest, whole_folder
 from compressor.formatting import counted, joined, one_line, readable
 from compressor.records import read_json
@@ -228,6 +229,8 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
             else []
         ),
         *([conditions_table(result.conditions)] if result.conditions else []),
+        *(judged_blocks(result.text, "Text, read by both") if result.text else ()),
+        *(judged_blocks(result.answers, "The base's answers, read by both") if result.answers else ()),
         *map(Text, notes),
         Details("How it was tested", (*map(Text, METHOD), Facts(tuple((name, x) for name, x in facts.items() if x)))),
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from compressor.errors import CompressionError
 from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.judged import Judged
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
@@ -79,6 +80,8 @@ class GateResult:
     routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[Condition, ...] = ()  # on behaviour, each of which has to pass
+    text: Judged | None = None  # read by both models
+    answers: Judged | None = None  # the base's, read by both
 
     @property
     def rows(self) -> tuple[TaskGate, ...]:

@@ -4,32 +4,65 @@ Under teacher forcing the base's answer is what a model has said so far, whateve
 answer's tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.stats import t as student_t
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
 from compressor.data.documents import as_rows, columns_of, messages_of, read_tokens, source_rows, tools_of, untaken
 from compressor.data.sources import WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
-from compressor.evaluation.answers import Answer
+from compressor.evaluation.answers import Answer, StockWriter
 from compressor.evaluation.base_answers import check_base
-from compressor.evaluation.domains import CONFIDENCE, Judged, judged
+from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.domains import judged
 from compressor.evaluation.endings import Markers
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
+from compressor.evaluation.judged import CONFIDENCE, Judged
 from compressor.evaluation.prompts import Prompt, tokens_of
-from compressor.model.opened import OpenModel
-from compressor.model.tokenizer import has_chat_template, render_chat
+from compressor.model.opened import OpenModel, open_model
+from compressor.model.tokenizer import has_chat_template, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
 
 SHORTEST = 16  # tokens of a sequence of text
 SAMPLES, LENGTH = 64, 512  # sequences of each text at most, and their tokens
 COLUMNS = (("messages",), ("conversations",), ("prompt", "answer"), ("prompt", "completion"), ("prompt", "response"))
 END, THINKING_END = "the answer", "its thinking"
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """What both models read, and what may rise in it."""
+
+    texts: tuple[str, ...] = ()  # SOURCE or SOURCE=DOMAIN
+    samples: int = SAMPLES
+    length: int = LENGTH
+    answers: tuple[str, ...] = ()  # FILE or FILE=DOMAIN
+    forced: bool = False  # of prompts, only the base writes answers, and both read them
+    max_flips: float | None = None  # share of positions, in each domain
+    max_loss_rise: float | None = None  # nats per token, in each domain
+
+    def __post_init__(self) -> None:
+        if self.samples < FEWEST or self.length < SHORTEST:
+            raise CompressionError(
+                f"{self.samples} sequences of {self.length} tokens tell no difference; give --text-samples {FEWEST} "
+                f"and --text-length {SHORTEST} at the least"
+            )
+        for option, limit in self.limits.values():
+            if not (math.isfinite(limit) and limit > 0):
+                raise CompressionError(f"{option} {limit} can never be shown; give a number above 0, such as 0.05")
+
+    @property
+    def limits(self) -> dict[str, tuple[str, float]]:
+        """By figure: the option and what it allows."""
+        named = {"flips": ("--max-flips", self.max_flips), "loss": ("--max-loss-rise", self.max_loss_rise)}
+        return {name: (option, limit) for name, (option, limit) in named.items() if limit is not None}
 
 
 def text_sets(
@@ -45,11 +78,6 @@ def text_sets(
     A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
     is too short even so.
     """
-    if samples < FEWEST or length < SHORTEST:
-        raise CompressionError(
-            f"{samples} sequences of {length} tokens tell no difference; give --text-samples {FEWEST} and "
-            f"--text-length {SHORTEST} at the least"
-        )
     found = defaultdict[str, list[torch.Tensor]](list)
     for source, domain in map(domain_of, dict.fromkeys(arguments)):
         ids = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text")
@@ -71,6 +99,7 @@ class Forced:
     domain: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    seed: int = 0
 
 
 def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> Forced:
@@ -79,7 +108,7 @@ def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool 
     if not tokens:
         own = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
         tokens = (*own, *([end] if answer.ended == "end" else []))
-    return Forced(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens)
+    return Forced(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
 
 
 def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int]) -> tuple[Forced, ...]:
@@ -174,6 +203,7 @@ class ForcedFigures:
     """What one answer shows: the means of an answer's tokens, and what both models give its end."""
 
     id: str
+    seed: int
     domain: str
     tokens: int
     kl: float
@@ -186,8 +216,8 @@ class ForcedFigures:
 class JudgedModels:
     """What text and answers showed; None of what was not read."""
 
-    text: Judged | None
-    answers: Judged | None
+    text: Judged | None = None
+    answers: Judged | None = None
     each: tuple[ForcedFigures, ...] = ()  # of the answers, longest first by domain
 
 
@@ -226,4 +256,67 @@ def _each(answers: Sequence[Forced], figures: Figures) -> Iterator[ForcedFigures
             due, here, ours_here, there, ours_there = figures.marks[number, 0].tolist()
             end = (here / due, ours_here / due) if due else None
             elsewhere = (there / (tokens - due), ours_there / (tokens - due)) if tokens > due else None
-        yield ForcedFigures(answer.id, answer.domain, tokens, kl, flips, end, elsewhere)
+        yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """The base, opened, and all that is to be read; no weight is read to make one."""
+
+    base: OpenModel
+    texts: tuple[EvaluationSet, ...]
+    answers: tuple[Forced, ...]
+
+
+def read_all(base: StockWriter, wanted: Judging) -> Readings:
+    """Read texts and given answers; raises `CompressionError` for what the base's tokenizer cannot take."""
+    model = open_model(base.source, base.dtype, base.device)
+    tokenizer, answers = load_tokenizer(base.source.folder), tuple[Forced, ...]()
+    if wanted.answers:
+        answers = read_answers(wanted.answers, tokenizer, base.opened()[1].stops)
+    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, wanted.samples, wanted.length)
+    return Readings(model, texts, answers)
+
+
+def judge_both(
+    readings: Readings,
+    base: StockWriter,
+    compressed: StockWriter,
+    written: Sequence[tuple[Prompt, Answer]] = (),
+    chat: bool = False,
+    confidence: float = CONFIDENCE,
+    progress: Progress | None = None,
+) -> JudgedModels:
+    """Both models on all that was read, and on the answers that the base has written."""
+    answers, marks = readings.answers, dict[str, tuple[int, ...]]()
+    if answers or written:
+        tokenizer, facts = base.opened()
+        answers += tuple(forced(*each, tokenizer, min(facts.stops), chat) for each in written)
+        marks = marks_of(tokenizer, facts.stops)
+    other = open_model(compressed.source, compressed.dtype, compressed.device)
+    return judge(readings.base, other, readings.texts, answers, marks, confidence, progress)
+
+
+def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[Condition, ...]:
+    """For each domain of texts and answers: the figures that have a limit, each of which has to pass.
+
+    Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
+    """
+    conditions = []
+    reads = [(found.text, "", "text"), (found.answers, "answers of ", "answers")]
+    count = max(1, len(wanted.limits) * sum(len(read.domains) for read, _, _ in reads if read is not None))
+    for read, of, more in reads:
+        for row in () if read is None else read.domains:
+            alpha, freedom = 1 - confidence, max(row.sequences - 1, 1)
+            farther = float(student_t.isf(alpha / count, freedom) / student_t.isf(alpha, freedom))
+            for name, (option, limit) in wanted.limits.items():
+                pair, what = (row.flips, "share of flips") if name == "flips" else (row.loss, "rise of the loss")
+                verdict: Verdict = "pass" if pair.upper <= limit else "inconclusive"
+                if pair.change - farther * (pair.change - pair.lower) > limit:
+                    verdict = "fail"
+                base = pair.base if name == "loss" else None
+                named, figures = f"{what} on {of}{row.domain}", (pair.change, pair.lower, pair.upper)
+                advice = f"give it more {more}, or allow more" if verdict == "inconclusive" else ""
+                of_both = (base, pair.compressed, advice)
+                conditions.append(Condition(named, option, limit, *figures, row.tokens, "tokens", verdict, *of_both))
+    return tuple(conditions)

@@ -70,7 +70,25 @@ class BehaviourOptions(Options):
     seeds: int = Field(1, ge=1, description="Answers to each prompt, each drawn with another seed.")
     chat: bool = Field(False, description="Put prompts of plain text into the chat template, as a user's message.")
 
-    _one = field_validator("prompts", mode="before")(lambda value: (value,) if isinstance(value, str) else value)
+    text: tuple[str, ...] = Field(
+        (),
+        description="Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be "
+        "repeated.",
+    )
+    text_samples: int = Field(64, ge=1, description="Sequences of each text, at most.")
+    text_length: int = Field(512, ge=2, description="Tokens of such a sequence.")
+    answers: tuple[str, ...] = Field(
+        (),
+        description="Answers of the base that both models read: JSONL with prompt and answer, or with messages, as "
+        "FILE or FILE=DOMAIN. May be repeated.",
+    )
+    teacher_forced: bool = Field(
+        False, description="Only the base answers the prompts, and both models read its answers."
+    )
+
+    _one = field_validator("prompts", "text", "answers", mode="before")(
+        lambda value: (value,) if isinstance(value, str) else value
+    )
 
 
 class GateOptions(BehaviourOptions):
@@ -82,6 +100,15 @@ class GateOptions(BehaviourOptions):
     )
     max_missed_rise: float | None = Field(
         None, ge=0, le=1, description="The same of answers that do not end by themselves (default: as of loops)."
+    )
+    max_flips: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of tokens with another argmax than the base's that passes, in each domain.",
+    )
+    max_loss_rise: float | None = Field(
+        None, gt=0, description="Rise of the loss in nats per token that passes, in each domain of text."
     )
     max_drop: float = Field(
         0.01, ge=0, description="Largest drop over all items that passes (of a perplexity, its rise)."
@@ -110,8 +137,13 @@ class GateOptions(BehaviourOptions):
 
     @model_validator(mode="after")
     def _judges(self) -> Self:
-        if not (self.tasks or self.prompts):
-            raise ValueError("a gate judges tasks or answers; name tasks or prompts")
+        reads = bool(self.text or self.answers or self.teacher_forced)
+        if not (self.tasks or self.prompts or reads):
+            raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
+        if reads != ((self.max_flips, self.max_loss_rise) != (None, None)):
+            raise ValueError("text goes with --max-flips or --max-loss-rise, which are of text; give both")
+        if self.teacher_forced and (self.max_loop_rise, self.max_missed_rise) != (None, None):
+            raise ValueError("what the smaller model only reads has no loops of its own; leave out --teacher-forced")
         return self
 
 
@@ -277,9 +309,9 @@ def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
     content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
-    content["gate"] = gate = recipe.gate and recipe.gate.model_dump(mode="json", exclude_defaults=True)
-    if gate and "prompts" in gate:
-        gate["prompts"] = [local_name(source) for source in gate["prompts"]]
+    gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}
+    sources = {"prompts", "text", "answers"} & gate.keys()
+    content["gate"] = {**gate, **{name: [local_name(source) for source in gate[name]] for name in sources}}
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
     stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):

@@ -15,6 +15,7 @@ from compressor.evaluation.judging import (
     END,
     THINKING_END,
     Forced,
+    Judging,
     answer_sets,
     forced,
     judge,
@@ -121,7 +122,9 @@ def test_text_is_cut_shorter_where_it_is_short_and_refused_where_it_is_too_short
     with pytest.raises(CompressionError, match=r"text file .*missing\.txt does not exist"):
         text_sets([str(tmp_path / "missing.txt")], tokenizer, 10**6)
     with pytest.raises(CompressionError, match="--text-samples 8 and --text-length 16 at the least"):
-        text_sets([str(path)], tokenizer, 10**6, 7)
+        Judging((str(path),), 7)
+    with pytest.raises(CompressionError, match=r"--max-flips 0\.0 can never be shown"):
+        Judging((str(path),), max_flips=0.0)
 
 
 def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, tmp_path: Path) -> None:

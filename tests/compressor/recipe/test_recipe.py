@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "an unknown step": ("steps: [prune, distil]", r"no step 'distil' at steps\[1\]; did you mean 'distill'"),
     "a huge number": (f"seed: {'9' * 400}", "seed is 9+"),
     "a number out of range": ("seed: -1", "seed is -1; input should be greater than or equal to 0"),
-    "no task": ("gate: {tasks: []}", "a gate judges tasks or answers; name tasks or prompts"),
+    "no task": ("gate: {tasks: []}", "a gate judges tasks, answers or text; name tasks, prompts or text"),
     "an alias": ("steps: &a []\ngate: [*a]", "by an alias"),
     "a tag": ("model: !!python/object/apply:os.system ['true']", "is not valid YAML"),
     "broken": ("seed: [4", "is not valid YAML"),

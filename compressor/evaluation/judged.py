@@ -1,0 +1,127 @@
+"""What judging without generating found, by domain: the record, and how it is shown."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from compressor.document.blocks import Block, Strong, Table, Text, Words
+
+CONFIDENCE = 0.95
+TIMES = 3.0  # the mean of the other domains, above which a domain suffers
+LEAST = 1e-3  # nats per token, below which none does
+TOGETHER = "all together"
+MEASURES: Mapping[str, str] = {"loss": "loss", "kl": "KL from the base"}
+LEGEND = (
+    "Loss and KL (of the base's next-token distribution to the smaller model's) are in nats per token; flips is the "
+    "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of the difference from the "
+    "base, paired by sequence, each with confidence {confidence:g}%."
+)
+OF_ENDS = (
+    " Both models read the base's own answers. At its end: the mean probability of the token that ends an answer, or "
+    "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers. Each goes from the "
+    "base's to the smaller model's."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """A figure of both models on the same sequences; a change is the smaller model's less the base's."""
+
+    base: float
+    compressed: float
+    change: float
+    lower: float  # one-sided bounds of the change
+    upper: float
+    standard_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class MarkFigures:
+    """The probability of a token such as that which ends a text; None where there are no such positions."""
+
+    name: str
+    count: int  # positions where it comes next
+    here: Paired | None
+    elsewhere: Paired | None
+
+
+@dataclass(frozen=True, slots=True)
+class DomainFigures:
+    """One domain, or all together; loss and KL in nats per token, flips a share of positions."""
+
+    domain: str
+    sequences: int
+    tokens: int
+    loss: Paired
+    kl: Paired
+    flips: Paired
+    marks: tuple[MarkFigures, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suffering:
+    """A domain that loses more than `TIMES` the mean of the others, beyond the error of both."""
+
+    domain: str
+    measure: str  # a key of `MEASURES`
+    change: float  # nats per token
+    others: float  # mean of the other domains' changes
+
+    @property
+    def sentence(self) -> str:
+        what, verb = MEASURES[self.measure], "rises by" if self.measure == "loss" else "is"
+        compared = f"more than {TIMES:g} times the mean of the other domains, {self.others:.3g}"
+        return f"The domain {self.domain} suffers: its {what} {verb} {self.change:.3g} nats per token, {compared}."
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What judging without generating found, by domain."""
+
+    domains: tuple[DomainFigures, ...]
+    together: DomainFigures | None  # None of a single domain
+    suffering: tuple[Suffering, ...]
+    confidence: float = CONFIDENCE
+
+    @property
+    def rows(self) -> tuple[DomainFigures, ...]:
+        return self.domains if self.together is None else (*self.domains, self.together)
+
+
+def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
+    """Which domains suffer, and the table; with marks a second one of the probabilities of ends."""
+
+    def changed(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:
+        values = [scale * value for value in (pair.change, pair.lower, pair.upper)]
+        digits = 3 if abs(values[0]) >= 0.1 else 5
+        change, lower, upper = (f"{value:{mark}.{digits}f}" for value, mark in zip(values, (sign, "", ""), strict=True))
+        return f"{change}{unit} ({lower} to {upper})"
+
+    def of(pair: Paired | None) -> str:
+        return "-" if pair is None else f"{pair.base:.4f} → {pair.compressed:.4f}, {changed(pair)}"
+
+    named = {each.domain for each in found.suffering}
+    rows: list[tuple[Words, ...]] = [
+        (
+            Strong(row.domain) if row.domain in named else row.domain,
+            f"{row.sequences:,}",
+            f"{row.tokens:,}",
+            f"{row.loss.base:.4f}",
+            changed(row.loss),
+            changed(row.kl, sign=""),
+            changed(row.flips, 100, "", "%"),
+        )
+        for row in found.rows
+    ]
+    ruled = frozenset({len(found.domains) - 1})
+    columns = ("domain", "sequences", "tokens", "base's loss", "rise of the loss", "KL", "flips")
+    tables = [Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled)]
+    names = [mark.name for mark in found.domains[0].marks]
+    if names:
+        heads = ("domain", *(column for name in names for column in (f"{name}, at its end", f"{name}, elsewhere")))
+        ends = tuple(
+            (row.domain, *(of(pair) for mark in row.marks for pair in (mark.here, mark.elsewhere)))
+            for row in found.rows
+        )
+        tables.append(Table("Probability of the token that ends", heads, ends, frozenset({"domain"}), (), ruled))
+    legend = LEGEND.format(confidence=100 * found.confidence) + (OF_ENDS if names else "")
+    return *(Text(Strong(each.sentence), "bad") for each in found.suffering), *tables, Text(legend)
