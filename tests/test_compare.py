@@ -174,6 +174,8 @@ def test_without_a_text_to_evaluate_on_reserved_calibration_text_is(
         assert row["loss_by_source"][name] == pytest.approx(losses[-1], rel=1e-6)
         assert found["evaluation"][name] == reserve // 2 * LENGTH
     assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    for name in ("kl", "flips"):
+        assert row[name] == pytest.approx(sum(row[f"{name}_by_source"].values()) / 2)
 
 
 @pytest.mark.full

@@ -87,3 +87,10 @@ def suffering(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> 
             if own.change >= LEAST and own.change - TIMES * max(others, 0.0) > quantile * error:
                 found.setdefault(row.domain, Suffering(row.domain, measure, own.change, others))
     return tuple(found.values())
+
+
+def suffering_of(figures: Figures, names: Mapping[int, str]) -> tuple[Suffering, ...]:
+    """Those of these sets that suffer; none where figures are not finite."""
+    if len(names) < 2 or not bool(figures.loss.isfinite().all() and figures.kl.isfinite().all()):
+        return ()
+    return judged(figures, names).suffering

@@ -20,6 +20,7 @@ from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
+from compressor.evaluation.domains import suffering_of
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
@@ -127,6 +128,7 @@ class _Table:
     def row(self, figures: Figures, experts: int, stored: Size | None = None, **more: Any) -> Row:
         """A row of a model's figures."""
         means = figures.of(range(len(self.sets))).means
+        by_source = {each.name: figures.of({number}).means for number, each in enumerate(self.sets)}
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(self.model, experts), idle_parameters(self.model, experts)
         cut, idle = self.sizes[experts]
@@ -139,7 +141,10 @@ class _Table:
             perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
             kl=max(0.0, means["kl"]),
             flips=means["flips"],
-            loss_by_source={each.name: figures.of({number}).means["loss"] for number, each in enumerate(self.sets)},
+            loss_by_source={name: each["loss"] for name, each in by_source.items()},
+            kl_by_source={name: max(0.0, each["kl"]) for name, each in by_source.items()},
+            flips_by_source={name: each["flips"] for name, each in by_source.items()},
+            suffering=tuple(each.domain for each in suffering_of(figures, dict(enumerate(by_source)))),
             split=self.model.architecture.layers[0].parts,
             top_k=self.model.top_k,
             active=None if self.model.layout.quantized else size.parameters - idle,

@@ -29,8 +29,9 @@ LEGEND = (
     "of positions whose greedy token is not the base's. Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², "
     "tokens weighted, on calibration text that no plan saw. Seconds are those of "
     "deciding, and correcting with the evaluation on the way, without the calibration pass. Bold: the least loss "
-    "among models of its size."
+    "among models of its size; by source, what loses more than 3 times the mean of the other sources, beyond the error."
 )
+BY_SOURCE = {"Loss": "loss_by_source", "KL": "kl_by_source", "Flips": "flips_by_source"}
 STYLES: Mapping[str, Any] = {"none": "solid", "ridge": (0, (1, 1)), "tune": (0, (5, 1.5))}
 
 
@@ -52,6 +53,9 @@ class Row:
     seconds: float  # deciding, and correcting with the evaluation on the way; not the pass that all plans share
     peak_memory: int  # bytes of anonymous memory at the highest while it was corrected and evaluated
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
+    kl_by_source: Mapping[str, float] = field(default_factory=dict)
+    flips_by_source: Mapping[str, float] = field(default_factory=dict)
+    suffering: tuple[str, ...] = ()  # sources that lose far more than the others
     source: str | None = None  # the calibration source that it was planned for, if for one alone
     seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
@@ -136,10 +140,13 @@ def without_seeds(rows: Iterable[Row]) -> list[Row]:
         if len(drops) > 1:
             names = ("loss", "perplexity", "kl", "flips", "error", "seconds")
             means: dict[str, Any] = {name: fmean(getattr(drop, name) or 0.0 for drop in drops) for name in names}
-            sources = {name: fmean(drop.loss_by_source[name] for drop in drops) for name in row.loss_by_source}
+            for field_name in BY_SOURCE.values():
+                of_drops = [getattr(drop, field_name) for drop in drops]
+                means[field_name] = {name: fmean(each[name] for each in of_drops) for name in of_drops[0]}
+            means["suffering"] = tuple(name for name in row.suffering if all(name in drop.suffering for drop in drops))
             name = f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}"
             peak = max(drop.peak_memory for drop in drops)
-            row = replace(row, name=name, loss_by_source=sources, peak_memory=peak, **means)
+            row = replace(row, name=name, peak_memory=peak, **means)
         found.append(row)
     return found
 
@@ -203,7 +210,7 @@ def _data_line(made: Comparison) -> Text:
 
 
 def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
-    """The base, then each expert count's models, the best in bold; loss on each evaluation source if several."""
+    """The base, then each expert count's models, the best in bold; if there are several sources, their figures."""
     shown = [comparison.base, *ranked(rows)]
     ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
     cells = [_cells(comparison, row) for row in shown]
@@ -214,12 +221,15 @@ def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
     tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset(), OPTIONAL, ruled)]
     if len(sources := tuple(comparison.evaluation)) > 1:
-        losses = []
-        for row in shown:
-            found = (row.loss_by_source.get(name) for name in sources)
-            losses.append((label(row), str(row.experts), *("-" if loss is None else f"{loss:.4f}" for loss in found)))
-        columns = ("model", "experts", *sources)
-        tables.append(Table("Loss by evaluation source", columns, tuple(losses), ruled=ruled))
+        for what, field_name in BY_SOURCE.items():
+            values: list[tuple[Words, ...]] = []
+            for row in shown:
+                found = [(name, getattr(row, field_name).get(name)) for name in sources]
+                texts = [(name, "-" if value is None else f"{value:.4f}") for name, value in found]
+                cells_of = (Strong(text) if name in row.suffering else text for name, text in texts)
+                values.append((label(row), str(row.experts), *cells_of))
+            columns = ("model", "experts", *sources)
+            tables.append(Table(f"{what} by evaluation source", columns, tuple(values), ruled=ruled))
     return tables
 
 
