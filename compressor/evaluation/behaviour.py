@@ -302,7 +302,8 @@ def evaluate_behaviour(
         if announce is not None:
             announce(shown_sentence(asked.answers, confidence))
 
-    judging, stock = judging or Judging(), stock_pair(base, smaller, judging)
+    judging = judging or Judging()
+    stock = stock_pair(base, smaller, judging)
     readings = None if stock is None else read_all(stock[0], judging)
     written, answers = None, list[tuple[Prompt, Answer]]()
     if wanted is not None:
