@@ -11,6 +11,9 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
+from compressor.evaluation.answers import Answer, StockWriter
+from compressor.evaluation.options import GenerationOptions
+from compressor.evaluation.prompts import Prompt
 from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
 from compressor.progress import Silent
@@ -88,6 +91,19 @@ def test_plans_and_corrected_weights(strategy: str, tmp_path: Path, hasty: None)
     on_both(measure)
     members = {device: [[g["members"] for g in layer] for layer in found] for device, found in groups.items()}
     assert members["cuda"] == members["cpu"]
+
+
+def test_answers(tmp_path: Path) -> None:
+    small.save(tmp_path / "model")
+    prompts = [Prompt.of(text) for text in ("one", "one two three", "four words and more")]
+
+    def written(device: str, temperature: float) -> set[Answer]:
+        writer = StockWriter(locate(str(tmp_path / "model")), device, "float32")
+        options = GenerationOptions(max_new_tokens=12, temperature=temperature)
+        return set(writer.write([(prompt, 0) for prompt in prompts], options, Silent()))
+
+    for temperature in (0.0, 1.0):
+        assert written("cuda", temperature) == written("cpu", temperature)
 
 
 def test_attribution(tmp_path: Path) -> None:
