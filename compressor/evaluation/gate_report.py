@@ -173,9 +173,11 @@ def advice(result: GateResult) -> list[str]:
     return [*sentences, "Name more tasks, or say with --inconclusive what that counts as."]
 
 
-def outlook_blocks(found: Outlook) -> tuple[Table, Text]:
-    """For each task and for all together: items, the drop allowed, and what the items can show."""
+def outlook_blocks(found: Outlook) -> tuple[Block, ...]:
+    """For each task and for all together: items, the drop allowed, and what the items can show; of none, a sentence."""
     rows = [*found.tasks, *([] if found.pooled is None else [found.pooled])]
+    if not rows:
+        return (Text("What text shows of loss and flips depends on how much they vary; its bounds tell."),)
     cells = tuple(
         (
             row.task,
