@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from compressor.hub.card import card_text
 from compressor.model.opened import load_whole
 from compressor.model.tokenizer import load_tokenizer
 from tests import small
@@ -170,8 +171,8 @@ def test_prompts_may_be_answered_by_the_base_alone(run: Run, models: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gate", "--text", "letters.txt"], "text goes with --max-flips or --max-loss-rise"),
-        (["gate", "--tasks", "moe_demo_facts", "--max-flips", 0.1], "text goes with --max-flips or --max-loss-rise"),
+        (["gate", "--text", "letters.txt"], "judged by --max-flips or --max-loss-rise"),
+        (["gate", "--tasks", "moe_demo_facts", "--max-flips", 0.1], "judged by --max-flips or --max-loss-rise"),
         (["gate", "--text", "letters.txt", "--max-flips", 0], "max_flips"),
         (["evaluate", "--text", "missing.txt"], "text file missing.txt does not exist"),
         (["evaluate", "--text", "short.txt=few"], r"--text short.txt gives \d+ tokens, too few to tell a difference"),
@@ -192,3 +193,23 @@ def test_what_cannot_be_judged_is_said_in_a_sentence(
     (models / "empty.jsonl").write_text("\n")
     command, *rest = arguments
     refused(run(command, "base", "half", *rest), message)
+
+
+def test_a_run_on_several_sources_names_the_one_that_suffers(run: Run, models: Path, tmp_path: Path) -> None:
+    """Held-out text of each source is compared with the base after a step that holds some out."""
+    sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
+    arguments = compressing(models, tmp_path / "out", *sources)
+    arguments[arguments.index("none")], arguments[arguments.index("reap")] = "ridge", "count-guided"
+    arguments[arguments.index("--samples") + 1] = 100
+    result = run(*arguments)
+    assert result.status == 0, result.err
+    assert "Held-out text by source" in result.out and "The domain digits suffers" in result.out
+    report = run("report", tmp_path / "out", "-o", tmp_path / "report.html")
+    assert report.status == 0, report.err
+    assert "The domain digits suffers" in (tmp_path / "report.html").read_text()
+    card = card_text(tmp_path / "out", "owner/name").text
+    assert "The domain digits suffers" in card and "Held-out text by source" in card
+    again = run(*arguments, "--json")
+    heldout = json.loads(again.out)["heldout"]
+    assert [each["domain"] for each in heldout["domains"]] == ["letters", "digits"]
+    assert [each["domain"] for each in heldout["suffering"]] == ["digits"]

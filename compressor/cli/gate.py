@@ -127,7 +127,10 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
         loops, missed = (MAX_LOOP_RISE, None) if rises == (None, None) else rises
         answering = replace(answering, max_loop_rise=loops, max_missed_rise=missed)
     elif rises != (None, None):
-        raise CompressionError("--max-loop-rise and --max-missed-rise judge answers; name --prompts")
+        remedy = "leave out --teacher-forced" if gate.teacher_forced else "name --prompts"
+        raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
+    if (judging is None) != (gate.max_flips is None and gate.max_loss_rise is None):
+        raise CompressionError("--text and --answers are judged by --max-flips or --max-loss-rise; give one of each")
     options = EvaluationOptions(
         tasks=gate.tasks,
         limit=gate.limit,

@@ -16,6 +16,7 @@ from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_report import gate_of, read_gate
 from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.judged import Judged
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
 from compressor.model.inspection import stock_fault
@@ -23,7 +24,7 @@ from compressor.model.opened import OpenModel, advice_on, open_model, served_mod
 from compressor.model.serving import Advice
 from compressor.recipe.plan import CompressionPlan, parts_of
 from compressor.recipe.steps_plan import QUANTIZE, Plan
-from compressor.records import read_json, read_object, readable_json
+from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
 
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
@@ -78,6 +79,7 @@ class Outcome:
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
+    heldout: Judged | None = None  # on held-out text, where that has several sources
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
@@ -135,6 +137,7 @@ class Outcome:
             "left_out": list(self.left_out),
             "zeroed_fields": list(self.zeroed_fields),
             **({"acceptance": {name: dict(each) for name, each in self.acceptance.items()}} if self.acceptance else {}),
+            **({} if self.heldout is None else {"heldout": plain_json(self.heldout)}),
             "protected_experts": sum(map(len, stage.protected.values())),
             "plan_digest": self.plan.digest(),
             "calibration": self.plan.calibration,
@@ -233,6 +236,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
             packed=is_packed(folder),
             acceptance=run.acceptance if run else {},
+            heldout=read_as(Judged, run.heldout) if run and run.heldout else None,
             versions=dict(content.get("versions") or plan.versions),
             command=run.command if run else None,
             gate=gate_of(folder, gate),

@@ -17,8 +17,12 @@ from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.evaluation.domains import judged
+from compressor.evaluation.evaluator import FEWEST, Evaluator
+from compressor.evaluation.judged import Judged
 from compressor.files import alone, clear, work_folder
 from compressor.memory import PeakMemory
+from compressor.model.architecture import head_of
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.verification import check_carried
@@ -29,7 +33,7 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import LayerAt, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.records import read_as, read_object
+from compressor.records import plain_json, read_as, read_object
 from compressor.run_record import (
     COMPRESSION,
     RunRecord,
@@ -225,6 +229,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     changed = stage is not first or any(step.order is None for step in task.steps)
     heads = first.heads if stage.heads else ()
     acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
+    heldout = _by_source(state, work.output)
     if terms.accept is not None:
         for each in (model, state.base, state.model):  # a gate may load whole models
             each.partial.stream()
@@ -236,6 +241,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         packed=is_packed(work.output),
         loader_fault=fault_of(work.output),
         acceptance=acceptance,
+        heldout=heldout,
     )
     if here().is_first:  # recorded before the rename, for a run that is killed right after it
         identity = None if state.text is None else state.text.identity
@@ -248,6 +254,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
             None if terms.command is None else tuple(terms.command),
             acceptance=acceptance,
             base=None if state.plan.base is None else state.base.source.name,
+            heldout=None if heldout is None else plain_json(heldout),
         )
         record_run(work.output, run_record)
         if state.observer is not None:
@@ -255,6 +262,26 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         if place is not None:
             record_request(work.output, place)
     return outcome
+
+
+def _by_source(state: State, folder: Path) -> Judged | None:
+    """How far the output is from the base on the held-out text of each source; None where there are no two of them.
+
+    The base's answers that steps have asked for are used again.
+    """
+    sets = () if state.text is None else state.text.heldout
+    enough = len(sets) > 1 and sum(len(batch) for each in sets for batch in each.batches) >= FEWEST
+    if not enough or state.plan.stage.constants is not None or head_of(state.base.partial.model) is None:
+        return None
+    assert state.text is not None
+    known = state.shared.get(str(state.text.identity["sha256"]))
+    evaluator = known[0] if known else Evaluator(state.base, sets)
+    output = open_alike(ModelSource(str(folder), None, folder), state.base)
+    with state.clock.phase("compare by source"):
+        (figures,) = evaluator.measure(output, progress=state.progress, phase="compare by source")
+    with suppress(CompressionError):  # of figures that are not finite
+        return judged(figures, dict(enumerate(evaluator.names)))
+    return None
 
 
 def make_all(state: State) -> Stage:

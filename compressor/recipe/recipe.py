@@ -137,13 +137,8 @@ class GateOptions(BehaviourOptions):
 
     @model_validator(mode="after")
     def _judges(self) -> Self:
-        reads = bool(self.text or self.answers or self.teacher_forced)
-        if not (self.tasks or self.prompts or reads):
+        if not (self.tasks or self.prompts or self.text or self.answers):
             raise ValueError("a gate judges tasks, answers or text; name tasks, prompts or text")
-        if reads != ((self.max_flips, self.max_loss_rise) != (None, None)):
-            raise ValueError("text goes with --max-flips or --max-loss-rise, which are of text; give both")
-        if self.teacher_forced and (self.max_loop_rise, self.max_missed_rise) != (None, None):
-            raise ValueError("what the smaller model only reads has no loops of its own; leave out --teacher-forced")
         return self
 
 

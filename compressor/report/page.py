@@ -31,6 +31,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.conditions import SIGNS
 from compressor.evaluation.gate_report import gate_blocks
 from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.judged import judged_blocks
 from compressor.extras import require
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
@@ -121,6 +122,15 @@ def sizes(data: Report) -> tuple[Table]:
         for row in data.sizes()
     )
     return (Table("Sizes before and after", columns, rows),)
+
+
+def heldout(data: Report) -> list[Block]:
+    """Loss, KL and flips on the held-out text of each source."""
+    if data.heldout is None:
+        return [
+            Text("Nothing is known by source: the text has one, no text was held out, or another machine knows it.")
+        ]
+    return [*judged_blocks(data.heldout, "Held-out text by source, compared with the base")]
 
 
 def gate(data: Report) -> list[Block]:
@@ -277,6 +287,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block
     ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
     ("steps", "Router calibration and distillation", "distillation", steps),
+    ("heldout", "Held-out text by source", None, heldout),
     ("hubs", "Hubs and protected experts", None, hubs),
     ("gate", "Accuracy gate", "gate", gate),
     ("cost", "Time and memory", None, cost),

@@ -17,7 +17,7 @@ from compressor.report.page import page
 from tests.gates import gate, task
 from tests.reported import HOSTILE, STEPS, Tree, bare, hostile, report
 
-ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "hubs", "gate", "cost")
+ANCHORS = ("done", "sizes", "experts", "similarity", "visits", "errors", "steps", "heldout", "hubs", "gate", "cost")
 TEXT_PAIRS = [  # what stands on what
     (text, ground) for ground in ("paper", "panel") for text in ("text", "muted", "link", "good", "bad", "unsure")
 ] + [("text", "faint")]
