@@ -114,16 +114,19 @@ def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool 
 def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int]) -> tuple[Forced, ...]:
     """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
 
-    An answer without an end token gets one, unless its row says `"ended": "length"`. Rows that the template or the
+    A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
+    `"ended": "length"`. Rows that the template or the
     tokenizer cannot take are left out with one warning for each file.
     """
     found = list[Forced]()
-    for source, domain in map(domain_of, arguments):
+    for argument in arguments:
+        source, domain = domain_of(argument)
         left_out = LeftOut(f"answers of {source}")
         with quiet_transformers():
             for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers")[0]:
                 with left_out.each():
-                    found.append(_given(row, domain, tokenizer, stops, where))
+                    own = row.get("domain") if isinstance(row, Mapping) and source == argument else None
+                    found.append(_given(row, own if isinstance(own, str) else domain, tokenizer, stops, where))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")

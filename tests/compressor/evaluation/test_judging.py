@@ -145,6 +145,9 @@ def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, 
     path = write(
         tmp_path / "chat.jsonl", {"messages": talk}, {"messages": talk[:1]}, {"prompt": "one", "answer": "two"}
     )
+    own = {"messages": talk, "domain": "talk"}
+    assert [each.domain for each in read_answers([write(tmp_path / "own.jsonl", own)], chatting, {stop})] == ["talk"]
+    assert read_answers([write(tmp_path / "own.jsonl", own) + "=other"], chatting, {stop})[0].domain == "other"
     first, second = read_answers([path], chatting, {stop})
     assert first.domain == "chat" and first == second
     assert first.prompt == ids("<user>one\n<assistant>") and first.answer == (*ids("two"), stop)
