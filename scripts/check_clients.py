@@ -1,7 +1,7 @@
 """Run real clients on outputs of ours, and compare what they answer with stock transformers.
 
-    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised] [--llama-cpp CHECKOUT] [--python PYTHON]
-        [--vllm-python PYTHON]
+    python -m scripts.check_clients [FOLDER ...] [--only plain|quantised|served] [--llama-cpp CHECKOUT]
+        [--python PYTHON] [--vllm-python PYTHON]
 
 Tiny models of two families are made, and each FOLDER is taken as it is; each is compressed, split, compressed after
 the split, and compressed by constants (`--format mone`, for vLLM alone). llama.cpp's converter of a checkout writes
@@ -12,16 +12,23 @@ the share of positions whose likeliest token is the same. A client that is missi
 The tiny models, compressed or split, are also quantised in every scheme, and compared with stock transformers on the
 dequantised weights in float32. vLLM runs them twice: in bfloat16 as they are, if it has kernels for them on this CPU,
 and in float32 with its own loader and the loaded experts dequantised, which needs no such kernel.
+
+Served, the compressed models answer as the gate asks servers: vLLM's with the checkpoint, llama-cpp-python's with a
+GGUF of it. The table then has the largest difference of a text's log-likelihood, in nats, to the model in memory, and
+how many prompts both continue with the same text.
 """
 
 import argparse
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -33,7 +40,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
+from compressor.checkpoint.source import locate
+from compressor.errors import CompressionError
+from compressor.evaluation.answers import StockWriter
+from compressor.evaluation.evaluate import plan_evaluation
+from compressor.evaluation.options import GenerationOptions
+from compressor.evaluation.prompts import Prompt
+from compressor.evaluation.server import Server, open_server, served_answerer
+from compressor.evaluation.server_writer import ServerWriter
+from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.architecture import experts_modules
+from compressor.progress import Silent
 from tests import small, zoo
 from tests.quantized import plain_model
 
@@ -41,8 +58,26 @@ RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
 WIDE = 256  # hidden and expert width of the models to quantise: that of the smallest kernels, halved by a split, too
+STARTING, POSITIONS = 180, 512  # seconds that a server has to start; tokens of a text with its answer
+TEXTS = [f"Document {number}: the quick brown fox jumps over {number * 37} lazy dogs." for number in range(6)]
+CUT = "\ufffd"  # a character that is cut off at the end of a text
+TASK = """
+task: texts
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {place}/texts.jsonl
+  cache_dir: {place}/cache
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: text
+metric_list:
+  - metric: bits_per_byte
+"""
 SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **QUIET}
 Values = dict[int, torch.Tensor]  # a constant [H] by expert
 Row = tuple[str, ...]
 COLUMNS = ("checkpoint", "client", "largest difference", "likeliest token the same", "tensors alike")
@@ -119,6 +154,14 @@ def cases(source: Path, place: Path) -> Iterator[Case]:
     text, wanted = small.text_file(place), {"experts": kept, "samples": 16, "sequence_length": 64}
     compressor.compress(str(source), constants, constants=True, calibration=str(text), **wanted)
     yield case(f"{name} with constants, {kept}", constants, "constants", source)
+
+
+def served_case(source: Path, place: Path) -> Case:
+    """A model with half of its experts."""
+    kept, out = max(2, compressor.inspect(str(source)).experts // 2), place / f"{source.name}-served"
+    compressor.compress(str(source), out, experts=kept, strategy="model-centric")
+    (own := place / f"{source.name}-served-files").mkdir()
+    return Case(f"{source.name} compressed, {kept}", out, own)
 
 
 def quantised_cases(family: str, place: Path) -> Iterator[Case]:
@@ -222,11 +265,79 @@ def with_vllm(every: list[Case], client: Client, does: str = "vllm", dtype: str 
         yield case.label, f"{shown}, {dtype}", *compared(case, does), "-"
 
 
+@contextmanager
+def serving(python: str, *arguments: object) -> Iterator[Server]:
+    """The server that a module starts, once it is there; it ends with the block."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [python, "-m", *map(str, arguments), "--host", "127.0.0.1", "--port", str(port)]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=os.environ | OFFLINE, stdout=log, stderr=log) as process,
+    ):
+        try:
+            for _ in range(STARTING):
+                with suppress(CompressionError):
+                    yield open_server(f"http://127.0.0.1:{port}")
+                    return
+                if process.poll() is not None:
+                    break
+                time.sleep(1)
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"it ended with status {process.poll()}")
+        finally:
+            process.terminate()
+
+
+def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
+    """How a server's answers differ from those of the checkpoint in memory."""
+    rows, place = "".join(f"{json.dumps({'text': text})}\n" for text in TEXTS), case.place
+    (place / "texts.jsonl").write_text(rows)
+    (place / "texts.yaml").write_text(TASK.format(place=place))
+    options = EvaluationOptions(("texts",), include_path=place, dtype="float32", batch_size=4)
+    source, tasks = locate(str(case.folder)), resolve_tasks(options)
+    asked = [(Prompt.of(text), 0) for text in TEXTS]
+    writing = GenerationOptions(max_new_tokens=LENGTH)
+    try:
+        with serving(python, *arguments) as found:
+            server = found.checked(source.folder, source.label)
+            own, served = (
+                plan_evaluation(source, tasks, options, place / "cache", answerer).run(Silent())["texts"]
+                for answerer in (None, served_answerer(server, source, tasks, place / "cache"))
+            )
+            writers = StockWriter(source, dtype="float32"), ServerWriter(server, source)
+            mine, theirs = ({x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers)
+    except (RuntimeError, CompressionError) as error:
+        return case.label, shown, f"failed: {error}", "-", "-"
+    apart = max(abs(one - other) for one, other in zip(own.values, served.values, strict=True))
+    alike = sum(mine[key].rstrip(CUT) == theirs[key].rstrip(CUT) for key in mine)
+    return case.label, f"{shown}, prompts as {server.scored}", f"{apart:.1e}", f"{alike} of {len(mine)}", "-"
+
+
+def served_rows(every: list[Case], given: Any, vllm: Client | None, llama: Client | None) -> Iterator[Row]:
+    """Each checkpoint behind each server."""
+    for case in every:
+        if vllm is not None:
+            settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", POSITIONS, "--max-num-seqs", 8)
+            module = "vllm.entrypoints.openai.api_server"
+            yield with_server(
+                case, f"server of vLLM {vllm.version}", vllm.python, module, "--model", case.folder, *settings
+            )
+        if llama is not None and given.llama_cpp:
+            gguf = case.place / "model.gguf"
+            call(given.python, "convert", given.llama_cpp, case.folder, gguf)
+            settings = ("--logits_all", "true", "--n_ctx", POSITIONS, "--n_threads", 1)
+            shown = f"server of llama-cpp-python {llama.version}"
+            yield with_server(case, shown, llama.python, "llama_cpp.server", "--model", gguf, *settings)
+
+
 def main() -> None:
     """Make the checkpoints, run the clients, print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
-    parser.add_argument("--only", choices=("plain", "quantised"), help="leave the others out")
+    parser.add_argument("--only", choices=("plain", "quantised", "served"), help="leave the others out")
     parser.add_argument("--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py")
     parser.add_argument("--python", default=sys.executable, help="has torch, transformers, llama_cpp (default: this)")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)")
@@ -243,9 +354,17 @@ def main() -> None:
     print(f"|{'---|' * len(COLUMNS)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        sources = [*(tiny(place / name, name) for name in FAMILIES), *(folder.resolve() for folder in given.folders)]
-        plain = [case for source in sources for case in cases(source, place)] if given.only != "quantised" else []
-        wide = [case for family in FAMILIES for case in quantised_cases(family, place)] if given.only != "plain" else []
+        sources = [
+            *(tiny(place / name, name, max_position_embeddings=POSITIONS) for name in FAMILIES),
+            *(folder.resolve() for folder in given.folders),
+        ]
+        if given.only in (None, "served"):
+            smaller = [served_case(source, place) for source in sources]
+            for row in served_rows(smaller, given, vllm, llama):
+                tell(row)
+        plain = [case for source in sources for case in cases(source, place)] if given.only in (None, "plain") else []
+        quantised = FAMILIES if given.only in (None, "quantised") else ()
+        wide = [case for family in quantised for case in quantised_cases(family, place)]
         for case in (*plain, *wide):
             expect(case)
             if converter is not None and case.source is None:
