@@ -58,7 +58,13 @@ def written_blocks(written: Written, base: str, smaller: str, confidence: float)
 def lead(found: Behaviour) -> str:
     """The first sentence: loops and ends."""
     if found.written is None:
-        return f"{found.smaller} beside {found.base}."
+        if (read := found.text or found.answers) is None:
+            return f"{found.smaller} beside {found.base}."
+        whole, what = read.rows[-1], "this text" if read is found.text else "the base's answers"
+        return (
+            f"On {what} the loss of {found.smaller} is {whole.loss.change:+.3g} nats per token beside that of "
+            f"{found.base}, and {100 * whole.flips.change:.3g}% of the greedy tokens are others."
+        )
     loops, missed = found.written.rates[:2]
     return (
         f"{found.smaller} loops in {shown(loops, loops.smaller)} of its answers, {found.base} in "

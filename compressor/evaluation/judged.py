@@ -15,10 +15,10 @@ LEGEND = (
     "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of the difference from the "
     "base, paired by sequence, each with confidence {confidence:g}%."
 )
+OF_BOTH = ("base", "smaller", "change")
 OF_ENDS = (
-    " Both models read the base's own answers. At its end: the mean probability of the token that ends an answer, or "
-    "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers. Each goes from the "
-    "base's to the smaller model's."
+    " Both models read the base's own answers. At the end: the mean probability of the token that ends an answer, or "
+    "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers."
 )
 
 
@@ -96,8 +96,8 @@ def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
         change, lower, upper = (f"{value:{mark}.{digits}f}" for value, mark in zip(values, (sign, "", ""), strict=True))
         return f"{change}{unit} ({lower} to {upper})"
 
-    def of(pair: Paired | None) -> str:
-        return "-" if pair is None else f"{pair.base:.4f} → {pair.compressed:.4f}, {changed(pair)}"
+    def both(pair: Paired | None) -> tuple[str, ...]:
+        return ("-",) * 3 if pair is None else (f"{pair.base:.4f}", f"{pair.compressed:.4f}", changed(pair))
 
     named = {each.domain for each in found.suffering}
     rows: list[tuple[Words, ...]] = [
@@ -115,13 +115,14 @@ def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
     ruled = frozenset({len(found.domains) - 1})
     columns = ("domain", "sequences", "tokens", "base's loss", "rise of the loss", "KL", "flips")
     tables = [Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled)]
-    names = [mark.name for mark in found.domains[0].marks]
-    if names:
-        heads = ("domain", *(column for name in names for column in (f"{name}, at its end", f"{name}, elsewhere")))
+    marks = found.domains[0].marks
+    for place, mark in enumerate(marks):
+        heads = ("domain", "ends", *(f"{what} {at}" for at in ("at the end", "elsewhere") for what in OF_BOTH))
         ends = tuple(
-            (row.domain, *(of(pair) for mark in row.marks for pair in (mark.here, mark.elsewhere)))
+            (row.domain, f"{row.marks[place].count:,}", *both(row.marks[place].here), *both(row.marks[place].elsewhere))
             for row in found.rows
         )
-        tables.append(Table("Probability of the token that ends", heads, ends, frozenset({"domain"}), (), ruled))
-    legend = LEGEND.format(confidence=100 * found.confidence) + (OF_ENDS if names else "")
+        caption = f"Probability of the token that ends {mark.name}"
+        tables.append(Table(caption, heads, ends, frozenset({"domain"}), ("ends",), ruled))
+    legend = LEGEND.format(confidence=100 * found.confidence) + (OF_ENDS if marks else "")
     return *(Text(Strong(each.sentence), "bad") for each in found.suffering), *tables, Text(legend)

@@ -102,7 +102,7 @@ def test_probabilities_of_ends_are_means_where_they_come_and_elsewhere() -> None
     assert mark.elsewhere.base == pytest.approx(5 / 37) and mark.elsewhere.compressed == pytest.approx(7 / 37)
     assert mark.here.lower < mark.here.change < mark.here.upper < 0
     shown = markdown(judged_blocks(found, "Answers"))
-    assert "the end, at its end" in shown and "0.9000 → 0.6000, -0.300 (" in shown
+    assert "token that ends the end" in shown and "0.9000 | 0.6000 | -0.300 (" in shown
     marks[:, 0, 0] = 0
     assert judged(figures([0.1], 4, 10, marks=marks), {0: "one"}, ["the end"]).domains[0].marks[0].here is None
 
