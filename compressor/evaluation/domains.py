@@ -6,6 +6,7 @@ counts alike. Bounds are one-sided, as the gate's are, by the tests of likelihoo
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import NormalDist, fmean
 
 from torch import Tensor
@@ -59,6 +60,7 @@ def figures_of(domain: str, figures: Figures, marks: Sequence[str], confidence: 
         here, elsewhere = probability(base, ours, due), probability(base_else, ours_else, tokens - due)
         found.append(MarkFigures(name, int(due.sum()), here, elsewhere))
     loss, kl, flips = mean(figures.base_loss, figures.loss), mean(zeros, figures.kl), mean(zeros, figures.flips)
+    kl, flips = (replace(pair, lower=max(pair.lower, 0.0)) for pair in (kl, flips))  # neither is ever below 0
     return DomainFigures(domain, figures.sequences, int(tokens.sum()), loss, kl, flips, tuple(found))
 
 
