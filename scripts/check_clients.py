@@ -68,12 +68,14 @@ dataset_kwargs:
   data_files:
     test: {place}/texts.jsonl
   cache_dir: {place}/cache
-output_type: loglikelihood_rolling
+output_type: loglikelihood
 test_split: test
-doc_to_text: ""
-doc_to_target: text
+doc_to_text: "{{{{text[:20]}}}}"
+doc_to_target: "{{{{text[20:]}}}}"
+target_delimiter: ""
 metric_list:
-  - metric: bits_per_byte
+  - metric: perplexity
+    aggregation: perplexity
 """
 SEQUENCES, LENGTH, HEAD = 2, 24, 64  # the width of an attention head is one that vLLM has a kernel for
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
@@ -303,17 +305,18 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
     try:
         with serving(python, *arguments) as found:
             server = found.checked(source.folder, source.label)
-            own, served = (
-                plan_evaluation(source, tasks, options, place / "cache", answerer).run(Silent())["texts"]
-                for answerer in (None, served_answerer(server, source, tasks, place / "cache"))
-            )
+            answerers = (None, served_answerer(server, source, tasks, place / "cache")) if server.scored else ()
+            values = [
+                plan_evaluation(source, tasks, options, place / "cache", answerer).run(Silent())["texts"].values
+                for answerer in answerers
+            ]
             writers = StockWriter(source, dtype="float32"), ServerWriter(server, source)
             mine, theirs = ({x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers)
     except (RuntimeError, CompressionError) as error:
         return case.label, shown, f"failed: {error}", "-", "-"
-    apart = max(abs(one - other) for one, other in zip(own.values, served.values, strict=True))
+    apart = f"{max(abs(one - other) for one, other in zip(*values, strict=True)):.1e}" if values else "-"
     alike = sum(mine[key].rstrip(CUT) == theirs[key].rstrip(CUT) for key in mine)
-    return case.label, f"{shown}, prompts as {server.scored}", f"{apart:.1e}", f"{alike} of {len(mine)}", "-"
+    return case.label, f"{shown}, prompts as {server.scored}", apart, f"{alike} of {len(mine)}", "-"
 
 
 def served_rows(every: list[Case], given: Any, vllm: Client | None, llama: Client | None) -> Iterator[Row]:
@@ -328,7 +331,7 @@ def served_rows(every: list[Case], given: Any, vllm: Client | None, llama: Clien
         if llama is not None and given.llama_cpp:
             gguf = case.place / "model.gguf"
             call(given.python, "convert", given.llama_cpp, case.folder, gguf)
-            settings = ("--logits_all", "true", "--n_ctx", POSITIONS, "--n_threads", 1)
+            settings = ("--n_ctx", POSITIONS, "--n_threads", 1, "--type_k", 0, "--type_v", 0)  # a cache in float32
             shown = f"server of llama-cpp-python {llama.version}"
             yield with_server(case, shown, llama.python, "llama_cpp.server", "--model", gguf, *settings)
 

@@ -99,6 +99,30 @@ def test_tasks_of_likelihood_are_refused_by_name_where_there_are_no_log_probabil
         assert run(*flags, "--tasks", "written", "--inconclusive", "pass").status == 0
 
 
+def test_log_probabilities_of_tokens_after_themselves_are_not_taken(model: Path) -> None:
+    with serving(model) as served:
+        right = served.completion
+
+        def shifted(payload: Any) -> dict[str, Any]:
+            """As llama-cpp-python 0.3.36 answers: each token by the distribution after it."""
+            made = right(payload)
+            if logs := made["choices"][0].get("logprobs"):
+                count = len(logs["tokens"])
+                tops = [*logs["top_logprobs"][1:], {"x": -0.5}]
+                values = [top.get(token, -9.0) for top, token in zip(tops, logs["tokens"], strict=True)]
+                tops = [top | {token: value} for top, token, value in zip(tops, logs["tokens"], values, strict=True)]
+                made["choices"][0]["logprobs"] |= {
+                    "token_logprobs": [None, *values[1:]],
+                    "top_logprobs": [None, *tops[1:]],
+                }
+                assert count == len(values)
+            return made
+
+        assert open_server(served.address).checked(model, "it").scored == "tokens"
+        served.completion = shifted  # type: ignore[method-assign]
+        assert open_server(served.address).checked(model, "it").scored is None
+
+
 def test_a_run_that_a_timeout_ended_goes_on_and_asks_nothing_twice(model: Path, tasks: Path, run: Run) -> None:
     with serving(model, answers=7) as served:
         flags = ["gate", model, "--server", served.address, "--include-path", tasks, "--tasks", "sums"]

@@ -50,7 +50,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         questions = []
         for tokens, begin in zip(inputs, contexts, strict=True):
             payload = self._create_payload(self._prompt(tokens), seed=self._seed)
-            read = partial(self._likelihood, len(tokens), max(1, begin))
+            read = partial(self._likelihood, tokens, max(1, begin))
             questions.append((_digest(payload, begin), payload, read))
         return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions, keys)]
 
@@ -65,6 +65,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
             payload = self._create_payload(
                 self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
             )
+            payload |= self.server.plain
             questions.append((_digest(payload), payload, self._text))
             keys.append((context, settings))
         return self._answers(WRITTEN, questions, keys)
@@ -86,13 +87,15 @@ class ServedModel(Watched, LocalCompletionsAPI):
         """Token ids as they are where the server takes them, or else text."""
         return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _likelihood(self, tokens: int, begin: int, response: Mapping[str, Any]) -> tuple[float, bool]:
+    def _likelihood(self, tokens: Sequence[int], begin: int, response: Mapping[str, Any]) -> tuple[float, bool]:
+        pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
         with suppress(TypeError, ValueError, AttributeError):
-            if (found := PromptScores.of(self.server, response, tokens)) is not None:
+            if (found := PromptScores.of(self.server, response, len(tokens), pieces)) is not None:
                 return found.likelihood(begin)
         raise CompressionError(
-            f"{self.server.label} gives no log-probabilities of {tokens} tokens of a prompt of so many, so its "
-            "tokenizer is another one or it has cut the prompt; serve it with a longer context, or name other tasks"
+            f"task {self.watcher.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, and "
+            f"{self.server.label} gives others: it hides the token that opens a text, cuts long prompts, or has "
+            "another tokenizer; name another task, or serve the model by vLLM"
         )
 
     def _text(self, response: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import eq
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 8  # requests, where nobody says how many
 TRIES, PAUSE = 4, 0.5  # of a request that the server refuses for a while; seconds, doubled each time
 ENDPOINTS = ("/chat/completions", "/completions", "/models")
-BUSY = (408, 425, 429, 500, 502, 503, 504)
+BUSY = (408, 425, 429, 502, 503, 504)
+PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}  # which some servers raise, and so hide loops
 PROBE = "The quick brown fox: 3 + 4 = 7.\nA lazy dog sleeps"
 PROBED = 8  # tokens that are asked for
 TOKENIZER = ("tokenizer*.json", "*.model", "special_tokens_map.json", "vocab*", "merges.txt")
@@ -59,6 +61,7 @@ class Server:
     facts: Mapping[str, Any]  # plain JSON: what it says of itself and of the model
     max_length: int | None = None  # tokens of a prompt with its answer
     scored: Scored = None
+    plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
     opener: Any = field(default_factory=urllib.request.build_opener, compare=False, repr=False)
 
     @property
@@ -163,25 +166,29 @@ class Server:
             f"{self.label} has another vocabulary than {label}: it reads the same text as other tokens; name the "
             "folder with the tokenizer of the served model, or serve the other model"
         )
+        pieces = [tokenizer.decode([token]) for token in ids]
         forms: tuple[tuple[Scored, Any], ...] = (("tokens", ids), ("text", PROBE))
         for form, prompt in forms:
             with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
-                response = self.post("/completions", {**asked, "prompt": prompt, "logprobs": 1, "echo": True})
-                if (found := PromptScores.of(self, response, len(ids))) is None:
+                response = self.post("/completions", {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True})
+                if PromptScores.of(self, response, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
-                pieces = [tokenizer.decode([token]) for token in ids]
-                named = any(str(piece).startswith("token_id:") for piece in found.tokens)
-                if not named and list(map(_letters, found.tokens)) != list(map(_letters, pieces)):
+                if (found := PromptScores.of(self, response, len(ids), pieces)) is None:
                     raise other
-                return replace(self, scored=form, facts={**self.facts, "answer": "".join(map(str, found.written))})
-        try:
-            response = self.post("/completions", {**asked, "prompt": PROBE})
-        except RefusedError:  # of one that knows chats alone
+                if found.shifted():
+                    break
+                facts = {**self.facts, "answer": "".join(map(str, found.written))}
+                return replace(self, scored=form, facts=facts, plain=PLAIN)
+        for plain in (PLAIN, {}):
+            with suppress(RefusedError):
+                response = self.post("/completions", {**asked, **plain, "prompt": PROBE})
+                break
+        else:  # it knows chats alone
             return self
         counted = (response.get("usage") or {}).get("prompt_tokens")
         if isinstance(counted, int) and counted not in (len(ids), len(ids) + 1):  # with a token that opens texts
             raise other
-        return replace(self, facts={**self.facts, "answer": choice_of(self, response).get("text")})
+        return replace(self, facts={**self.facts, "answer": choice_of(self, response).get("text")}, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +199,38 @@ class PromptScores:
     values: Sequence[Any]  # [n] log-probabilities; of the first token there may be none
     tops: Sequence[Any]  # [n] of the most probable tokens by their texts
     written: Sequence[Any]
+    after: Sequence[Any]  # of the prompt's last token and the written ones, what `tops` has
 
     @classmethod
-    def of(cls, server: Server, response: Mapping[str, Any], count: int) -> "PromptScores | None":
-        """Of a prompt of so many tokens, before which the server may put one that opens texts; None if it has none."""
+    def of(
+        cls, server: Server, response: Mapping[str, Any], count: int, pieces: Sequence[str] | None = None
+    ) -> "PromptScores | None":
+        """Of a prompt of so many tokens; None if it has none.
+
+        Where their texts are given as `pieces`, the tokens have to be these, after one that opens texts if need be.
+        """
         logs = choice_of(server, response).get("logprobs")
         named = logs if isinstance(logs, dict) else {}
         tokens, values, tops = (named.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
         if not isinstance(tokens, list) or not isinstance(values, list) or not isinstance(tops, list):
             return None
-        usage = response.get("usage")
-        written = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        begin = len(values) - written - count if isinstance(written, int) else 0
-        if begin not in (0, 1) or not begin + count <= len(values) == len(tokens) == len(tops):
-            return None
-        own = slice(begin, begin + count)
-        return cls(tokens[own], values[own], tops[own], tokens[begin + count :])
+        for begin in (0, 1) if pieces is not None else (0,):
+            own = slice(begin, begin + count)
+            if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[own], pieces):
+                after = tops[begin + count - 1 :]
+                return cls(tokens[own], values[own], tops[own], tokens[begin + count :], after)
+        return None
+
+    def shifted(self) -> bool:
+        """Whether what was written is most probable by the token before, more than by itself.
+
+        Some servers give the probability that each token has after itself.
+        """
+        tops = [
+            max(top, key=lambda text: float(top[text])) if isinstance(top, dict) and top else None for top in self.after
+        ]
+        before, own = (sum(map(eq, self.written, part)) for part in (tops, tops[1:]))
+        return bool(before > own)
 
     def likelihood(self, begin: int) -> tuple[float, bool]:
         """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one."""
@@ -224,9 +247,15 @@ def choice_of(server: Server, response: Mapping[str, Any]) -> dict[str, Any]:
     return choices[0]
 
 
-def _letters(text: str) -> str:
-    """A token without what decoders add to it or leave out."""
-    return "".join(text.replace("▁", " ").split())
+def alike(shown: Sequence[Any], pieces: Sequence[str] | None) -> bool:
+    """Whether a server's tokens may be these, by their texts, as far as both show them: blanks and parts of characters
+    are shown in several ways."""
+
+    def letters(text: str) -> str:
+        return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
+
+    pairs = ((letters(str(one)), letters(other)) for one, other in zip(shown, pieces or (), strict=False))
+    return all(one == other or not one or not other or one.startswith("token_id:") for one, other in pairs)
 
 
 def open_server(
@@ -305,8 +334,8 @@ def served_answerer(server: Server, source: ModelSource, tasks: Sequence[Evaluat
     for name, part in (entry for task in tasks for entry in task.parts.items()):
         if server.scored is None and getattr(part, "OUTPUT_TYPE", None) != WRITTEN:
             raise CompressionError(
-                f"task {name!r} takes log-probabilities of its prompts, and {server.label} gives none; name tasks that "
-                "write their answers (generate_until), or serve the model by vLLM or SGLang"
+                f"task {name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
+                "ones; name tasks that write their answers (generate_until), or serve the model by vLLM or SGLang"
             )
     served = served_facts(server, source.folder)
     kept = cache / f"served-{request_key(served)[:32]}.jsonl"

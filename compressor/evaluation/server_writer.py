@@ -71,6 +71,7 @@ class ServerWriter:
         """How an answer is written; each prompt has a seed of its own."""
         number = hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).digest()
         more = {name: value for name in ("top_p", "top_k") if (value := getattr(options, name)) is not None}
+        more |= self.server.plain
         sampling = {"temperature": options.temperature, "seed": int.from_bytes(number[:4]) >> 1, **more}
         return {"model": self.server.model, "max_tokens": options.max_new_tokens, **sampling}
 
