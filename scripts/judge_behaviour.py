@@ -1,0 +1,162 @@
+"""Measure how half a model's experts loop and end, by method and by calibration text, and what foretells it.
+
+    python -m scripts.train_answers_model --output answers
+    python -m scripts.judge_behaviour answers -o work
+
+Each variant answers held-out prompts greedily, as the base does, and reads the base's answers under teacher forcing.
+Prints the rises of loops and missed ends with exact paired bounds, the worst domain, the probability of the end token
+where the base's answers end, and how well what was read foretells what was written: over the prompts of a variant by
+the area under the ROC curve (AUC), over variants by rank correlation. A run that was killed goes on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata, spearmanr
+
+from compressor import compress, evaluate, traces
+from compressor.evaluation.behaviour import Answering, Behaviour
+from compressor.evaluation.endings import ALL, Rate
+from compressor.evaluation.judged import DomainFigures
+from compressor.evaluation.prompts import read_prompts
+from compressor.recipe.step import TextOptions
+from scripts.answers_texts import DOMAINS
+from scripts.benchmarks.frame import head, options, row
+
+ALONE, DEFAULT = "REAP alone", "default"
+METHODS: dict[str, dict[str, Any]] = {ALONE: {"strategy": "reap", "correct": "none", "split": 1}, DEFAULT: {}}
+EMPHASIS = {"end": 8, "think_end": 8}
+TEXTS = {"plain text": "plain", "prompts": "questions", "traces": "traces"}
+VARIANTS = (  # share of experts that goes, method, calibration text, emphasis
+    *((0.5, method, text, None) for method in METHODS for text in TEXTS),
+    *((0.75, DEFAULT, text, None) for text in TEXTS),
+    (0.75, DEFAULT, "traces", EMPHASIS),
+    *((share, ALONE, "traces", None) for share in (0.125, 0.25)),
+    (0.5, DEFAULT, "traces", EMPHASIS),
+    (0.75, DEFAULT, "plain text", EMPHASIS),
+)
+PREDICTORS = ("P(end)", "KL", "flips")  # of the base's answers under teacher forcing
+RESAMPLED = 1000
+ROWS = 64  # answers that are written together
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A smaller model: what it wrote, and what it made of the base's answers."""
+
+    share: float
+    name: str
+    text: str
+    found: Behaviour
+
+    def rate(self, measure: str, domain: str = ALL) -> Rate:
+        """A measure of its answers beside the base's."""
+        assert self.found.written is not None
+        return next(each for each in self.found.written.rates if (each.measure, each.domain) == (measure, domain))
+
+    @property
+    def read(self) -> DomainFigures:
+        """What it made of the base's answers."""
+        assert self.found.answers is not None and self.found.answers.together is not None
+        return self.found.answers.together
+
+    def foretold(self) -> tuple[NDArray[np.bool_], dict[str, NDArray[np.float64]]]:
+        """Of each prompt whose base's answer ends: whether its own loops or does not end, and each predictor of it."""
+        assert self.found.written is not None
+        endings = {each.prompt.id: each.smaller_ending for each in self.found.written.pairs}
+        rows = [(endings[each.id], -each.end[1], each.kl, each.flips) for each in self.found.each if each.end]
+        bad = np.array([ending.looped or not ending.ended for ending, *_ in rows])
+        return bad, dict(zip(PREDICTORS, np.array([row[1:] for row in rows]).T, strict=True))
+
+
+def area(bad: NDArray[np.bool_], score: NDArray[np.float64]) -> float:
+    """Probability that a bad answer has a higher score than a good one, ties counted half: [n], [n]."""
+    count = int(bad.sum())
+    return float((rankdata(score)[bad].sum() - count * (count + 1) / 2) / (count * (len(bad) - count)))
+
+
+def area_with_bounds(bad: NDArray[np.bool_], score: NDArray[np.float64]) -> str:
+    """The area with the 5th and 95th percentile over resampled prompts."""
+    if not 0 < bad.sum() < len(bad):
+        return "-"
+    draws = np.random.default_rng(0).integers(len(bad), size=(RESAMPLED, len(bad)))
+    areas = [area(bad[own], score[own]) for own in draws if 0 < bad[own].sum() < len(bad)]
+    low, high = np.quantile(areas, (0.05, 0.95))
+    return f"{area(bad, score):.2f} ({low:.2f} to {high:.2f})"
+
+
+def risen(rate: Rate) -> str:
+    """A rise with its bounds, in points."""
+    return f"{100 * rate.smaller:.1f}% ({100 * rate.lower:+.1f} to {100 * rate.upper:+.1f})"
+
+
+def main() -> None:
+    """Make and judge all variants, then print the tables."""
+    parser = options(__doc__, samples=128, length=512, prompts=80, traced=1000, new_tokens=256, seed=0)
+    parser.add_argument("answers", type=Path, help="folder that scripts.train_answers_model has written")
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    args = parser.parse_args()
+    base, cache = str(args.answers / "checkpoint"), args.out / "cache"
+    files = {text: args.answers / f"{name}.jsonl" for text, name in TEXTS.items()}
+    files["traces"] = args.out / "traces.jsonl"
+    if not files["traces"].exists():
+        asked = read_prompts([str(args.answers / "questions.jsonl")], limit=args.traced)
+        sampled = Answering(asked, max_new_tokens=args.new_tokens, temperature=1.0)
+        traces(base, sampled, files["traces"], batch_size=ROWS)
+    named = [f"{args.answers}/prompts-{domain}.jsonl={domain}" for domain in DOMAINS]
+    answering = Answering(read_prompts(named, limit=args.prompts), max_new_tokens=args.new_tokens)
+    variants = list[Variant]()
+    for share, method, text, emphasis in VARIANTS:
+        name = f"{method}, emphasis" if emphasis else method
+        folder = args.out / f"{share} {name} {text}".replace(", ", "-").replace(" ", "-")
+        sizes = {"samples": args.samples, "sequence_length": args.length}
+        calibration = TextOptions.model_validate({"data": str(files[text]), "emphasis": emphasis, **sizes})
+        compress(base, folder, ratio=share, calibration=calibration, seed=args.seed, **METHODS[method])
+        found = evaluate(base, str(folder), answering, batch_size=ROWS, cache=cache)
+        variants.append(Variant(share, name, text, found))
+        report(variants[-1], first=len(variants) == 1)
+    report_domains(variants)
+    report_foretelling(variants)
+
+
+def report(variant: Variant, first: bool) -> None:
+    """Print a variant's row, after the head and the base's if it is the first."""
+    rates = [variant.rate(name) for name in ("loops", "missed ends")]
+    end = variant.read.marks[0].here
+    assert end is not None
+    if first:
+        head("experts gone", "method", "calibration", "loops", "missed ends", "P(end)", "flips", "KL")
+        row("0%", "the base", "", *(f"{each.base:.1%}" for each in rates), end.base, "", "")
+    flips, kl = f"{variant.read.flips.compressed:.1%}", variant.read.kl.compressed
+    row(f"{variant.share:.3g}", variant.name, variant.text, *map(risen, rates), end.compressed, flips, kl)
+
+
+def report_domains(variants: Sequence[Variant]) -> None:
+    """Print the missed ends of each domain."""
+    print()
+    head("experts gone", "method", "calibration", *(f"missed ends, {domain}" for domain in DOMAINS))
+    for each in variants:
+        rises = (risen(each.rate("missed ends", domain)) for domain in DOMAINS)
+        row(f"{each.share:.3g}", each.name, each.text, *rises)
+
+
+def report_foretelling(variants: Sequence[Variant]) -> None:
+    """Print how well each predictor under teacher forcing sorts prompts and variants."""
+    print()
+    head("experts gone", "method", "calibration", "loops or no end", *(f"AUC of {name}" for name in PREDICTORS))
+    means = []
+    for each in variants:
+        bad, scores = each.foretold()
+        areas = (area_with_bounds(bad, scores[name]) for name in PREDICTORS)
+        row(f"{each.share:.3g}", each.name, each.text, f"{bad.sum()} of {len(bad)}", *areas)
+        means.append([bad.mean(), *(scores[name].mean() for name in PREDICTORS)])
+    share, *others = np.array(means).T
+    row("", "rank correlation over variants", "", "", *(float(spearmanr(share, other).statistic) for other in others))
+
+
+if __name__ == "__main__":
+    main()
