@@ -4,11 +4,13 @@
     python -m scripts.judge_behaviour answers -o work
 
 Each variant answers held-out prompts greedily, as the base does, and reads the base's answers under teacher forcing.
-Prints the rises of loops and missed ends with exact paired bounds, the worst domain, the probability of the end token
-where the base's answers end, and how well what was read foretells what was written: over the prompts of a variant by
-the area under the ROC curve (AUC), over variants by rank correlation. A run that was killed goes on.
+Prints loops and missed ends with the exact paired bounds of their rise; what traces and emphasis change; missed ends by
+domain; how well what was read foretells what was written, over the prompts of a variant by the area under the ROC curve
+(AUC), over variants by rank correlation; and which domains are named after calibrating without one. A run that was
+killed goes on.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +22,34 @@ from scipy.stats import rankdata, spearmanr
 
 from compressor import compress, evaluate, traces
 from compressor.evaluation.behaviour import Answering, Behaviour
-from compressor.evaluation.endings import ALL, Rate
+from compressor.evaluation.endings import ALL, Ending, Rate, rates
 from compressor.evaluation.judged import DomainFigures
+from compressor.evaluation.judging import Judging
 from compressor.evaluation.prompts import read_prompts
 from compressor.recipe.step import TextOptions
 from scripts.answers_texts import DOMAINS
 from scripts.benchmarks.frame import head, options, row
+from scripts.train_demo_model import write_lines
 
-ALONE, DEFAULT = "REAP alone", "default"
-METHODS: dict[str, dict[str, Any]] = {ALONE: {"strategy": "reap", "correct": "none", "split": 1}, DEFAULT: {}}
+ALONE, RIDGE, DEFAULT = "REAP alone", "REAP, ridge", "default"
+METHODS: dict[str, dict[str, Any]] = {
+    ALONE: {"strategy": "reap", "correct": "none", "split": 1},
+    RIDGE: {"strategy": "reap", "correct": "ridge", "split": 1},
+    DEFAULT: {},
+}
 EMPHASIS = {"end": 8, "think_end": 8}
 TEXTS = {"plain text": "plain", "prompts": "questions", "traces": "traces"}
 VARIANTS = (  # share of experts that goes, method, calibration text, emphasis
-    *((0.5, method, text, None) for method in METHODS for text in TEXTS),
+    *((share, ALONE, "traces", None) for share in (0.125, 0.25)),
+    *((0.5, ALONE, text, None) for text in TEXTS),
+    *((0.5, RIDGE, "traces", emphasis) for emphasis in (None, EMPHASIS)),
+    *((0.5, DEFAULT, text, None) for text in TEXTS),
+    *((0.5, DEFAULT, text, EMPHASIS) for text in ("prompts", "traces")),
     *((0.75, DEFAULT, text, None) for text in TEXTS),
     (0.75, DEFAULT, "traces", EMPHASIS),
-    *((share, ALONE, "traces", None) for share in (0.125, 0.25)),
-    (0.5, DEFAULT, "traces", EMPHASIS),
-    (0.75, DEFAULT, "plain text", EMPHASIS),
 )
 PREDICTORS = ("P(end)", "KL", "flips")  # of the base's answers under teacher forcing
+ENDS = ("loops", "missed ends")
 RESAMPLED = 1000
 ROWS = 64  # answers that are written together
 
@@ -57,6 +67,12 @@ class Variant:
         """A measure of its answers beside the base's."""
         assert self.found.written is not None
         return next(each for each in self.found.written.rates if (each.measure, each.domain) == (measure, domain))
+
+    @property
+    def endings(self) -> list[Ending]:
+        """How its answers end."""
+        assert self.found.written is not None
+        return [each.smaller_ending for each in self.found.written.pairs]
 
     @property
     def read(self) -> DomainFigures:
@@ -96,7 +112,9 @@ def risen(rate: Rate) -> str:
 
 def main() -> None:
     """Make and judge all variants, then print the tables."""
-    parser = options(__doc__, samples=128, length=512, prompts=80, traced=1000, new_tokens=256, seed=0)
+    parser = options(
+        __doc__, samples=128, length=512, prompts=80, traced=1000, new_tokens=256, seed=0, without=["code", "thinking"]
+    )
     parser.add_argument("answers", type=Path, help="folder that scripts.train_answers_model has written")
     parser.add_argument("-o", "--out", type=Path, required=True)
     args = parser.parse_args()
@@ -119,20 +137,22 @@ def main() -> None:
         found = evaluate(base, str(folder), answering, batch_size=ROWS, cache=cache)
         variants.append(Variant(share, name, text, found))
         report(variants[-1], first=len(variants) == 1)
+    report_pairs(variants)
     report_domains(variants)
     report_foretelling(variants)
+    report_missing(base, args)
 
 
 def report(variant: Variant, first: bool) -> None:
     """Print a variant's row, after the head and the base's if it is the first."""
-    rates = [variant.rate(name) for name in ("loops", "missed ends")]
+    both = [variant.rate(name) for name in ENDS]
     end = variant.read.marks[0].here
     assert end is not None
     if first:
         head("experts gone", "method", "calibration", "loops", "missed ends", "P(end)", "flips", "KL")
-        row("0%", "the base", "", *(f"{each.base:.1%}" for each in rates), end.base, "", "")
+        row("0%", "the base", "", *(f"{each.base:.1%}" for each in both), end.base, "", "")
     flips, kl = f"{variant.read.flips.compressed:.1%}", variant.read.kl.compressed
-    row(f"{variant.share:.3g}", variant.name, variant.text, *map(risen, rates), end.compressed, flips, kl)
+    row(f"{variant.share:.3g}", variant.name, variant.text, *map(risen, both), end.compressed, flips, kl)
 
 
 def report_domains(variants: Sequence[Variant]) -> None:
@@ -142,6 +162,38 @@ def report_domains(variants: Sequence[Variant]) -> None:
     for each in variants:
         rises = (risen(each.rate("missed ends", domain)) for domain in DOMAINS)
         row(f"{each.share:.3g}", each.name, each.text, *rises)
+
+
+def report_pairs(variants: Sequence[Variant]) -> None:
+    """Print what traces and emphasis change beside the same variant without them, paired by prompt."""
+    print()
+    head("experts gone", "method", "from", "to", "rise of loops", "rise of missed ends")
+    known = {(each.share, each.name, each.text): each for each in variants}
+    for (share, name, text), one in known.items():
+        for changed in ((share, name, "traces"), (share, f"{name}, emphasis", text)):
+            if (other := known.get(changed, one)) is not one:
+                found = rates(["all"] * len(one.endings), one.endings, other.endings, one.found.confidence)
+                rises = [next(each for each in found if each.measure == measure) for measure in ENDS]
+                shown = (f"{100 * x.rise:+.1f} ({100 * x.lower:+.1f} to {100 * x.upper:+.1f})" for x in rises)
+                row(f"{share:.3g}", name, text, changed[2] if changed[2] != text else "emphasis", *shown)
+
+
+def report_missing(base: str, args: Any) -> None:
+    """Print the rise of loss and the KL on each domain after calibrating without one, and which domains are named."""
+    print()
+    head("calibration without", *(f"{domain}: loss, KL" for domain in DOMAINS), "named")
+    texts = tuple(f"{args.answers}/heldout-{domain}.jsonl={domain}" for domain in DOMAINS)
+    rows = [json.loads(line) for line in (args.answers / "chats.jsonl").read_text().splitlines()]
+    for missing in ("none", *args.without):
+        folder = args.out / f"without-{missing}"
+        file = args.out / f"without-{missing}.jsonl"
+        write_lines(file, [each for each in rows if each["domain"] != missing])
+        text = TextOptions(data=(str(file),), samples=args.samples, sequence_length=args.length)
+        compress(base, folder, ratio=0.5, calibration=text, seed=args.seed, **METHODS[DEFAULT])
+        found = evaluate(base, str(folder), judging=Judging(texts=texts)).text
+        assert found is not None
+        named = ", ".join(each.domain for each in found.suffering)
+        row(missing, *(f"{each.loss.change:+.3f}, {each.kl.change:.3f}" for each in found.domains), named or "none")
 
 
 def report_foretelling(variants: Sequence[Variant]) -> None:

@@ -186,7 +186,7 @@ def write_data(output: Path, seed: int) -> None:
     """Writes prompts and text of each kind; the same bytes for the same seed."""
     output.mkdir(parents=True, exist_ok=True)
     training = chats(f"calibration {seed}", CALIBRATION_CHATS)
-    write_lines(output / "chats.jsonl", [{"messages": new.messages()} for new in training])
+    write_lines(output / "chats.jsonl", [{"messages": new.messages(), "domain": new.domain} for new in training])
     write_lines(output / "questions.jsonl", [{"messages": new.messages(answered=False)} for new in training])
     write_lines(output / "plain.jsonl", [{"text": new.answer} for new in training])
     held_out = chats(f"held out {seed}", HELDOUT_CHATS + PROMPTS, held_out=True)
