@@ -115,10 +115,19 @@ def compress(
         recipe = read_recipe(Path(model))
     else:
         recipe = make_recipe(
-            given(model, tokenizer), default_steps(**options) if steps is None else steps, calibration, samples,
-            sequence_length, seed=seed, revision=revision, base=base, base_revision=base_revision, dtype=dtype,
-            resident=resident, output={"max_shard_bytes": max_shard_bytes},
-        )  # fmt: skip
+            given(model, tokenizer),
+            default_steps(**options) if steps is None else steps,
+            calibration,
+            samples,
+            sequence_length,
+            seed=seed,
+            revision=revision,
+            base=base,
+            base_revision=base_revision,
+            dtype=dtype,
+            resident=resident,
+            output={"max_shard_bytes": max_shard_bytes},
+        )
     return run(
         recipe,
         Terms(Path(out), overwrite, accept, terms, command),

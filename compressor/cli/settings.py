@@ -34,13 +34,32 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".yaml", ".yml")
 SHOWN = (  # by `compress --help`
-    "output", "ratio", "experts", "strategy", "correct", "distill", "calibration", "samples", "sequence_length", "gate",
-    "format", "push_to_hub", "device", "settings", "dry_run", "overwrite", "per_source",
-)  # fmt: skip
+    "output",
+    "ratio",
+    "experts",
+    "strategy",
+    "correct",
+    "distill",
+    "calibration",
+    "samples",
+    "sequence_length",
+    "gate",
+    "format",
+    "push_to_hub",
+    "device",
+    "settings",
+    "dry_run",
+    "overwrite",
+    "per_source",
+)
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
 OF_STRATEGIES: dict[str, Any] = {  # options of `compress` that are a strategy's, whose modules --help does not load
-    "merge": str, "no_merge_routers": bool, "representation": str, "similarity": str, "option": list[str]
-}  # fmt: skip
+    "merge": str,
+    "no_merge_routers": bool,
+    "representation": str,
+    "similarity": str,
+    "option": list[str],
+}
 MERGING = ("prune.options.merge", "prune.options.merge_routers")
 MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
