@@ -78,7 +78,7 @@ class PeakMemory:
 
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's names for them
-HEAP = 2**23  # bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
+HEAP = 2**25  # bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
 
 
 @cache
@@ -99,7 +99,7 @@ def limit_caches() -> None:
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, CACHED_KERNELS)
     if _libc() is not None:
-        for parameter, value in ((M_ARENA_MAX, 2), (M_MMAP_THRESHOLD, HEAP), (M_TRIM_THRESHOLD, 8 * HEAP)):
+        for parameter, value in ((M_ARENA_MAX, 2), (M_MMAP_THRESHOLD, HEAP), (M_TRIM_THRESHOLD, 2 * HEAP)):
             _libc().mallopt(parameter, value)
 
 
