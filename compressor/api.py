@@ -17,14 +17,13 @@ from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockWriter, Writer
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import Judging
 from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import AT_ONCE, Server, served_answerer, servers_of
-from compressor.evaluation.server_writer import ServerWriter
+from compressor.evaluation.server import Server, served_answerer, servers_of
+from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
 from compressor.files import alone, check_folder, default_folder
@@ -446,13 +445,6 @@ def _sources(
     return found
 
 
-def _writer(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:
-    """Who writes the answers of a model: stock transformers, so many together, or its server."""
-    if server is not None:
-        return ServerWriter(server, source, rows or AT_ONCE)
-    return StockWriter(source, device, dtype, rows)
-
-
 def gate(
     base: str,
     compressed: str | None,
@@ -531,7 +523,7 @@ def evaluate(
     folder the tokenizer is read, by default the base's.
     """
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
-    writers = [_writer(source, server, batch_size, device, dtype) for source, server in named]
+    writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]
     folder = default_folder() if cache is None else cache
     settings = confidence, folder, progress or Silent(), announce, judging
     return evaluate_behaviour(writers[0], writers[1], answering, *settings)
@@ -557,7 +549,7 @@ def traces(
     tokenizer is read.
     """
     ((source, served),) = _sources([(model, revision, servers_of(server or ServerOptions())[1])], progress)
-    writer = _writer(source, served, batch_size, device, dtype)
+    writer = writer_of(source, served, batch_size, device, dtype)
     return write_traces(writer, replace(answering, seed=seed), Path(out), progress or Silent(), overwrite)
 
 

@@ -39,9 +39,9 @@ def evaluate(
 ) -> None:
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
     from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
+    from compressor.evaluation.conditions import check_confidence
 
-    if not 0.5 < confidence < 1:
-        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
+    check_confidence(confidence)
     chosen = validated(BehaviourOptions, options, "the command line")
     answering, judging = answering_of(chosen, limit), judging_of(chosen)
     if answering is None and judging is None:

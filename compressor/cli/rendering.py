@@ -11,7 +11,7 @@ from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.evaluation.gate import Outlook, passable
 from compressor.evaluation.gate_report import full_content, gate_blocks, outlook_blocks
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import judged_blocks
+from compressor.evaluation.judged import heldout_blocks
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
@@ -158,7 +158,7 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
             blocks += make_step(step.name, step.options).describe(step.to_dict())
     if outcome.heldout is not None:
-        blocks += judged_blocks(outcome.heldout, "Held-out text by source, compared with the base")
+        blocks += heldout_blocks(outcome.heldout)
     if outcome.seconds:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
         blocks.append(Text(f"{phases}; peak memory {human_bytes(outcome.peak_memory)}"))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import CompressionError, ItemError
-from compressor.evaluation.answers import Answer, Journal, StockWriter, Writer, answer_all
+from compressor.evaluation.answers import Answer, Asked, Journal, StockWriter, Writer, answer_all
 from compressor.evaluation.conditions import Condition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
 from compressor.evaluation.evaluate import fits_whole
@@ -72,6 +72,10 @@ class Answering:
         """How each answer is written, where nobody says otherwise of at most so many tokens."""
         named = (self.temperature, self.top_p, None, self.seed, self.chat)
         return GenerationOptions(self.max_new_tokens or most, *named)
+
+    def asked(self, prompts: Sequence[Prompt]) -> list[Asked]:
+        """Each of these prompts with each seed."""
+        return [(prompt, self.seed + number) for prompt in prompts for number in range(self.seeds)]
 
     @property
     def answers(self) -> int:
@@ -179,7 +183,7 @@ def fitting(
 def write_base(base: Writer, wanted: Answering, cache: Path, progress: Progress) -> list[tuple[Prompt, Answer]]:
     """The base's answers to all prompts, with these."""
     options, prompts = fitting(wanted, [base.opened()])
-    asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
+    asked = wanted.asked(prompts)
     made = answer_all(base, asked, options, Journal.of(base, options, cache), progress)
     return [(prompt, answer) for (prompt, _), answer in zip(asked, made, strict=True)]
 
@@ -202,7 +206,7 @@ def write_both(
     options, prompts = fitting(wanted, opened)
     if announce is not None:
         announce(replace(wanted, prompts=prompts))
-    asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
+    asked = wanted.asked(prompts)
     answers, endings = list[list[Answer]](), list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
         made = answer_all(writer, asked, options, Journal.of(writer, options, cache), progress)

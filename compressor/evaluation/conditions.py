@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compressor.document.blocks import Table, Tone, Toned
+from compressor.errors import CompressionError
 
 Verdict = Literal["pass", "fail", "inconclusive"]
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
@@ -36,6 +37,12 @@ class Condition:
         """Name, figure, bounds and limit."""
         figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
         return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
+
+
+def check_confidence(confidence: float) -> None:
+    """Refuse a confidence that no bound has."""
+    if not 0.5 < confidence < 1:
+        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
 
 
 def conditions_table(conditions: Sequence[Condition]) -> Table:

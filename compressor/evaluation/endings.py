@@ -150,8 +150,6 @@ MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
     "repeated 4-grams": lambda ending: ending.repeated,
     "tokens": lambda ending: float(ending.tokens),
 }
-
-
 NUMBERS = ("repeated 4-grams", "tokens")  # the measures that are no yes or no
 
 

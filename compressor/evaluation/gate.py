@@ -16,14 +16,13 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, StockWriter, Writer
 from compressor.evaluation.behaviour import UNIT, Answering, stock_pair, write_base, write_both, written_conditions
-from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.conditions import Condition, Verdict, check_confidence
 from compressor.evaluation.evaluate import Answerer, ItemScores, identity_of, label_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
 from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.evaluation.judging import JudgedModels, Judging, judge_both, judged_conditions, read_all
 from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server import AT_ONCE
-from compressor.evaluation.server_writer import ServerWriter
+from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.progress import Progress
@@ -54,8 +53,7 @@ class GateRequest:
                 raise CompressionError(f"{name} {drop} should be a number of 0 or more, such as 0.01")
         if not self.options.tasks and self.answering is None and self.judging is None:
             raise CompressionError("no task is named; give --tasks a list such as boolq,rte, or --prompts or --text")
-        if not 0.5 < self.confidence < 1:
-            raise CompressionError(f"--confidence {self.confidence} should lie between 0.5 and 1, such as 0.95")
+        check_confidence(self.confidence)
 
     @property
     def task_drop(self) -> float:
@@ -242,9 +240,8 @@ def run_gate(
 def _writer(source: ModelSource, wanted: GateRequest, answerer: Answerer | None = None) -> Writer:
     options = wanted.options
     rows = options.batch_size if isinstance(options.batch_size, int) else None
-    if answerer is None or answerer.server is None:
-        return StockWriter(source, options.device, options.dtype, rows)
-    return ServerWriter(answerer.server, source, rows or AT_ONCE)
+    server = None if answerer is None else answerer.server
+    return writer_of(source, server, rows, options.device, options.dtype)
 
 
 def check_readings(base: ModelSource, wanted: GateRequest) -> None:

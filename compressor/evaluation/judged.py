@@ -87,6 +87,11 @@ class Judged:
         return self.domains if self.together is None else (*self.domains, self.together)
 
 
+def heldout_blocks(found: Judged) -> tuple[Block, ...]:
+    """What the held-out text of a run showed, by source."""
+    return judged_blocks(found, "Held-out text by source, compared with the base")
+
+
 def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
     """Which domains suffer, and the table; with marks a second one of the probabilities of ends."""
 

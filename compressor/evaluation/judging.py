@@ -115,8 +115,7 @@ def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int
     """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
 
     A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
-    `"ended": "length"`. Rows that the template or the
-    tokenizer cannot take are left out with one warning for each file.
+    `"ended": "length"`. Rows that template or tokenizer cannot take are left out with one warning for each file.
     """
     found = list[Forced]()
     for argument in arguments:

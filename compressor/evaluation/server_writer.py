@@ -9,7 +9,7 @@ from typing import Any
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import Answer, Asked
+from compressor.evaluation.answers import Answer, Asked, StockWriter, Writer
 from compressor.evaluation.generate import ModelFacts, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
@@ -74,6 +74,13 @@ class ServerWriter:
         more |= self.server.plain
         sampling = {"temperature": options.temperature, "seed": int.from_bytes(number[:4]) >> 1, **more}
         return {"model": self.server.model, "max_tokens": options.max_new_tokens, **sampling}
+
+
+def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:
+    """Who writes the answers of a model: stock transformers, so many together, or its server."""
+    if server is not None:
+        return ServerWriter(server, source, rows or AT_ONCE)
+    return StockWriter(source, device, dtype, rows)
 
 
 def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:

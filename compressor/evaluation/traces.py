@@ -54,7 +54,7 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
         tokenizer, facts = writer.opened()
         options, prompts = fitting(wanted, [(tokenizer, facts)])
         journal = Journal.of(writer, options, folder / f"answers{SUFFIX}")
-        asked = [(prompt, seed) for prompt in prompts for seed in range(wanted.seed, wanted.seed + wanted.seeds)]
+        asked = wanted.asked(prompts)
         answers = answer_all(writer, asked, options, journal, progress)
         rows, dropped = list[dict[str, Any]](), Counter[str]()
         for (prompt, _), answer in zip(asked, answers, strict=True):

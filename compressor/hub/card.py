@@ -19,7 +19,7 @@ from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.gate_report import card_metrics
 from compressor.evaluation.gate_verdict import GateResult, TaskGate
-from compressor.evaluation.judged import judged_blocks
+from compressor.evaluation.judged import heldout_blocks
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import stock_fault
@@ -320,7 +320,7 @@ def comparison(facts: Facts) -> Blocks:
         note += " Active parameters are all but the experts that a token is not routed to."
     gate = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
     heldout = facts.outcome.heldout
-    sources = () if heldout is None else judged_blocks(heldout, "Held-out text by source, compared with the base")
+    sources = () if heldout is None else heldout_blocks(heldout)
     return Heading("Before and after"), table, Text(note), *sources, *gate
 
 

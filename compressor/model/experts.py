@@ -166,6 +166,9 @@ class Watch:
         def choices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             return [*args, *kwargs.values()][:3]
 
+        def zeros(*args: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros_like(choices(args, kwargs)[0])
+
         def watch(module: Any, called: Called | None) -> None:
             if called is not None:  # a pass may end a batch in a hook of the block, and nothing comes after that
                 hook = module.register_forward_hook(
@@ -176,12 +179,11 @@ class Watch:
         if (on_experts := self.on_experts) is not None:
             hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*choices(*call)), with_kwargs=True)
             self._removals.append(hook.remove)
-        if self.on_expert_output is not None or not self.computing:
-            experts.forward = (
-                partial(observed_forward, experts, observe=self.on_expert_output)
-                if self.on_expert_output is not None
-                else lambda *args, **kwargs: torch.zeros_like(choices(args, kwargs)[0])
-            )
+        forward: Callable[..., Tensor] | None = None if self.computing else zeros
+        if self.on_expert_output is not None:
+            forward = partial(observed_forward, experts, observe=self.on_expert_output)
+        if forward is not None:
+            experts.forward = forward
             self._removals.append(partial(experts.__dict__.pop, "forward", None))
         if (on_output := self.on_output) is not None:
             watch(experts, lambda args, kwargs, output: on_output(choices(args, kwargs)[0], output))

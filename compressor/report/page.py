@@ -31,7 +31,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.conditions import SIGNS
 from compressor.evaluation.gate_report import gate_blocks
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import judged_blocks
+from compressor.evaluation.judged import heldout_blocks
 from compressor.extras import require
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
@@ -130,7 +130,7 @@ def heldout(data: Report) -> list[Block]:
         return [
             Text("Nothing is known by source: the text has one, no text was held out, or another machine knows it.")
         ]
-    return [*judged_blocks(data.heldout, "Held-out text by source, compared with the base")]
+    return [*heldout_blocks(data.heldout)]
 
 
 def gate(data: Report) -> list[Block]:

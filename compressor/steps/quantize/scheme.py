@@ -1,8 +1,8 @@
 """How weights are rounded and stored: scales, the nearest representable values, and compressed-tensors' packing.
 
 B matrices at once, O output rows, I input columns, n groups of a row that share a scale: weights [B, O, I], scales
-[B, O, n]; all values here are float32. compressed-tensors computes scales, describes the format and reads it; what it
-packs slowly is packed here, to the same bytes.
+[B, O, n]; all values here are float32. compressed-tensors describes the format and reads it; scales are those that it
+computes and tensors those that it packs, bit for bit, made here where it is slow.
 """
 
 import math
