@@ -99,7 +99,8 @@ def test_printed_equation_has_the_same_minimisers(case: tuple[Tensor, int]) -> N
         expected = 4 * naive_objective(distances, groups) - total
         assert printed_objective(distances, groups) == pytest.approx(expected, rel=1e-9, abs=1e-9 * total)
     found = printed_objective(distances, group_experts(distances, count).groups)
-    assert found <= min(printed_objective(distances, groups) for groups in every) + 1e-9 * total
+    tie = 16 * ROUNDING * min(naive_objective(distances, groups) for groups in every)  # costs that rounding parts
+    assert found <= min(printed_objective(distances, groups) for groups in every) + tie + 1e-9 * total
 
 
 @pytest.mark.parametrize("kind", ["points", "uniform"])
