@@ -129,9 +129,13 @@ def report_in_place(out: Path) -> None:
 
 
 def stamp(folder: Path) -> list[list[Any]]:
-    """Path, size and time of change of each file, which a rename keeps; none where they cannot be read."""
+    """Path, size and time of change of each file, which a rename keeps; none where they cannot be read.
+
+    A file stands for a folder with it alone.
+    """
     try:
-        files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
+        files = [(path, path.stat()) for path in paths if path.is_file()]
     except OSError:
         return []
     return [[path.relative_to(folder).as_posix(), entry.st_size, entry.st_mtime_ns] for path, entry in files]

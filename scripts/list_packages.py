@@ -44,7 +44,8 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
     "comoe": "LoRA experts with a router beside linear layers",
     "strategies": "one file each; and `compressor/plugins.py`, the one import that a plugin's author needs",
-    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it",
+    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
+    "`keep_list.py`: plans as servers take them",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
     "report": "one page to look at; many plans in one table",
     "hub": "pushing to the Hub, and the model card",

@@ -41,7 +41,7 @@ def export(
     checkpoint: Model,
     output: Out,
     running: Fetching,
-    format: Annotated[str, flag("onnx, or the name of another exporter that is installed.")] = "onnx",
+    format: Annotated[str, flag("onnx, keep-list, or the name of another exporter that is installed.")] = "onnx",
     option: Annotated[list[str] | None, flag("name=value for an option of the exporter; may be repeated.")] = None,
     opset: Annotated[int | None, flag("Version of the ONNX operators (default: 20).", ONNX)] = None,
     dtype: Annotated[str | None, flag("Data type of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
@@ -59,7 +59,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time."""
+    """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time.
+
+    keep-list takes a plan file, too.
+    """
     from compressor.checkpoint.source import locate
     from compressor.cli.exporting import export_checkpoint, find_exporter
     from compressor.cli.rendering import show_export
@@ -73,10 +76,11 @@ def export(
         if name == "overwrite":
             raise CompressionError("--option overwrite is the option --overwrite; pass that")
         settings[name] = value
-    find_exporter(format)  # refused, as wrong options are, before a model is downloaded
+    module = find_exporter(format)  # refused, as wrong options are, before a model is downloaded
     exporter_options(format, settings)
     with progress_bars(running.as_json) as progress:
-        folder = locate(checkpoint, running.revision, progress).folder
+        is_plan = getattr(module, "PLANS", False) and Path(checkpoint).is_file()
+        folder = Path(checkpoint) if is_plan else locate(checkpoint, running.revision, progress).folder
         summary = export_checkpoint(format, folder, output, settings, running.overwrite, progress)
     show_export(format, output, summary, running.as_json)
 

@@ -23,8 +23,8 @@ from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
+from compressor.pipeline.outcome import read_plan
 from compressor.recipe.recipe import RECIPE
-from compressor.recipe.steps_plan import Plan
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -80,7 +80,7 @@ def _verify_weights(folder: Path) -> dict[str, int]:
     """
     experts, heads = None, False
     if (folder / COMPRESSION).is_file():
-        stage = _plan_of(folder).stage
+        stage = read_plan(folder).stage
         experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed
         heads = stage.mtp == "keep" or not stage.layers
     if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
@@ -91,11 +91,6 @@ def _verify_weights(folder: Path) -> dict[str, int]:
     else:
         checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
     return {name: header_bytes(folder / name) for name in sorted({info.file for info in checked.tensors.values()})}
-
-
-def _plan_of(folder: Path) -> Plan:
-    """The plan in an output's record; raises `CompressionError` for what is none."""
-    return Plan.from_dict(entry_of(read_object(folder / COMPRESSION), "plan"), f"{folder / COMPRESSION}: plan")
 
 
 def _verify_graph(folder: Path) -> dict[str, int]:
@@ -212,7 +207,7 @@ def default_message(found: VerifiedFolder) -> str:
     """What a commit is called: how the model was made, as far as compression.json tells."""
     suffix = " as ONNX" if found.is_graph else ""
     try:
-        plan = _plan_of(found.folder)
+        plan = read_plan(found.folder)
         stage, base = plan.stage, plan.source.model
         if not stage.layers:
             return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"

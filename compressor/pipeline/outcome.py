@@ -205,17 +205,28 @@ def fault_of(folder: Path) -> str | None:
     return None
 
 
+def read_plan(path: Path) -> Plan:
+    """The plan in a plan file, or in the record of an output folder; raises `CompressionError` where there is none."""
+    return _recorded(path)[1] if path.is_dir() else Plan.load(path)
+
+
+def _recorded(folder: Path) -> tuple[dict[str, Any], Plan]:
+    """The record of an output folder, and the plan in it."""
+    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
+    content = read_json(path, remedy, remedy)
+    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
+        raise CompressionError(f"{path} holds no plan; {remedy}")
+    return content, Plan.from_dict(content["plan"], f"{path}: plan")
+
+
 def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome:
     """What an output folder says of itself, with what this machine knows of the run.
 
     `gate` is by default the result beside the weights; one about other files is refused. Raises `CompressionError`
     where the folder has no record or a damaged one.
     """
-    path, remedy = folder / COMPRESSION, "name a folder that moe-compress has written"
-    content = read_json(path, remedy, remedy)
-    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
-        raise CompressionError(f"{path} holds no plan; {remedy}")
-    plan, run = Plan.from_dict(content["plan"], f"{path}: plan"), read_record(folder)
+    content, plan = _recorded(folder)
+    run = read_record(folder)
     experts_before, experts_after = _experts_of(folder, plan.stage)
     if isinstance(gate, Path):
         gate = read_gate(gate)
@@ -243,7 +254,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             recorded_digest=str(content["plan_digest"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise CompressionError(f"{path} is damaged ({error!r}); compress again") from error
+        raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
 def _experts_of(folder: Path, stage: CompressionPlan) -> tuple[int, int]:

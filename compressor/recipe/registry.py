@@ -125,7 +125,7 @@ class Exporter(Protocol):
 
     It may have `Options`, a frozen dataclass like a strategy's, and `require_packages()`, which raises
     `CompressionError` where an optional package is missing, before anything is read. `read_summary(output)`, if there
-    is one, returns what `export` returned.
+    is one, returns what `export` returned. With `PLANS = True` the command `export` hands it a plan file, too.
     """
 
     def export(self, checkpoint: Path, output: Path, options: Any, progress: Progress) -> Any:

@@ -1,0 +1,177 @@
+"""A plan as the list that a server takes beside a checkpoint: vllm-ascend's keep list, or vLLM's `constant-v1`.
+
+vllm-ascend (pull request 12525 at e8f9ee3, Qwen3-MoE) prunes the base while it loads it. `experts.jsonl` has a line
+`{"LAYER": [EXPERT, ...]}` for each MoE layer. The client keeps the first int(E (1 - expert_prune_ratio)) of each line,
+in this order, with the router's rows.
+
+vLLM 0.33 reads constants from `approximate_experts`, as the step `constants` writes it, or from `compression_config`,
+which names each constant's tensor, and refuses a config with both. `hf_overrides.json` trades the one for the other.
+"""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from compressor.document.blocks import Block, Code, Facts, Heading, Text
+from compressor.errors import CompressionError
+from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint
+from compressor.pipeline.outcome import read_plan
+from compressor.progress import Progress
+from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.steps_plan import PRUNE, SPLIT, Plan
+from compressor.records import read_object, value_as
+
+LISTED = (PRUNE, SPLIT)  # steps of which the list says all; a plan that does split is refused
+PLANS = True  # a plan file will do in place of a checkpoint
+ASCEND, VLLM = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only", "vLLM 0.33 or later"
+LIST, OVERRIDES, RECORD = "experts.jsonl", "hf_overrides.json", "keep_list.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ListSummary:
+    """What was written, and how it is served."""
+
+    folder: Path
+    client: str
+    model: str  # that is served with the list: the base, or the output itself where that holds constants
+    revision: str | None
+    layers: int
+    experts: int  # of each layer, before
+    kept: int  # over all layers
+    expert_prune_ratio: float | None  # None for constants
+    not_listed: tuple[str, ...]  # steps that changed weights, of which the list says nothing
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder), "command": self.command}
+
+    @property
+    def command(self) -> str:
+        """The server's command line."""
+        model = shlex.join([self.model, *(["--revision", self.revision] if self.revision else [])])
+        if self.expert_prune_ratio is None:
+            return f'vllm serve {model} --hf-overrides "$(cat {shlex.quote(str(self.folder / OVERRIDES))})"'
+        own = {"expert_list_file": str(self.folder / LIST), "expert_prune_ratio": self.expert_prune_ratio}
+        return f"vllm serve {model} --additional-config {shlex.quote(json.dumps(own))}"
+
+    def describe(self) -> tuple[Block, ...]:
+        """Counts, the client and its command; a line for steps that the list leaves out."""
+        facts = {
+            "client": self.client,
+            "MoE layers": str(self.layers),
+            "experts kept": f"{self.kept} of {self.layers * self.experts}",
+        }
+        steps = ", ".join(self.not_listed)
+        left_out = (Text(f"The list has the base's experts as they are, without what these steps did: {steps}"),)
+        notes = (*(left_out if self.not_listed else ()), Text(("Serve with ", Code(self.command))))
+        return Heading("Exported as keep-list"), Facts(tuple(facts.items())), *notes
+
+
+def export(checkpoint: Path, output: Path, options: None, progress: Progress) -> ListSummary:
+    """Write the list of a plan file, or of the plan in an output folder, to the new folder `output`.
+
+    Raises `CompressionError` for a plan that no list can express: merged or split experts, a smaller top-k.
+    """
+    plan = read_plan(checkpoint)
+    stage = plan.stage
+    if not stage.layers:
+        raise CompressionError(f"{checkpoint.name} decides on no experts, so there is nothing to list; prune first")
+    if stage.constants is not None:
+        summary, name, content = _constants(plan, checkpoint, output)
+    else:
+        summary, name, content = _kept(plan, output)
+    output.mkdir()
+    record = {field: value for field, value in asdict(summary).items() if field != "folder"}
+    (output / name).write_text(content, encoding="utf-8")
+    (output / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def read_summary(output: Path) -> ListSummary:
+    """What `export` returned, from the record that it left in `output`."""
+    record, kinds = read_object(output / RECORD), get_type_hints(ListSummary)
+    return ListSummary(
+        folder=output,
+        **{name: value_as(record.get(name), kind, name) for name, kind in kinds.items() if name != "folder"},
+    )
+
+
+def prune_ratio(experts: int, kept: int) -> float:
+    """The `expert_prune_ratio` by which vllm-ascend keeps so many: int(experts * (1 - ratio)) == kept."""
+    ratio = 1 - kept / experts
+    return ratio if int(experts * (1 - ratio)) == kept else (experts - kept - 0.5) / experts
+
+
+def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
+    stage = plan.stage
+    _refuse_inexpressible(stage)
+    lines = [json.dumps({str(layer.layer): [group.members[0] for group in layer.groups]}) for layer in stage.layers]
+    experts = stage.layers[0].experts
+    summary = ListSummary(
+        folder=output,
+        client=ASCEND,
+        model=plan.source.label,
+        revision=plan.source.revision,
+        layers=len(stage.layers),
+        experts=experts,
+        kept=stage.experts * len(stage.layers),
+        expert_prune_ratio=prune_ratio(experts, stage.experts),
+        not_listed=tuple(dict.fromkeys(step.name for step in plan.steps if step.name not in LISTED)),
+    )
+    return summary, LIST, "".join(f"{line}\n" for line in lines)
+
+
+def _refuse_inexpressible(stage: CompressionPlan) -> None:
+    """Refuse a plan whose output is not the base with fewer of its experts."""
+    if stage.split is not None:
+        parts = stage.split["parts"]
+        raise CompressionError(f"a keep list names experts of the base, and this plan splits each into {parts}")
+    if stage.top_k is not None:
+        raise CompressionError(
+            f"a keep list leaves the base's top-k, and this plan routes tokens to {stage.top_k} experts"
+        )
+    if mixed := next((layer for layer in stage.layers if not layer.is_drop), None):
+        raise CompressionError(
+            f"{mixed.module}: a keep list can drop experts, and this plan merges or scales them; plan with a strategy "
+            "that drops, such as reap"
+        )
+    if len({layer.layer for layer in stage.layers}) < len(stage.layers):
+        raise CompressionError("a keep list has one line for a decoder layer, and this model's have several routers")
+    if len({layer.experts for layer in stage.layers}) > 1:
+        raise CompressionError("a keep list has one ratio for all layers, and this model's have unequal numbers")
+
+
+def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str, str]:
+    if folder.is_file():
+        raise CompressionError(f"{folder.name} is a plan, which holds no constants; name the output made by it")
+    experts = {layer.layer: layer.experts for layer in plan.stage.layers}
+    constants = SubstitutedCheckpoint(folder).constants
+    targets = dict[str, dict[str, Any]]()
+    for (layer, expert), info in sorted(constants.items()):
+        path = info.name.removesuffix(SUFFIX).rpartition(".")[0]
+        target = targets.setdefault(path, _target(experts[layer]))
+        target["replacements"][str(expert)] = {"format": "constant-v1", "tensors": {"value": info.name}}
+    semantics = {
+        "preserve_logical_expert_ids": True,
+        "preserve_router_weights": True,
+        "renormalize_after_substitution": False,
+    }
+    substitution = {"version": 1, "router_semantics": semantics, "targets": targets}
+    overrides = {FIELD: None, "compression_config": {"transform_config": {"expert_substitution": substitution}}}
+    summary = ListSummary(
+        folder=output,
+        client=VLLM,
+        model=folder.name,
+        revision=None,
+        layers=len(experts),
+        experts=plan.stage.layers[0].experts,
+        kept=sum(experts.values()) - len(constants),
+        expert_prune_ratio=None,
+        not_listed=(),
+    )
+    return summary, OVERRIDES, json.dumps(overrides, indent=2) + "\n"
+
+
+def _target(experts: int) -> dict[str, Any]:
+    return {"num_logical_experts": experts, "weight_layout": "compact_retained_experts", "replacements": {}}
