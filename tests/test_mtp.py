@@ -1,20 +1,27 @@
 """Multi-token-prediction heads through `compress`, `plan` and `apply`: kept and pruned along, or dropped."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor import CompressionError
+from compressor.checkpoint.source import locate
 from compressor.data.batches import load_tokenizer, repeat_text
+from compressor.hub.check import verify_folder
+from compressor.model.mtp import find_heads
+from compressor.model.opened import open_model
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
+from compressor.steps.state import untouched
 from tests import mtp_heads, small
 from tests.mtp_heads import Made, tensors_of
 from tests.mtp_plain import run_all
@@ -131,8 +138,99 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
         compressor.apply(wrong, tmp_path / "wrong")
     with pytest.raises(CompressionError, match="--mtp keep: the checkpoint has no multi-token-prediction head"):
         plan_of(without, strategy="model-centric", experts=4, mtp="keep")
-    with pytest.raises(CompressionError, match="mtp is 'half'; input should be 'keep' or 'drop'"):
+    with pytest.raises(CompressionError, match="mtp is 'half'; it is keep, drop or a number of experts"):
         plan_of(without, strategy="model-centric", experts=4, mtp="half")
+
+
+@pytest.mark.parametrize(("says", "stored", "kept"), [(0, 1, 1), (2, 1, 1), (3, 2, 2), (1, 0, 0)])
+def test_the_config_counts_the_heads_that_are_stored(tmp_path: Path, says: int, stored: int, kept: int) -> None:
+    made = mtp_heads.make("glm4_moe", tmp_path / "in", heads=stored)
+    small.edit_json(made.folder / "config.json", lambda config: config.update({made.field: says}))
+    summary = compressor.compress(str(made.folder), tmp_path / "out", strategy="model-centric", experts=4)
+    assert read(tmp_path / "out", "config.json")[made.field] == kept
+    assert summary.zeroed_fields == (() if kept else (made.field,))
+    assert len(made.owned(tensors_of(tmp_path / "out"))) > 0 if kept else not summary.left_out
+    verify_folder(tmp_path / "out")
+    assert len(find_heads(open_model(locate(str(tmp_path / "out"))))) == kept
+
+
+def as_other_tools_leave_it(made: Made, out: Path, trunk: int, head: int) -> Path:
+    """The checkpoint with its first `trunk` experts in the model's layers and `head` of them in the head."""
+    block = made.blocks[0]
+
+    def fewer(name: str, value: Tensor) -> Tensor | None:
+        count = head if name.startswith(block) else trunk
+        if ".mlp.experts." in name:
+            return value if int(name.partition(".mlp.experts.")[2].split(".")[0]) < count else None
+        return value[:count].clone() if ".mlp.gate." in name else value
+
+    shutil.copytree(made.folder, out)
+    left = {name: each for name, value in made.tensors.items() if (each := fewer(name, value)) is not None}
+    save_file(left, out / "model.safetensors", {"format": "pt"})
+    field = "n_routed_experts" if made.name == "deepseek_v3" else "num_experts"
+    small.edit_json(out / "config.json", lambda config: config.update({field: trunk}))
+    return out
+
+
+def test_a_head_with_more_experts_than_the_trunk_is_cut_to_the_trunks(made: Made, tmp_path: Path) -> None:
+    source, out = as_other_tools_leave_it(made, tmp_path / "odd", 4, 8), tmp_path / "out"
+    with pytest.raises(
+        CompressionError, match=r"has 8 experts and the other layers 4, .* compress it with --experts 4"
+    ):
+        verify_folder(source)
+    summary = compressor.compress(str(source), out, strategy="reap", experts=4, mtp="keep", **with_text(tmp_path))
+    before, after = tensors_of(source), tensors_of(out)
+    names = {name for name in before if not made.owned([name])}
+    assert names == {name for name in after if not made.owned([name])}  # the trunk keeps all that it has
+    assert all(torch.equal(before[name], after[name]) for name in names)
+    module = f"{made.blocks[0]}mlp.experts"
+    [layer] = [layer for layer in summary.plan.stage.layers if layer.module == module]
+    kept = [group.members[0] for group in layer.groups]
+    assert layer.experts == 8 and len(kept) == 4
+    for slot, expert in enumerate(kept):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            assert torch.equal(after[f"{module}.{slot}.{part}.weight"], before[f"{module}.{expert}.{part}.weight"])
+    gate = f"{made.blocks[0]}mlp.gate.weight"
+    assert torch.equal(after[gate], before[gate][kept])
+    assert f"{module}.4.up_proj.weight" not in after and {"before", "after"} <= summary.acceptance[module].keys()
+    verify_folder(out)
+    [head] = find_heads(open_model(locate(str(out))))
+    assert head.layer.experts == 4
+
+
+def test_a_head_with_fewer_experts_than_are_kept_is_left_out(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = as_other_tools_leave_it(made, tmp_path / "odd", 8, 4)
+    asked: dict[str, Any] = {"strategy": "model-centric", "experts": 6}
+    with pytest.raises(
+        CompressionError, match=r"has 4 experts, fewer than the 6 .*; pass --experts 4 or fewer, or --mtp"
+    ):
+        plan_of(source, mtp="keep", **asked)
+    compressor.compress(str(source), tmp_path / "out", **asked)
+    assert "is left out: it has 4 experts, and the other layers 6" in caplog.text
+    assert read(tmp_path / "out", "config.json")[made.field] == 0
+    assert not made.owned(tensors_of(tmp_path / "out"))
+    verify_folder(tmp_path / "out")
+    compressor.compress(str(source), tmp_path / "less", strategy="model-centric", experts=4)
+    [head] = find_heads(open_model(locate(str(tmp_path / "less"))))
+    assert head.layer.experts == 4
+
+
+def test_a_number_for_the_head_is_that_of_the_trunk_or_refused(made: Made, tmp_path: Path) -> None:
+    planned = plan_of(made.folder, strategy="model-centric", experts=4, mtp=4)
+    assert planned.stage.mtp == "keep" and planned.steps[0].options["mtp"] == 4
+    with pytest.raises(CompressionError, match=r"--mtp 6: a head gets the 4 experts of the other layers, since .*vLLM"):
+        plan_of(made.folder, strategy="model-centric", experts=4, mtp="6")
+
+
+def test_an_odd_head_is_left_out_where_nothing_is_pruned(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = as_other_tools_leave_it(made, tmp_path / "odd", 4, 8)
+    whole = untouched(open_model(locate(str(source))))
+    assert all(len(layer.groups) == layer.experts == 4 for layer in whole.layers)
+    assert "has 8 experts, and the other layers 4; with --experts 4 and --mtp keep it is cut to that" in caplog.text
 
 
 @pytest.mark.full

@@ -171,6 +171,9 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         zeroed = f"; set to zero in the config: {', '.join(outcome.zeroed_fields)}" if outcome.zeroed_fields else ""
         names = first_of(outcome.left_out, 4)
         blocks.append(Text(f"left out, as stock transformers does not load them: {names}{zeroed}"))
+    elif outcome.zeroed_fields:
+        announced = ", ".join(outcome.zeroed_fields)
+        blocks.append(Text(f"set to zero in the config, as no multi-token-prediction head is stored: {announced}"))
     if outcome.servers is not None:
         blocks.append(Text(server_line(outcome.servers)))
     if outcome.loader_fault is not None:

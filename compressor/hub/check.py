@@ -78,7 +78,7 @@ def _verify_weights(folder: Path) -> dict[str, int]:
 
     Returns its files of weights with the bytes of their headers.
     """
-    experts, heads = None, False
+    experts, heads = None, True
     if (folder / COMPRESSION).is_file():
         stage = read_plan(folder).stage
         experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed

@@ -18,7 +18,8 @@ of these rows, which its embedding looks up there.
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,7 +34,7 @@ from torch.nn.functional import embedding, linear
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number
+from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number, with_fields
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, allocate
 from compressor.model.verification import verify_plain
@@ -58,6 +59,7 @@ PARTS = {  # what stands beside a head's decoder layer, by its name there
 }
 NEEDED = ("embedding_norm", "hidden_norm", "projection", "norm")
 ROOT = "mtp."
+ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 OWN_LAYER = re.compile(r"layers\.(\d+)\.")
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
@@ -167,6 +169,27 @@ def known_heads(model: OpenModel) -> tuple[Head, ...]:
         return ()
 
 
+def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[Head, ...]:
+    """The heads that have so many experts, or more where a plan will `cut` them; none, saying why, where one does not.
+
+    Stock configs and servers have one number of experts for the trunk and its heads.
+    """
+    heads = known_heads(model)
+    for head in heads:
+        own = head.layer.experts
+        if own < experts or (own > experts and not cut):
+            remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if own > experts else ""
+            logger.warning(
+                "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s",
+                head.names.unit,
+                own,
+                experts,
+                remedy,
+            )
+            return ()
+    return heads
+
+
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     """The heads whose experts modules a plan names, which must be all or none of them."""
     trunk = {layer.name for layer in model.architecture.layers}
@@ -180,8 +203,20 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
-    """The tensors of all heads of a checkpoint on disk; raises `CompressionError` where they are not understood."""
-    return tuple(name for head in find_heads(open_model(locate(str(folder)))) for name in head.names.stored)
+    """The tensors of all heads of a checkpoint on disk.
+
+    Raises `CompressionError` where they are not understood, or have another number of experts than the trunk.
+    """
+    model = open_model(locate(str(folder)))
+    heads, experts = find_heads(model), model.architecture.experts
+    if odd := next((head for head in heads if head.layer.experts != experts), None):
+        own = odd.layer.experts
+        remedy = f"--experts {min(own, experts)} or --mtp drop"
+        raise CompressionError(
+            f"{odd.names.unit} has {own} experts and the other layers {experts}, which servers build with one number; "
+            f"compress it with {remedy}"
+        )
+    return tuple(name for head in heads for name in head.names.stored)
 
 
 def stored_prefix(model: OpenModel, unit: str) -> str:
@@ -194,27 +229,51 @@ def stored_prefix(model: OpenModel, unit: str) -> str:
     return starts.pop()
 
 
+def _experts_of(model: OpenModel, names: HeadNames) -> int:
+    """How many experts a head's stored tensors are of, which other tools may have left beside a smaller trunk."""
+    if numbers := {found[1] for name in names.block if (found := ONE_EXPERT.search(name))}:
+        return len(numbers)
+    shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)
+    return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
+
+
+def _kind(shapes: Mapping[str, tuple[int, ...]], experts: int) -> frozenset[tuple[Any, ...]]:
+    """What makes decoder layers alike, by the names of a layer's tensors: shapes, whatever the number of experts."""
+    found = Counter((ONE_EXPERT.sub("experts.*.", name), shape) for name, shape in shapes.items())
+    return frozenset(
+        (name, tuple(-1 if size == experts else size for size in shape), -1 if number == experts else number)
+        for (name, shape), number in found.items()
+    )
+
+
 def _head(model: OpenModel, names: HeadNames) -> Head:
     """The head of these names, built like the layer of the trunk with its tensors, or in full precision like any."""
-    tensors, kinds = model.checkpoint.tensors, dict[tuple[Any, ...], str]()
-    for unit in dict.fromkeys(layer.unit for layer in reversed(model.architecture.layers)):
-        prefix, own = stored_prefix(model, unit), [n for n, role in model.layout.roles.items() if role.unit == unit]
-        kinds.setdefault(tuple(sorted((name.removeprefix(prefix), tensors[name].shape) for name in own)), unit)
-    alike = kinds.get(tuple(sorted((name, tensors[names.prefix + name].shape) for name in names.block)))
+    tensors, kinds = model.checkpoint.tensors, dict[frozenset[tuple[Any, ...]], str]()
+    experts = _experts_of(model, names)
+    for layer in reversed(model.architecture.layers):
+        prefix = stored_prefix(model, layer.unit)
+        own = {
+            n.removeprefix(prefix): tensors[n].shape
+            for n, role in model.layout.roles.items()
+            if role.unit == layer.unit
+        }
+        kinds.setdefault(_kind(own, layer.experts), layer.unit)
+    alike = kinds.get(_kind({name: tensors[names.prefix + name].shape for name in names.block}, experts))
     plain = all(tensors[names.prefix + name].is_plain for name in names.block)
     faults = list[str]()
     for unit in [alike] if alike else [*kinds.values()] if plain else ():
         try:
-            return _built(model, names, unit, quantized=bool(alike) and model.layout.quantized)
+            return _built(model, names, unit, experts, quantized=bool(alike) and model.layout.quantized)
         except CompressionError as error:
             faults.append(str(error))
     faults.append("no decoder layer of the model with experts has such tensors")
     raise CompressionError(f"{names.prefix}* is not understood: {faults[0]}")
 
 
-def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> Head:
-    """The head of these names as a model whose only decoder layer is built like `like`."""
-    config, raw = _one_layer(model, like), dict(model.checkpoint.raw_config)
+def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
+    """The head of these names as a model whose only decoder layer is built like `like`, with so many experts."""
+    sized = with_fields(model.config, {model.architecture.count_field: experts})
+    config, raw = _one_layer(sized, len(model.architecture.units), like), dict(model.checkpoint.raw_config)
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
@@ -222,7 +281,8 @@ def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> He
                 delattr(node, SCALED)
     stock = build_meta(config)
     kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
-    layers = (stock.get_submodule(units[0]), model.partial.model.get_submodule(like))
+    trunk = model.partial.model if experts == model.architecture.experts else build_meta(sized)
+    layers = (stock.get_submodule(units[0]), trunk.get_submodule(like))
     own, others = ({key: value.shape for key, value in layer.state_dict().items()} for layer in layers)
     if len(units) != 1 or own != others:
         raise CompressionError(f"{kind} cannot be built with {like} alone")
@@ -257,13 +317,13 @@ def _built(model: OpenModel, names: HeadNames, like: str, quantized: bool) -> He
     if not quantized:
         verify_plain(checkpoint, stock)
     opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
-    _refuse_odd(opened, names, model)
+    _refuse_odd(opened, names, model, experts)
     return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
 
 
-def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
+def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
     """Refuse a head whose layer or projection is not what can be run and cut."""
-    layers, experts = opened.architecture.layers, model.architecture.experts
+    layers = opened.architecture.layers
     if len(layers) != 1 or layers[0].tables or opened.layout.left_out or layers[0].experts != experts:
         raise CompressionError("its decoder layer does not hold one block of experts like the others'")
     width = int(model.partial.model.get_input_embeddings().weight.shape[1])
@@ -274,10 +334,10 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel) -> None:
             raise CompressionError(f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}")
 
 
-def _one_layer(model: OpenModel, like: str) -> Any:
-    """The config of a model whose only decoder layer is built like `like`, with an untied language-model head."""
-    config = copy.deepcopy(model.config)
-    text, count, place = config.get_text_config(), len(model.architecture.units), layer_number(like)
+def _one_layer(config: Any, count: int, like: str) -> Any:
+    """The config of a model of `count` layers made one whose only layer is built like `like`, with an untied head."""
+    config = copy.deepcopy(config)
+    text, place = config.get_text_config(), layer_number(like)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count and ("layer" in name or "type" in name):
             setattr(text, name, [value[place]])

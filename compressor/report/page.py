@@ -96,7 +96,7 @@ def made_with(data: Report) -> Facts:
         tensors = f"{counted(len(data.left_out), 'tensor')} that stock transformers does not load"
         rows.append(("Left out of the output", f"{tensors}: {first_of(data.left_out, 8)}"))
     if data.zeroed_fields:
-        rows.append(("Config fields set to zero, as their tensors are left out", setting(data.zeroed_fields)))
+        rows.append(("Config fields set to zero, as the output has no such tensors", setting(data.zeroed_fields)))
     rows += [("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))]
     return Facts(tuple((name, value) for name, value in rows if value != ""))
 

@@ -1,16 +1,18 @@
 """The output's config.json: the base's, with the number of experts and what hangs on it rewritten."""
 
 import copy
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import translate
+from functools import reduce
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 from compressor.checkpoint.reader import MODELOPT
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, kernel_fields
+from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.recipe.plan import CompressionPlan
 
@@ -18,7 +20,9 @@ PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
 WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
-EXTRA_HEAD = (("mtp", "nextn"), ("num", "layers"))  # a field with one of each announces a multi-token-prediction head
+HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
+
+logger = logging.getLogger(__name__)
 
 
 def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
@@ -53,19 +57,45 @@ def _set_repeats(node: dict[str, Any], names: set[str], before: Any, count: Any)
 
 def announces_head(field: str) -> bool:
     """Whether a config field of this name counts the layers of a multi-token-prediction head."""
-    return all(any(word in field for word in words) for words in EXTRA_HEAD)
+    return HEADS.fullmatch(field) is not None
 
 
-def zero_extra_heads(raw: dict[str, Any], prefix: str = "") -> list[str]:
-    """Set the fields that announce a head whose tensors are left out to zero; returns their dotted names."""
-    changed = []
+def _announcing(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted names of the fields that count heads, and what they say."""
     for key, value in raw.items():
         if isinstance(value, dict):
-            changed += zero_extra_heads(value, f"{prefix}{key}.")
-        elif announces_head(key) and type(value) is int and value > 0:
-            raw[key] = 0
-            changed.append(f"{prefix}{key}")
-    return changed
+            yield from _announcing(value, f"{prefix}{key}.")
+        elif announces_head(key) and type(value) is int:
+            yield f"{prefix}{key}", value
+
+
+def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str, Any], list[str]]:
+    """A config whose fields count the `heads` that are stored, and dotted names of those that were set to zero.
+
+    A field stays where the stock model `config` has other tensors without it.
+    """
+    wrong = {path: value for path, value in _announcing(raw) if value != heads}
+    if not wrong:
+        return raw, []
+    found, stock = copy.deepcopy(raw), dict.fromkeys(wrong, heads)
+    for path, value in stock.items():
+        *parents, name = path.split(".")
+        reduce(getitem, parents, found)[name] = value
+    known = {path: value for path, value in stock.items() if _has(config, path)}
+    if known and build_meta(with_fields(config, known)).state_dict().keys() != build_meta(config).state_dict().keys():
+        return raw, []
+    for path, value in wrong.items():
+        if heads:
+            logger.warning("config.json says %s %d, and %d are stored, which the output says", path, value, heads)
+    return found, [] if heads else list(wrong)
+
+
+def _has(config: Any, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    try:
+        return hasattr(attrgetter(owner)(config) if owner else config, name)
+    except AttributeError:
+        return False
 
 
 def expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
@@ -141,17 +171,17 @@ def fields_set(raw: Mapping[str, Any], known: Any, fields: Mapping[str, Any]) ->
 
 
 def config_with(
-    raw: Mapping[str, Any], architecture: Architecture, layout: Layout, fields: Mapping[str, Any], heads: bool = False
+    raw: Mapping[str, Any], architecture: Architecture, fields: Mapping[str, Any], heads: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it.
 
-    Fields that announce multi-token-prediction heads stay where `heads` are kept.
+    Fields that count multi-token-prediction heads say how many are stored: `heads`.
     """
     config = fields_set(raw, architecture.config, fields)
     config.pop("auto_map", None)  # stock loading only: remote code does not travel
     for node, field in kernel_fields(config):  # not obeyed here, it would fetch code elsewhere
         del node[field]
-    return config, zero_extra_heads(config) if layout.left_out and not heads else []
+    return _with_heads(config, architecture.config, heads)
 
 
 def output_config(
@@ -161,13 +191,14 @@ def output_config(
     plan: CompressionPlan,
     dequantized_dtype: str | None,
     head_renames: Mapping[str, str | None] | None = None,
+    heads: int = 0,
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json of the output, dotted names of fields set to zero because their tensors are left out).
 
-    `head_renames` are those of the experts of kept multi-token-prediction heads; None where none is kept.
+    `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
     fields = {architecture.count_field: plan.experts, **architecture.written}
-    config, zeroed = config_with(raw, architecture, layout, fields, head_renames is not None)
+    config, zeroed = config_with(raw, architecture, fields, heads)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node and dequantized_dtype is not None:

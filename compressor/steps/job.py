@@ -225,7 +225,7 @@ def make_job(
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
     of_experts = renames if heads else None
-    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, of_experts)
+    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, of_experts, len(heads))
     moved = None if dequantized is not None else all_renames(architecture, layout, plan, of_experts)
     return OutputJob(
         outputs=every,

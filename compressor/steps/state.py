@@ -12,7 +12,7 @@ from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, read_base
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.architecture import MoeLayer
-from compressor.model.mtp import known_heads
+from compressor.model.mtp import fitting_heads
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
@@ -149,7 +149,7 @@ def untouched(model: OpenModel, seed: int = 0) -> CompressionPlan:
     whole = replace(whole_plan(model), seed=seed, split=model.split)
     if model.is_split:
         return whole
-    heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in known_heads(model))
+    heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in fitting_heads(model, whole.experts))
     return replace(whole, layers=(*whole.layers, *heads))
 
 

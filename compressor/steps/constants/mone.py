@@ -589,7 +589,7 @@ def constants_job(state: State) -> OutputJob:
             content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
             added.append(replace(tensor_output(name, value, layer.unit), content=content))
     outputs = in_order_of(model.architecture.units, [*copies, *added])
-    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, model.layout, {})
+    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
     config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.stage_plan().layers if entry.constants}
 
     def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:

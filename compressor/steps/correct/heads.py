@@ -11,7 +11,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.mtp import Head, acceptances, agreement, find_heads, known_heads, legs_of, names_of
+from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, legs_of, names_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
@@ -22,23 +22,35 @@ KEEP_HEADS, DROP_HEADS = "keep", "drop"
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
-def chosen_heads(model: OpenModel, choice: str | None) -> tuple[Head, ...]:
+def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tuple[Head, ...]:
     """The heads that are kept: all where they are understood, unless they are to be dropped.
 
-    Raises `CompressionError` where `choice` is to keep what the checkpoint lacks, or what is not understood.
+    They are planned with as many `experts` as the other layers. Raises `CompressionError` where `choice` is to keep
+    what the checkpoint lacks, what is not understood, or a number of experts of its own.
     """
-    if choice == KEEP_HEADS and model.whole is not None:
+    if isinstance(choice, int) and choice != experts:
+        raise CompressionError(
+            f"--mtp {choice}: a head gets the {experts} experts of the other layers, since the stock config, vLLM 0.33 "
+            "and SGLang 0.5.23 have one number for both (except interns2_mobius and nemotron_h_puzzle, which stock "
+            "transformers does not have); pass --mtp keep or drop"
+        )
+    if choice not in (None, DROP_HEADS) and model.whole is not None:
         raise CompressionError("--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp")
     if choice == DROP_HEADS or model.whole is not None:
         return ()
     if choice is None:
-        return known_heads(model)
+        return fitting_heads(model, experts, cut=True)
     try:
         heads = find_heads(model)
     except CompressionError as error:
         raise CompressionError(f"--mtp keep: {error}; leave it out, or pass --mtp drop") from error
     if not heads:
         raise CompressionError("--mtp keep: the checkpoint has no multi-token-prediction head; leave it out")
+    if small := next((head for head in heads if head.layer.experts < experts), None):
+        raise CompressionError(
+            f"--mtp keep: {small.names.unit} has {small.layer.experts} experts, fewer than the {experts} of the other "
+            f"layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
+        )
     return heads
 
 

@@ -215,7 +215,7 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     strategy = load_strategy(prune.strategy, prune.options)
     experts = kept_count(prune, model, parts)
     given_protected(prune.protect, model.architecture.layers, experts)
-    return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp))
+    return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp, experts))
 
 
 def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: bool) -> Needs:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from compressor import entry_points
 from compressor.errors import CompressionError
@@ -40,6 +40,14 @@ def _check_protect(protect: Any) -> Any:
     return protect
 
 
+def _check_heads(mtp: Any) -> Any:
+    number = int(mtp) if isinstance(mtp, str) and mtp.isascii() and mtp.isdigit() and len(mtp) < 10 else mtp
+    if number not in (None, "keep", "drop") and not (type(number) is int and number > 0):
+        raise CompressionError(f"mtp is {mtp!r}; it is keep, drop or a number of experts")
+    return number
+
+
+Heads = Annotated[Literal["keep", "drop"] | int | None, BeforeValidator(_check_heads)]
 Protect = Annotated[str | tuple[dict[str, JsonValue], ...] | None, AfterValidator(_check_protect)]
 
 
@@ -65,10 +73,10 @@ class Prune(Step):
     top_k: int | None = Field(
         None, ge=1, description="num_experts_per_tok of the output, at most as many as now (default: as many)."
     )
-    mtp: Literal["keep", "drop"] | None = Field(
+    mtp: Heads = Field(
         None,
-        description="Multi-token-prediction heads: keep (with as many experts as the other layers) or drop (default: "
-        "keep where the layout is known).",
+        description="Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than "
+        "theirs is refused) or drop (default: keep where the layout is known).",
     )
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import MixtralConfig
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, MoeLayer
 from compressor.model.layout import Layout, Role
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.steps import configuration
 from compressor.steps.configuration import output_config
 
 BLOCK = "model.layers.{}.mlp"
@@ -95,8 +97,27 @@ def test_a_head_that_is_left_out_is_zeroed() -> None:
     assert zeroed == ["num_nextn_predict_layers", "text_config.mtp_num_layers"]
     assert config["num_nextn_predict_layers"] == 0
     assert config["text_config"] == {"mtp_num_layers": 0, "mtp_on": True}
-    config, zeroed = output_config(raw, architecture(), layout(), a_plan(), None)
-    assert zeroed == [] and config["num_nextn_predict_layers"] == 1
+    config, zeroed = output_config(raw, architecture(), layout(), a_plan(), None)  # that is announced, but not stored
+    assert len(zeroed) == 2 and config["num_nextn_predict_layers"] == 0
+
+
+def test_fields_count_the_heads_that_are_kept() -> None:
+    others = {"mtp_num_experts": 4, "mtp_layers_block_type": ["moe"], "mtp_num_attention_heads": 16}
+    raw = {"num_local_experts": 8, "num_nextn_predict_layers": 0, "text_config": {"num_mtp_modules": 3}, **others}
+    config, zeroed = output_config(raw, architecture(), layout(("a",)), a_plan(), None, {}, heads=1)
+    assert (config["num_nextn_predict_layers"], config["text_config"], zeroed) == (1, {"num_mtp_modules": 1}, [])
+    assert {name: config[name] for name in others} == others
+
+
+def test_a_field_that_the_stock_model_is_built_by_stays() -> None:
+    """As in nemotron_h_omni, whose vision tower has a norm where the field is above zero."""
+    config = MixtralConfig(num_local_experts=8, num_hidden_layers=1, tie_word_embeddings=False)
+    field, raw = "num_nextn_predict_layers", {"num_local_experts": 8, "num_nextn_predict_layers": 1}
+    setattr(config, field, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configuration, "build_meta", lambda each: torch.nn.LayerNorm(2, bias=getattr(each, field) > 0))
+        found, zeroed = output_config(raw, architecture(config), layout(("a",)), a_plan(), None)
+    assert found[field] == 1 and zeroed == []
 
 
 def quantized(entries: Any, plan: CompressionPlan | None = None, key: str = "ignore") -> Any:
