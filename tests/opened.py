@@ -1,5 +1,6 @@
 """Tiny zoo models on disk, opened as the compressor opens them, and what a plain forward of the same model shows."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,6 +123,23 @@ def plain_calls(stock: PreTrainedModel, architecture: Architecture, parts: Seque
         with torch.no_grad():
             stock(input_ids=tokens, use_cache=False)
     return seen
+
+
+def hidden_states(stock: PreTrainedModel, architecture: Architecture, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What each decoder layer puts out in plain forwards of the batches: [T, H], or all of a token's side by side."""
+    seen = defaultdict[str, list[Tensor]](list)
+
+    def note(unit: str, module: Any, args: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        seen[unit].append(hidden.detach().clone().flatten(0, 1).flatten(1))
+
+    handles = [stock.get_submodule(unit).register_forward_hook(partial(note, unit)) for unit in architecture.units]
+    for tokens in parts:
+        with torch.no_grad():
+            stock(input_ids=tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {unit: torch.cat(values) for unit, values in seen.items()}
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
+from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
@@ -35,6 +36,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 
+TINY = torch.finfo(torch.float32).tiny
 BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
 
@@ -102,6 +104,21 @@ def picked(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return value.index_select(0, rows.to(value.device))
 
 
+def hidden_of(output: Any) -> torch.Tensor:
+    """The hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
+    return next(_tensors(output))
+
+
+def stream_weights(hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+    """How much an error counts behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
+
+    Later layers see a hidden state divided by its size. Experts that see other tokens than the layer puts out, so many
+    of them, have the mean for all.
+    """
+    weights = 1 / as_float64(hidden.detach().flatten(0, 1).flatten(1)).square().sum(-1).clamp(min=TINY)
+    return weights if len(weights) == tokens else weights.mean().expand(tokens)
+
+
 _REPLAY = "replay"
 _SILENT = Silent()
 
@@ -148,6 +165,9 @@ class LayerVisitor:
 
     def entering(self, batch: int) -> None:
         """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
+
+    def came_out(self, output: Any) -> None:
+        """The layer's own forward, or what replaced it, has put this out for a batch, in replays too (`hidden_of`)."""
 
     def passed(self, unit: str) -> None:
         """Every batch has passed the layer, which is still loaded."""
@@ -313,10 +333,15 @@ class _Lockstep:
         self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
         while self.driver.switch(unit) == _REPLAY:
             copies = (value.clone() if isinstance(value, torch.Tensor) else value for value in args)
-            own(*copies, **kwargs)  # which may change them in place without the batch noticing
+            self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
         for visitor in self.visitors:
             own = visitor.replaced(unit, own)
-        return own(*args, **kwargs)
+        return self._came_out(own(*args, **kwargs))
+
+    def _came_out(self, output: Any) -> Any:
+        for visitor in self.visitors:
+            visitor.came_out(output)
+        return output
 
     def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.waiting <= {unit}:
@@ -360,6 +385,9 @@ class ReverseVisitor(LayerVisitor):
     `loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
     gradients unless a visitor has them do so there.
     """
+
+    def came_back(self, unit: str, batch: int, gradient: torch.Tensor) -> None:
+        """The gradient of the loss at the hidden states [B, L, H] that the layer has put out for a batch."""
 
     def replaying(self, unit: str, batch: int) -> None:
         """A batch is about to pass the layer once more, with gradients."""
@@ -422,6 +450,7 @@ class ReversePass:
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
+                visitor.came_back(unit, batch, calls.gradients[batch])
                 visitor.replaying(unit, batch)
             own: Forward = module.forward
             for visitor in visitors:

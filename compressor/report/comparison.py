@@ -235,8 +235,9 @@ class _Table:
                             tempfile.TemporaryDirectory() as made,
                             self.evaluator.measuring(model.partial.model) as riding,
                         ):
-                            work = (correction, Path(made), self.progress, self.seed)
-                            error = _layer_error(InOrder(model, self.calibration, variant, *work).run(riding).values())
+                            given = (model, self.calibration, variant, Path(made), self.progress, self.seed)
+                            refitting = InOrder(*given, correction=correction)
+                            error = _layer_error(refitting.run(riding).values())
                         (figures, *_), seconds = riding.figures, time.perf_counter() - begin
                     else:
                         visitor, phase = Substituting(model, [variant]), f"{name}, {count}"

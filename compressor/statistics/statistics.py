@@ -29,7 +29,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
 from compressor.model.experts import Watch, apply_expert, expert_parameters
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass, as_arguments, as_call, token_dim
+from compressor.model.streaming import LayerVisitor, Pass, as_arguments, as_call, hidden_of, stream_weights, token_dim
 from compressor.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,14 @@ class Meter:
     def router_called(self, call: RouterCall) -> None:
         """A batch has passed the router."""
 
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
-        """An expert returned `outputs` [n, H], in the computing dtype, with gate weights [n] and L2 norms [n]."""
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        """For the tokens `rows` [n] an expert returned `outputs` [n, H], in the computing dtype.
+
+        With gate weights [n] and L2 norms [n].
+        """
+
+    def came_out(self, hidden: Tensor) -> None:
+        """The batch's hidden states [B, L, H] have come out of the decoder layer."""
 
     def absorb(self, other: Self, scale: float) -> None:
         """Take in what another meter of the same layer has seen, its sums times `scale`."""
@@ -169,9 +175,29 @@ class NormSum(Sum):
         super().__init__(observed)
         self.gated, self.power = gated, power
 
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         values = as_float64(weights) * norms if self.gated else norms[as_float64(weights) != 0]
         self.total[expert] += (values**self.power).sum().cpu()
+
+
+class StreamEnergySum(Sum):
+    """Squared norms of the gated outputs, each over that of its token's hidden state behind the decoder layer."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.tokens, self.waiting = 0, list[tuple[int, Tensor, Tensor]]()  # an expert, its tokens, their energies
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.tokens = len(call.hidden)
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
+
+    def came_out(self, hidden: Tensor) -> None:
+        weights = stream_weights(hidden, self.tokens)
+        for expert, rows, energies in self.waiting:
+            self.total[expert] += (energies * weights[rows]).sum().cpu()
+        self.waiting = []
 
 
 class SquaredGateOutputSum(Sum):
@@ -181,7 +207,7 @@ class SquaredGateOutputSum(Sum):
         down, turned = observed.experts.down_proj, observed.experts.is_transposed
         super().__init__(observed, down.shape[2 if turned else 1])
 
-    def expert_ran(self, expert: int, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
         self.total[expert] += (as_float64(weights).square() @ as_float64(outputs)).cpu()
 
 
@@ -357,6 +383,11 @@ class LayerStatistics:
     squared_gated_norm_sum = Statistic[Tensor](
         "[E]", "square of gate weight times the norm, summed over its tokens", NormSum, gated=True, power=2
     )
+    stream_energy_sum = Statistic[Tensor](
+        "[E]",
+        "that square over the squared norm of the token's hidden state behind the decoder layer, summed alike",
+        StreamEnergySum,
+    )
     inputs = Statistic[Tensor]("[S, H]", "inputs of the experts at the sampled tokens", CallSample, part="hidden")
     router_logits = Statistic[Tensor]("[S, E]", "router logits there", RouterLogits)
     top_k_index = Statistic[Tensor]("[S, K]", "experts chosen there", CallSample, part="index")
@@ -393,7 +424,9 @@ def _measured_by(kind: type[Meter]) -> frozenset[str]:
     return frozenset(name for name, each in STATISTICS.items() if each.meter and issubclass(each.meter, kind))
 
 
-ROUTED_OUTPUTS = _measured_by(NormSum) | _measured_by(SquaredGateOutputSum)  # need every output: a slower forward
+ROUTED_OUTPUTS = frozenset[str]().union(
+    *map(_measured_by, (NormSum, StreamEnergySum, SquaredGateOutputSum))
+)  # need every output: a slower forward
 ROUTED = _measured_by(Sum) - ROUTED_OUTPUTS
 DENSE = _measured_by(ExpertOutputs)
 SAMPLED = _measured_by(Sample) - DENSE
@@ -470,7 +503,12 @@ class Collector:
     def _expert_ran(self, expert: int, rows: Tensor, weights: Tensor, outputs: Tensor) -> None:
         norms = as_float64(outputs).norm(dim=-1)
         for meter in self.meters.values():
-            meter.expert_ran(expert, weights, norms, outputs)
+            meter.expert_ran(expert, rows, weights, norms, outputs)
+
+    def came_out(self, hidden: Tensor) -> None:
+        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+        for meter in self.meters.values():
+            meter.came_out(hidden)
 
     def absorb(self, other: Self, scale: float = 1.0) -> None:
         """Take in what another collector of the same layer has seen, its sums times `scale`."""
@@ -541,6 +579,7 @@ class Observers:
     ) -> None:
         self.model, self.layer, self.needs, self.routers = model.partial.model, layer, needs, routers
         self.shares, self.seed, self.per_source = calibration.weights, seed, per_source
+        self.observing: Collector | None = None
         self.parts = [
             (calibration.source_of(number), number in calibration.heldout) for number in range(len(calibration.batches))
         ]
@@ -559,9 +598,16 @@ class Observers:
         self.detach()
         part = self.parts[batch]
         if not part[1] or self.needs & HELDOUT:
-            self.collectors[part].enter(*self.rows[batch], batch)
+            self.observing = self.collectors[part]
+            self.observing.enter(*self.rows[batch], batch)
+
+    def came_out(self, hidden: Tensor) -> None:
+        """The decoder layer has put out the batch's hidden states [B, L, H]."""
+        if self.observing is not None:
+            self.observing.came_out(hidden)
 
     def detach(self) -> None:
+        self.observing = None
         for collector in self.collectors.values():
             collector.detach()
 
@@ -655,3 +701,7 @@ class _Watching(LayerVisitor):
     def entering(self, batch: int) -> None:
         for observers in self.active:
             observers.enter(batch)
+
+    def came_out(self, output: Any) -> None:
+        for observers in self.active:
+            observers.came_out(hidden_of(output))

@@ -61,7 +61,7 @@ from compressor.steps.constants.step import Constants
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.in_order import RecordingVisitor
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import CONSTANTS, Correct
+from compressor.steps.correct.step import CONSTANTS
 from compressor.steps.cutting import Conversion
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
@@ -486,7 +486,6 @@ class InOrder(RecordingVisitor):
 
     calibration: Calibration
     substitutes: Mapping[str, Substitutes]  # by experts module, as planned
-    correction: Correct
     folder: Path
     progress: Progress
     seed: int = 0
@@ -495,6 +494,7 @@ class InOrder(RecordingVisitor):
     def run(self, riding: Riding | None = None) -> dict[str, Any]:
         """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
         batches, evaluation, visitors = self.calibration.batches, list[Tensor](), list[LayerVisitor]([self])
+        self.weigh_tokens()
         if riding is not None:
             riding.first, evaluation = len(batches), riding.batches
             visitors.append(riding)
@@ -548,7 +548,7 @@ def _in_order(state: State, progress: Progress) -> InOrder:
         {layer.module: layer.constants for layer in state.stage_plan().layers}, measured_constants(state)
     )
     correct, folder = state.step_of("correct"), state.cut().folder
-    return InOrder(state.model, state.text.fit, planned, correct, folder, progress, state.seed)
+    return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correct)
 
 
 def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:

@@ -17,7 +17,8 @@ from compressor.distributed import here
 from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
-from compressor.model.streaming import allocate, as_arguments, as_call, picked, token_dim
+from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
+from compressor.steps.correct.step import OUTPUT, STREAM, Weights
 
 CHUNK = 4096  # tokens computed at once
 GROUPS = 8  # of batches, whose sums over tokens are added up first
@@ -65,6 +66,7 @@ class Recording:
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
     emphasis: Sequence[torch.Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
+    by: Weights = "output"  # what else weighs a token; a gradient is among the weights already
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: Rows = field(init=False)
@@ -74,6 +76,7 @@ class Recording:
     _watch: Watch | None = None
     _own: dict[int, str] = field(default_factory=dict)
     _batch: int = 0
+    _come_out: int = 0  # rows whose batch has left the decoder layer
 
     def __post_init__(self) -> None:
         self._inputs, self._outputs, self._weights = (Rows(self.expected) for _ in range(3))
@@ -112,11 +115,32 @@ class Recording:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         self._inputs.append(hidden)
         self._outputs.append(output)
-        if self.emphasis:
+        if self.weighs:
             seen = sum(size for batch, size in self.calls if batch == self._batch)
-            self._weights.append(self.emphasis[self._batch].flatten()[seen : seen + len(hidden)].to(output.device))
+            own = self.emphasis[self._batch].flatten()[seen : seen + len(hidden)] if self.emphasis else None
+            self._weights.append(
+                torch.ones(len(hidden), device=output.device) if own is None else own.to(output.device)
+            )
         self.calls.append((self._batch, len(hidden)))
         self._call = None
+
+    def came_out(self, hidden: torch.Tensor, shift: torch.Tensor | None = None) -> None:
+        """The decoder layer has put out a batch's hidden states [B, L, H]; `shift`, alike, is added to the outputs."""
+        rows = slice(self._come_out, self._outputs.used)
+        self._come_out = rows.stop
+        if rows.start == rows.stop:
+            return
+        if self.by == STREAM:
+            own = self._weights.value[rows]
+            own *= stream_weights(hidden, len(own)).to(own)
+        if shift is not None:
+            outputs = self.outputs[rows]
+            outputs += shift.flatten(0, -2).to(outputs)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens have weights of their own."""
+        return bool(self.emphasis) or self.by == STREAM
 
     @property
     def inputs(self) -> torch.Tensor:
@@ -145,9 +169,9 @@ class Recording:
             every = gathered(value, rows)
             return Rows(len(every), every, len(every))
 
-        whole = Recording(self.layer, 0)
+        whole = Recording(self.layer, 0, by=self.by)
         whole._inputs, whole._outputs = gather(self.inputs), gather(self.outputs)
-        if self.emphasis:
+        if self.weighs:
             whole._weights = gather(self._weights.value)
         described = here().broadcast(
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
@@ -191,7 +215,7 @@ class CutLayer:
     router: Any
     block: Any
     parameters: list[Parameters]
-    floor: float = 1.0  # added to ||y||^2 in a token's weight
+    typical: float = 1.0  # median of the tokens' ||y||^2, times their weights where it is not the output that weighs
     constants: Constants | None = None
 
     @classmethod
@@ -201,7 +225,8 @@ class CutLayer:
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
         wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
-        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs), constants)
+        weights = None if recording.by == OUTPUT else recording.weights
+        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs, weights), constants)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Split the positions `rows` [n], ascending, by the recorded calls that they lie in."""
@@ -259,12 +284,15 @@ class CutLayer:
         return picked(self.recording.outputs, rows).float()
 
     def token_weights(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others: -> [n].
+        """How much the error of each token at `rows` [n] counts: -> [n].
 
-        Times what the tokens at `rows` [n] are emphasised by.
+        By the output: 1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others. By
+        the stream or a gradient: 1 / ||h||^2 or ||dloss/dh||, over the median of that times ||y||^2. Times what tokens
+        are emphasised by.
         """
-        weights, emphasis = 1.0 / (targets.square().sum(-1) + self.floor), self.recording.weights
-        return weights if emphasis is None else weights * picked(emphasis, rows).to(weights)
+        by_output, own = self.recording.by == OUTPUT, self.recording.weights
+        weights = 1.0 / (targets.square().sum(-1) * by_output + self.typical)
+        return weights if own is None else weights * picked(own, rows).to(weights)
 
     def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
@@ -305,9 +333,10 @@ class CutLayer:
         return off / size if size else 0.0
 
 
-def _typical_energy(outputs: torch.Tensor) -> float:
-    """Median over the tokens of all ranks of ||y||^2; the mean where most are 0, and 1 where all are."""
+def _typical_energy(outputs: torch.Tensor, weights: torch.Tensor | None = None) -> float:
+    """Median over the tokens of all ranks of weighted ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
+    energies = energies if weights is None else energies * weights
     every = torch.cat(here().all_gather(energies.cpu()))
     every = every if len(every) else torch.zeros(1)
     return float(every.median()) or float(every.mean()) or 1.0

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,15 @@ from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.mtp import Head, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay
+from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, hidden_of
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.step import GRADIENT, Correct
+from compressor.steps.correct.streams import Originals, gradient_norms
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
@@ -109,18 +111,38 @@ class RecordingVisitor(LayerVisitor):
     model: OpenModel
     calibration: Calibration | None
     active: list[Observers | Recording] = field(default_factory=list, kw_only=True)  # what watches a replay's batches
+    correction: Correct = field(default=UNCORRECTED, kw_only=True)
+    originals: Originals | None = field(default=None, kw_only=True)
+    gradients: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, kw_only=True)  # norms of, by unit, batch
+
+    def weigh_tokens(self) -> None:
+        """Take the norms of gradients, if tokens are weighed by them."""
+        if self.calibration is not None and self.correction.wanted and self.correction.weights == GRADIENT:
+            self.gradients = gradient_norms(self.model, self.calibration.batches)
 
     def entering(self, batch: int) -> None:
         for watching in self.active:
             watching.enter(batch)
+
+    def came_out(self, output: Any) -> None:
+        hidden = hidden_of(output)
+        for watching in self.active:
+            if isinstance(watching, Recording) and self.originals is not None:
+                watching.came_out(hidden, self.correction.toward * self.originals.shift(self.at.batch, hidden))
+            else:
+                watching.came_out(hidden)
 
     def record(
         self, layers: Sequence[MoeLayer], replay: Replay, observers: Sequence[Observers] = ()
     ) -> list[Recording]:
         """Show the batches to the observers, and return what the loaded layers make of them."""
         assert self.calibration is not None
-        text = self.calibration
-        recordings = [Recording(layer, text.tokens, text.heldout, text.emphasis) for layer in layers]
+        text, emphasis = self.calibration, self.calibration.emphasis
+        if self.gradients:
+            own = [self.gradients.get((self.at.layer, number), batch) for number, batch in enumerate(text.batches)]
+            emphasis = tuple(a * b for a, b in zip(own, emphasis, strict=True)) if emphasis else tuple(own)
+        by = self.correction.weights
+        recordings = [Recording(layer, text.tokens, text.heldout, emphasis, by) for layer in layers]
         self.active = [*observers, *recordings]
         for recording in recordings:
             recording.attach(self.model.partial.model)
@@ -147,6 +169,8 @@ class _InOrder(RecordingVisitor):
     def before(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
         layers = self.at.moe_layers
+        if layers and self.originals is not None:
+            self.originals.pass_layer(replay)
         if layers and not self._from_files(unit, layers):
             self._compress(unit, layers, replay)
         for layer in layers if self.work.on_routed is not None and self.calibration is not None else ():
@@ -193,6 +217,8 @@ class _InOrder(RecordingVisitor):
                 Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
                 for layer in (layers if work.needs else ())
             ]
+            if self.originals is not None:
+                self.originals.find_factor(layers, replay)
             recordings = self.record(layers if work.measure or work.correction.wanted else (), replay, observers)
             statistics = [watching.finish() for watching in observers] or statistics
             del observers
@@ -234,12 +260,26 @@ def _compress_model(
 ) -> tuple[LayerPlan, ...]:
     """One model's layers; for the sake of a visitor `end` the batches go on to its output."""
     batches = () if calibration is None else calibration.batches
-    state = _InOrder(model, calibration, work, files)
-    evaluation = [] if riding is None else riding.batches
+    state = _InOrder(model, calibration, work, files, correction=work.correction)
+    state.weigh_tokens()
+    evaluation, own = [] if riding is None else riding.batches, None
+    if work.correction.wanted and work.correction.toward:
+        state.originals = Originals(model, len(batches))
+        own, batches = state.originals.own(batches, evaluation), (*batches, *batches)
     if riding is not None:
         riding.first = len(batches)
-    one = Pass(model, batches, progress, phase, work.seed, to_end=end is not None, evaluation=evaluation, shared=True)
-    one.run(*(visitor for visitor in (state, riding, end) if visitor is not None))
+    one = Pass(
+        model,
+        batches,
+        progress,
+        phase,
+        work.seed,
+        to_end=end is not None,
+        evaluation=evaluation,
+        shared=state.originals is None,
+        own=own,
+    )
+    one.run(*(visitor for visitor in (state, state.originals, riding, end) if visitor is not None))
     here().barrier()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers)
 
@@ -260,6 +300,11 @@ def compress_in_order(
     through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
+    if heads and work.correction.wanted and (work.correction.toward or work.correction.weights == GRADIENT):
+        raise CompressionError(
+            "correct.toward and correct.weights=gradient know no multi-token-prediction heads; leave them out, or pass "
+            "--mtp drop"
+        )
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, riding)
     assert calibration is not None

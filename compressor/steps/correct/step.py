@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONSTANTS, NONE = "constants", "none"
+OUTPUT, STREAM, GRADIENT = "output", "stream", "gradient"
+Weights = Literal["output", "stream", "gradient"]
 
 
 class Correct(Step):
@@ -34,6 +36,19 @@ class Correct(Step):
     )
     steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
     tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")
+    weights: Weights = Field(
+        "output",
+        description="How much a token counts in the error: by the inverse square of the layer's output, by that of the "
+        "hidden state behind the layer (stream), or by the norm of the loss's gradient there, which takes a backward "
+        "pass.",
+    )
+    toward: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How much of the way from the base's output on the smaller model's hidden states to the base's own "
+        "hidden states is fitted. Above 0, calibration text also passes the base.",
+    )
     rate: float = Field(0.3, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
     deterministic: bool = Field(
         False, description="Keep to operations that give the same bits each time; on a GPU some are slower."
@@ -65,6 +80,8 @@ class Correct(Step):
         after_constants = any(step.name == CONSTANTS for step in steps)
         if self.method == CONSTANTS and not after_constants:
             raise CompressionError("correct: method constants refits constants; put the step constants before it")
+        if after_constants and self.toward:
+            raise CompressionError("correct: toward is not known beside constants; leave it out")
         return Needs(text=True, heldout=1, passes=1)
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:

@@ -29,7 +29,7 @@ from compressor.statistics.statistics import (
     mix_tokens,
 )
 from tests import zoo
-from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls, statistics
+from tests.opened import Calls, batches, calibration, hidden_states, one_expert, opened, plain_calls, statistics
 from tests.plans import plan_of
 
 NAMES = [
@@ -51,8 +51,8 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-5)
 
 
-def naive_sums(stock: Any, name: str, experts: int, calls: Calls) -> dict[str, Tensor]:
-    """The sums of one layer, token by token and choice by choice."""
+def naive_sums(stock: Any, name: str, experts: int, calls: Calls, behind: Tensor) -> dict[str, Tensor]:
+    """The sums of one layer, token by token and choice by choice; `behind` [T, H] are the decoder layer's outputs."""
     sums = {key: torch.zeros(experts, dtype=torch.float64) for key in ROUTED | ROUTED_OUTPUTS}
     width = stock.get_submodule(name).down_proj.shape[2 if stock.get_submodule(name).is_transposed else 1]
     sums["squared_gate_output_sum"] = torch.zeros(experts, width, dtype=torch.float64)
@@ -73,6 +73,7 @@ def naive_sums(stock: Any, name: str, experts: int, calls: Calls) -> dict[str, T
             sums["squared_gate_sum"][expert] += weight**2
             sums["squared_gate_output_sum"][expert] += weight**2 * outputs[expert][token].double()
             sums["squared_gated_norm_sum"][expert] += (weight * norm) ** 2
+            sums["stream_energy_sum"][expert] += (weight * norm / float(behind[token].double().norm())) ** 2
     return sums
 
 
@@ -86,11 +87,14 @@ def test_sums_equal_a_loop_over_a_whole_models_tokens(name: str, tmp_path: Path)
     stock, model = opened(name, tmp_path)
     parts = batches(stock)
     found = statistics(model, ROUTED | ROUTED_OUTPUTS, parts)
-    calls = plain_calls(stock, model.architecture, parts)
+    behind, calls = hidden_states(stock, model.architecture, parts), plain_calls(stock, model.architecture, parts)
     assert set(found) == {layer.name for layer in model.architecture.layers}
     called = 0
     for layer in model.architecture.layers:
-        expected, stats = naive_sums(stock, layer.name, layer.experts, calls[layer.name]), found[layer.name]
+        expected, stats = (
+            naive_sums(stock, layer.name, layer.experts, calls[layer.name], behind[layer.unit]),
+            found[layer.name],
+        )
         if calls[layer.name].router_outputs:
             expected["probability_sum"] = probabilities(calls[layer.name], name).sum(0)[: layer.experts]
             assert stats.tokens == 36

@@ -1,0 +1,141 @@
+"""The hidden states around a layer that is refitted: how much its tokens count in them, and the base's own.
+
+B sequences, L tokens, H hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from compressor.devices import as_float64
+from compressor.distributed import here
+from compressor.errors import CompressionError
+from compressor.model.architecture import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import (
+    DEFAULT_ACTIVATION_BUDGET,
+    Forward,
+    LayerVisitor,
+    Replay,
+    ReversePass,
+    ReverseVisitor,
+    Spill,
+    hidden_of,
+)
+
+BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
+
+
+@dataclass(slots=True)
+class _GradientNorms(ReverseVisitor):
+    found: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def came_back(self, unit: str, batch: int, gradient: Tensor) -> None:
+        self.found[unit, batch] = gradient.float().flatten(2).norm(dim=-1)
+
+
+def gradient_norms(model: OpenModel, batches: Sequence[Tensor]) -> Mapping[tuple[str, int], Tensor]:
+    """||dloss/dh|| of each token, by decoder layer and batch: [B, L], h the hidden states behind the layer.
+
+    The loss is the next-token cross-entropy of token ids [B, L], summed. Of several ranks each has its own batches'.
+    Raises `CompressionError` where gradients cannot be taken layer by layer.
+    """
+    own = here().own(batches)
+    numbers = [*range(len(batches))] if own is None else sorted(own)
+
+    def loss(place: int, output: Any) -> Tensor:
+        logits = output.logits
+        following = batches[numbers[place]][:, 1:].to(logits.device)
+        return cross_entropy(logits[:, :-1].float().flatten(0, 1), following.flatten(), reduction="sum")
+
+    norms = _GradientNorms()
+    ReversePass(model, [batches[number] for number in numbers]).run(loss, norms)
+    return {(unit, numbers[place]): value for (unit, place), value in norms.found.items()}
+
+
+@dataclass(slots=True)
+class Originals(LayerVisitor):
+    """Batches that pass the base's own layers, numbered behind `count` others of the same text in the same order.
+
+    They pass each MoE layer before it is cut, in a replay, and wait behind it until the others have passed.
+    """
+
+    model: OpenModel
+    count: int
+    spill: Spill = field(default_factory=lambda: Spill(DEFAULT_ACTIVATION_BUDGET))
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
+    passing: bool = False
+    last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
+    factor: float = 1.0  # of an expert's output, where it joins the hidden states
+
+    def own(self, batches: Sequence[Tensor], evaluation: Sequence[Tensor]) -> frozenset[int] | None:
+        """The numbers of this rank's batches: of each text both, and those of the evaluation behind them."""
+        mine, more = here().own(batches), here().own(evaluation)
+        if mine is None or more is None:
+            return None
+        both = {*mine, *(number + self.count for number in mine)}
+        return frozenset(both | {number + 2 * self.count for number in more})
+
+    def pass_layer(self, replay: Replay) -> None:
+        """Have all batches pass the loaded layer as it is."""
+        self.passing = True
+        replay(range(self.count, 2 * self.count))
+        self.passing = False
+
+    def came_out(self, output: Any) -> None:
+        self.last = hidden_of(output)
+        if self.passing:
+            self.outputs[self.at.batch] = output
+            self.spill.keep(self.at.batch, hidden_of(output))
+
+    def replaced(self, unit: str, own: Forward) -> Forward:
+        """What a batch has passed already, where it has."""
+        if self.at.batch not in self.outputs:
+            return own
+        self.spill.forget(self.at.batch)
+        output = self.outputs.pop(self.at.batch)
+        return lambda *args, **kwargs: output
+
+    def shift(self, batch: int, hidden: Tensor) -> Tensor:
+        """By how much experts' outputs would have to change for the base's own hidden states: [B, L, H] -> alike."""
+        return (hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor
+
+    def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
+        """Find by what the loaded layer's experts' output is multiplied where it joins the hidden states, if by any.
+
+        Raises `CompressionError` where it joins them in another way, such as through a norm, or beside that of others.
+        """
+        layer, *others = layers
+        experts, sums = self.model.partial.model.get_submodule(layer.name), torch.zeros(4, dtype=torch.float64)
+        for number in sorted(self.outputs)[:1]:
+            hidden, output = list[Tensor](), torch.zeros(0)
+
+            def scaled(scale: float, module: Any, args: Any, value: Tensor) -> Tensor:
+                nonlocal output
+                output = as_float64(value.detach())
+                return value * scale
+
+            for scale in (0.0, 2.0, 1.0):
+                handle = experts.register_forward_hook(partial(scaled, scale))
+                replay([number])
+                handle.remove()
+                hidden.append(as_float64(self.last))
+            without, twice, once = (value.flatten() for value in hidden)
+            once, twice, output = once - without, twice - without, output.flatten()
+            if not others and output.numel() == once.numel():
+                bent = (twice - 2 * once).square().sum()
+                sums += torch.stack([once @ output, output @ output, once @ once, bent]).cpu()
+            else:
+                sums[3] = torch.inf
+        along, size, moved, bent = here().all_reduce(sums).tolist()
+        if bent > BENT**2 * moved:
+            raise CompressionError(
+                f"{layer.name}: what its experts put out is changed before it joins the hidden states, so there is no "
+                "telling what would bring those back; leave out correct.toward"
+            )
+        self.factor = along / size if along and size else 1.0
