@@ -29,7 +29,8 @@ from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
 from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
-from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics, LayerWeights, RouterArguments
+from compressor.statistics.meters import LayerWeights, RouterArguments
+from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics
 from compressor.steps.prune.choose import (
     METHODS,
     Block,

@@ -2,8 +2,7 @@
 
 With gate weight g_e(x) and output f_e(x) of expert e, and its routed tokens x in X_e, the saliencies are
 reap: mean of g_e(x) ||f_e(x)||; frequency: |X_e| (He et al. 2024, arXiv:2406.02500); ean, the expert activation norm:
-sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586); mean-norm and mean-squared-norm, the MAN and MSAN of Liu et
-al. 2026 (arXiv:2606.15716): mean of ||f_e(x)|| and of ||f_e(x)||^2.
+sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586).
 """
 
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ SALIENCIES: Mapping[str, tuple[str, bool]] = {  # the statistic, and whether it 
     "reap": ("gated_norm_sum", True),
     "frequency": ("routed_count", False),
     "ean": ("norm_sum", False),
-    "mean-norm": ("norm_sum", True),
-    "mean-squared-norm": ("squared_norm_sum", True),
 }
 
 
@@ -30,7 +27,7 @@ class Options:
 
     saliency: str = option(
         "reap",
-        help="by what experts are ranked: reap, frequency, ean, mean-norm or mean-squared-norm",
+        help="by what experts are ranked: reap, frequency or ean",
         choices=SALIENCIES,
     )
 

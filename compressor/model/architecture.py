@@ -7,7 +7,7 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count, product
 from operator import attrgetter
@@ -61,20 +61,39 @@ def check_count(layer: Router, count: int, where: str) -> None:
     raise CompressionError(f"{where}: {count} experts {fault}")
 
 
-def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
-    """Experts that a token is routed to."""
+def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
+    """Where it says how many experts a token is routed to, the likeliest first: owner, attribute, number."""
     text = config.get_text_config()
     fields = product((getattr(router, "config", text), text), ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
         if isinstance(value := getattr(owner, name, None), int):
-            if value < 1:
-                raise CompressionError(
-                    f"the config sends a token to {value} experts ({name}); restore config.json from its source"
-                )
-            return value
+            yield owner, name, value
+
+
+def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
+    """Experts that a token is routed to."""
+    for _, name, value in _tops_of(router, block, config):
+        if value < 1:
+            raise CompressionError(
+                f"the config sends a token to {value} experts ({name}); restore config.json from its source"
+            )
+        return value
     raise CompressionError(
         "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
     )
+
+
+@contextmanager
+def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) -> Iterator[None]:
+    """While the block runs, the live router chooses so many experts for each token."""
+    places = [*_tops_of(router, block, config)]
+    for owner, name, _ in places:
+        setattr(owner, name, top_k)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(places):
+            setattr(owner, name, value)
 
 
 def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:

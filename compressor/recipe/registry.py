@@ -11,7 +11,8 @@ from compressor.entry_points import EXPORTERS, STRATEGIES, defaults, load, make_
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics.statistics import LayerStatistics, LayerWeights, RouterArguments, check_needs
+from compressor.statistics.meters import LayerWeights, RouterArguments
+from compressor.statistics.statistics import LayerStatistics, check_needs
 
 CORRECTIONS = ("none", "ridge", "tune")
 SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]  # (statistics, options) -> label, similarities [E, E]

@@ -151,8 +151,11 @@ SCORES: list[tuple[str, dict[str, Any], str]] = [
     ("reap", {}, "gated_norm_sum"),
     ("reap", {"saliency": "frequency"}, "routed_count"),
     ("reap", {"saliency": "ean"}, "norm_sum"),
-    ("reap", {"saliency": "mean-norm"}, "norm_sum"),
-    ("reap", {"saliency": "mean-squared-norm"}, "squared_norm_sum"),
+    ("man", {}, "norm_sum"),
+    ("msan", {}, "squared_norm_sum"),
+    ("energy", {}, "stream_energy_sum"),
+    ("razor", {}, "squared_deletion_sum"),
+    ("leave-one-out", {}, "squared_deletion_sum"),
 ]
 
 

@@ -42,7 +42,7 @@ def test_needs_follow_the_options(name: str, options: dict[str, Any], needs: set
             {"similarity": "rbf-cka"},
             "'similarity'; it has align, merge, merge_routers, repr",
         ),
-        ("reap", {"saliency": "norm"}, "known are reap, frequency, ean, mean-norm, mean-squared-norm"),
+        ("reap", {"saliency": "norm"}, "known are reap, frequency, ean"),
         ("hub-guided", {"mass": "ean"}, "there is no mass 'ean'; known are gated-mass, visits"),
         *(("hub-guided", {"exponent": value}, "a number from 0 to 10") for value in (-0.5, 11, float("nan"))),
         ("ream", {"group_size": 1}, "group_size is 1; it must be 2 or more, or 0"),

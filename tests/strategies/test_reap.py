@@ -1,4 +1,4 @@
-"""REAP, gated mass and count-guided: scores by a loop over the tokens of a plain forward, by hand, refusals.
+"""REAP, gated mass, MAN, MSAN and count-guided: scores by a loop over the tokens of a plain forward, by hand, refusals.
 
 How many stay of each routing group, and that protected ones do, is `keep_best`'s (tests/compressor/steps/prune).
 """
@@ -14,10 +14,12 @@ from compressor.model.architecture import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from strategies import count_guided, gated_mass
+from strategies import count_guided, gated_mass, man, msan
 from strategies.reap import SALIENCIES, Options, plan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, kept, make_plan
+
+OTHERS = ("gated-mass", "count-guided", "man", "msan")
 
 SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached
     "routed_count": [4, 0, 1, 2, 3, 2],
@@ -39,7 +41,7 @@ def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[fl
     """Each saliency of each expert, over lists of its visits: (gate weight, output norm) one by one."""
     visits: list[list[tuple[float, float]]] = [[] for _ in range(layer.experts)]
     if not calls.experts_arguments:
-        return dict.fromkeys((*SALIENCIES, "gated-mass", "count-guided"), [0.0] * layer.experts)
+        return dict.fromkeys((*SALIENCIES, *OTHERS), [0.0] * layer.experts)
     hidden, index, weights = calls.joined()
     for expert in range(layer.experts):
         outputs = one_expert(stock.get_submodule(layer.name), expert, hidden).double()
@@ -53,8 +55,8 @@ def naive_scores(stock: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[fl
         "reap": [sum(g * n for g, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
         **{key: [float(len(seen)) for seen in visits] for key in ("frequency", "count-guided")},
         "ean": [sum(n for _, n in seen) for seen in visits],
-        "mean-norm": [sum(n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
-        "mean-squared-norm": [sum(n * n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
+        "man": [sum(n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
+        "msan": [sum(n * n for _, n in seen) / count for seen, count in zip(visits, mean, strict=True)],
         "gated-mass": [sum(g * n for g, n in seen) for seen in visits],
     }
 
@@ -69,7 +71,7 @@ def best(scores: list[float], keep: int, layer: MoeLayer, protected: frozenset[i
     return sorted(found)
 
 
-@pytest.mark.parametrize("saliency", [*SALIENCIES, "gated-mass", "count-guided"])
+@pytest.mark.parametrize("saliency", [*SALIENCIES, *OTHERS])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_vl_moe"])
 def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
@@ -99,14 +101,19 @@ def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, 
         ("reap", 4, [0, 2, 3, 5], 5.5 / 6),
         ("frequency", 3, [0, 3, 4], 9 / 12),
         ("ean", 3, [0, 3, 5], 20 / 28),
-        ("mean-norm", 3, [2, 3, 5], 11 / 14),  # means 2 0 5 3 1 3
-        ("mean-squared-norm", 2, [2, 4], 58 / 81),  # means 5 0 25 9 33 9
     ],
 )
 def test_cases_by_hand(saliency: str, keep: int, expected: list[int], share: float) -> None:
     made = plan(stats(), keep, options=Options(saliency))
     assert kept(made) == expected
     assert made.figures == {"kept_share_of_saliency": round(share, 6)}
+
+
+def test_man_and_msan_by_hand() -> None:
+    made = man.plan(stats(), 3)
+    assert kept(made) == [2, 3, 5] and made.figures == {"kept_share_of_saliency": round(11 / 14, 6)}  # 2 0 5 3 1 3
+    made = msan.plan(stats(), 2)
+    assert kept(made) == [2, 4] and made.figures == {"kept_share_of_saliency": round(58 / 81, 6)}  # 5 0 25 9 33 9
 
 
 def test_gated_mass_and_count_guided_by_hand() -> None:

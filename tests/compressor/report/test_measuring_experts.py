@@ -16,7 +16,7 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring import measure_layers, similarity_of
-from compressor.statistics.statistics import mix_tokens
+from compressor.statistics.meters import mix_tokens
 from compressor.steps.prune.similarity import linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls
 from tests.plugins import install

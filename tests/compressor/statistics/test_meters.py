@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compressor.plugins import LayerStatistics, fake_statistics
-from compressor.statistics.statistics import STATISTICS, Collector, ExpertsCall, Statistic, Sum, combined
+from compressor.statistics.meters import ExpertsCall, Sum
+from compressor.statistics.statistics import STATISTICS, Collector, Statistic, combined
 
 
 class LargestInput(Sum):
@@ -29,6 +30,7 @@ def seen(stats: LayerStatistics, parts: list[Tensor]) -> Collector:
     model.get_submodule = lambda name: {  # type: ignore[method-assign]
         stats.layer.name: stats.weights.experts, stats.layer.router: stats.weights.router, stats.layer.block: block
     }[name]  # fmt: skip
+    model.config = None  # type: ignore[assignment]
     needs = frozenset({"largest_input", "routed_count"})
     collector = Collector(stats.layer, model, needs, 0)
     for part in parts:

@@ -1,0 +1,425 @@
+"""Meters: what is seen of one MoE layer while batches pass it becomes the value of a statistic.
+
+T tokens of a batch, S sampled ones, E experts, K top-k, H hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from compressor.devices import as_float64
+from compressor.distributed import here
+from compressor.model.architecture import MoeLayer, another_top_k
+from compressor.model.experts import apply_expert, expert_parameters, routed
+from compressor.model.streaming import TINY, as_call, stream_weights, token_dim
+
+NORMALISED = 1e-3  # share by which one expert more changes the weights of others where these are normalised
+
+SmallerRouter = Callable[[int], Any]  # (experts) -> the router module, on meta, of a model with that many
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The layer's own modules while it is loaded. Strategies read them; they never write."""
+
+    experts: Any
+    router: Any
+    block: Any
+    smaller_router: SmallerRouter
+
+
+@dataclass(frozen=True, slots=True)
+class RouterArguments:
+    """What a router was called with at the sampled tokens."""
+
+    positional: tuple[Any, ...] = ()
+    by_keyword: Mapping[str, Any] = field(default_factory=dict)
+    dims: Mapping[int | str, int | None] = field(default_factory=dict)  # which dimension counts tokens, if one does
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The layer that is observed."""
+
+    layer: MoeLayer
+    experts: Any
+    router: Any
+    block: Any
+    config: Any
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled."""
+
+    batch: int
+    rows: Tensor
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCall:
+    """A batch's router call: logits [T, E and maybe more], all its arguments by keyword or None; `rows` are sampled."""
+
+    batch: int
+    rows: Tensor
+    logits: Tensor
+    arguments: tuple[tuple[str | None, Any], ...]
+
+
+class Meter:
+    """Measures one statistic of a layer."""
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        """A batch is about to pass the experts."""
+
+    def router_called(self, call: RouterCall) -> None:
+        """A batch has passed the router."""
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        """For the tokens `rows` [n] an expert returned `outputs` [n, H], in the computing dtype.
+
+        With gate weights [n] and L2 norms [n].
+        """
+
+    def came_out(self, hidden: Tensor) -> None:
+        """The batch's hidden states [B, L, H] have come out of the decoder layer."""
+
+    def absorb(self, other: Self, scale: float) -> None:
+        """Take in what another meter of the same layer has seen, its sums times `scale`."""
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks."""
+
+    def finish(self, smaller_router: SmallerRouter) -> Any:
+        raise NotImplementedError
+
+
+class Sum(Meter):
+    """A sum for each expert, [E] or [E, width], over all tokens."""
+
+    def __init__(self, observed: Observed, *width: int) -> None:
+        super().__init__(observed)
+        self.total = torch.zeros(observed.layer.experts, *width, dtype=torch.float64)
+
+    def absorb(self, other: Self, scale: float) -> None:
+        self.total += scale * other.total
+
+    def all_reduce(self) -> None:
+        self.total = here().all_reduce(self.total)
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.total
+
+
+class GateSum(Sum):
+    """Gate weights to a power, of which 0 counts the tokens."""
+
+    def __init__(self, observed: Observed, power: int = 1) -> None:
+        super().__init__(observed)
+        self.power = power
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        used = call.weights != 0
+        index, weights = call.index[used].cpu(), call.weights[used].cpu().double()
+        self.total += torch.zeros_like(self.total).index_add_(0, index, weights**self.power)
+
+
+class ProbabilitySum(Sum):
+    """Softmax of the router's logits."""
+
+    def router_called(self, call: RouterCall) -> None:
+        if len(call.logits):
+            shares = as_float64(call.logits.softmax(-1)).sum(0)
+            self.total += shares[: len(self.total)].cpu()
+
+
+class NormSum(Sum):
+    """L2 norms of the outputs, times the gate weights if `gated`, to a power."""
+
+    def __init__(self, observed: Observed, gated: bool = False, power: int = 1) -> None:
+        super().__init__(observed)
+        self.gated, self.power = gated, power
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        values = as_float64(weights) * norms if self.gated else norms[as_float64(weights) != 0]
+        self.total[expert] += (values**self.power).sum().cpu()
+
+
+class StreamEnergySum(Sum):
+    """Squared norms of the gated outputs, each over that of its token's hidden state behind the decoder layer."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.tokens, self.waiting = 0, list[tuple[int, Tensor, Tensor]]()  # an expert, its tokens, their energies
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.tokens = len(call.hidden)
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        self.waiting.append((expert, rows, (as_float64(weights) * norms).square()))
+
+    def came_out(self, hidden: Tensor) -> None:
+        weights = stream_weights(hidden, self.tokens)
+        for expert, rows, energies in self.waiting:
+            self.total[expert] += (energies * weights[rows]).sum().cpu()
+        self.waiting = []
+
+
+class SquaredGateOutputSum(Sum):
+    """Outputs times the square of their gate weights."""
+
+    def __init__(self, observed: Observed) -> None:
+        down, turned = observed.experts.down_proj, observed.experts.is_transposed
+        super().__init__(observed, down.shape[2 if turned else 1])
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        self.total[expert] += (as_float64(weights).square() @ as_float64(outputs)).cpu()
+
+
+class TokenSum(Sum):
+    """A sum over tokens for which all outputs of a token are needed at once: those of a batch wait for its end."""
+
+    def __init__(self, observed: Observed, *width: int) -> None:
+        super().__init__(observed, *width)
+        self.call: ExpertsCall | None = None
+        self.outputs = torch.zeros(0)
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.call = call
+        self.outputs = torch.zeros(*call.index.shape, call.hidden.shape[-1], device=call.hidden.device)
+
+    def expert_ran(self, expert: int, rows: Tensor, weights: Tensor, norms: Tensor, outputs: Tensor) -> None:
+        assert self.call is not None
+        self.outputs[(self.call.index == expert).nonzero(as_tuple=True)] = outputs.float()
+
+    def came_out(self, hidden: Tensor) -> None:
+        if self.call is not None and len(self.call.hidden):
+            self.add(self.call, self.outputs)
+        self.call, self.outputs = None, torch.zeros(0)
+
+    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
+        """Add a batch's tokens: `outputs` [T, K, H] of the chosen experts in float32, before their gate weights."""
+        raise NotImplementedError
+
+
+class PairSum(TokenSum):
+    """[E, E] over the tokens that chose both experts: how many, or products of gated norms, or of gated outputs."""
+
+    def __init__(self, observed: Observed, of: Literal["tokens", "norms", "outputs"]) -> None:
+        super().__init__(observed, observed.layer.experts)
+        self.of = of
+
+    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
+        gated = outputs * call.weights[..., None].float()
+        if self.of == "outputs":
+            products = as_float64(gated @ gated.mT)
+        else:
+            used = as_float64(call.weights) != 0
+            sizes = as_float64(gated).norm(dim=-1) if self.of == "norms" else used.to(torch.float64)
+            products = sizes[:, :, None] * sizes[:, None]
+        places = call.index[:, :, None] * len(self.total) + call.index[:, None]
+        sums = torch.zeros(self.total.numel(), dtype=torch.float64, device=products.device)
+        sums.index_add_(0, places.flatten().to(products.device), products.flatten())
+        self.total += sums.view_as(self.total).cpu()
+
+
+class DeletionSum(TokenSum):
+    """||y - y'||^2 of deleting each expert over its tokens: y' is what they get when the router takes its next expert.
+
+    The next one, and how gate weights share what is left, are those of the live router asked for one expert more. With
+    g the gate weights of the chosen experts, g_r that of the next on their scale and s the sum of g, y' is
+    s / (s - g_e + g_r) (y - g_e f_e + g_r f_r) where weights are normalised over what is chosen, else without the
+    factor. Where there is no next expert, g_r is 0.
+    """
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.routed: RouterCall | None = None
+
+    def router_called(self, call: RouterCall) -> None:
+        self.routed = call
+
+    def add(self, call: ExpertsCall, outputs: Tensor) -> None:
+        gates, index = call.weights.float(), call.index
+        whole, total = gates.sum(1, keepdim=True), (gates[..., None] * outputs).sum(1)
+        following, weight, normalised = self._next(call)
+        refill = torch.zeros_like(total)
+        experts = self.observed.experts
+        for expert, rows, _ in routed(weight[:, None], following[:, None]):
+            refill[rows] = apply_expert(experts, expert_parameters(experts, expert), call.hidden[rows]).float()
+        refill *= weight[:, None]
+        changed = total[:, None] - gates[..., None] * outputs + refill[:, None]
+        left = whole - gates + weight[:, None]
+        scale = torch.where(left.abs() > TINY, whole / left, 1.0) if normalised else torch.ones_like(gates)
+        damage = as_float64(total[:, None] - scale[..., None] * changed).square().sum(-1)
+        used = gates != 0
+        self.total.index_add_(0, index[used].cpu(), damage[used.to(damage.device)].cpu())
+
+    @torch.no_grad()
+    def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, bool]:
+        """The expert [T] that each token would get next, its gate weight [T] beside those in use, and `normalised`."""
+        (tokens, top_k), device = call.index.shape, call.index.device
+        nothing = torch.zeros(tokens, dtype=torch.long, device=device), torch.zeros(tokens, device=device), False
+        observed, asked = self.observed, self.routed
+        if asked is None or observed.layer.experts <= top_k:
+            return nothing
+        positional, by_keyword = as_call(asked.arguments)
+        with another_top_k(observed.router, observed.block, observed.config, top_k + 1):
+            output = observed.router.forward(*positional, **by_keyword)  # past the hooks of those who watch
+        weights, index = (part.reshape(-1, part.shape[-1]) for part in output[1:3])
+        if index.shape != (tokens, top_k + 1):  # a router that looks its experts up
+            return nothing
+        more = (index[:, :, None] != call.index[:, None]).all(-1)
+        place = more.int().argmax(1, keepdim=True)
+        following, weight = index.gather(1, place)[:, 0].long(), weights.float().gather(1, place)[:, 0]
+        before, after = call.weights.float().sum(1), weights.float().sum(1) - weight
+        known = (more.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
+        normalised = bool(((after - before).abs()[known] > NORMALISED * before.abs()[known]).any())
+        weight = weight * before / after.masked_fill(after == 0, 1.0) if normalised else weight
+        return following.where(known, 0), weight.where(known, 0), normalised
+
+
+class Sample(Meter):
+    """A statistic of the sampled tokens."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        self.parts: list[tuple[int, Any]] = []  # with the number of the batch that each is of
+
+    def absorb(self, other: Self, scale: float) -> None:
+        self.parts.extend(other.parts)
+
+    def take(self, call: ExpertsCall | RouterCall, value: Tensor) -> None:
+        """Keep the sampled rows of a tensor [T, ...]."""
+        if call.rows.numel():
+            taken = value[call.rows.to(value.device)].detach()
+            self.parts.append((call.batch, taken.float() if taken.is_floating_point() else taken))
+
+    def joined(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All rows; of a layer that no sampled token reached, none, and so wide."""
+        return torch.cat([part for _, part in self.parts]) if self.parts else torch.zeros(0, width, dtype=dtype)
+
+
+class CallSample(Sample):
+    """What the experts are called with: a `part` of an `ExpertsCall`."""
+
+    def __init__(self, observed: Observed, part: str) -> None:
+        super().__init__(observed)
+        self.part = part
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        self.take(call, getattr(call, self.part))
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        dtype = torch.long if self.part == "index" else torch.float32
+        return self.joined(1 if self.part == "hidden" else self.observed.layer.top_k, dtype)
+
+
+class RouterLogits(Sample):
+    """The router's logits."""
+
+    def router_called(self, call: RouterCall) -> None:
+        self.take(call, call.logits[:, : self.observed.layer.experts])
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.experts)
+
+
+class RouterOrders(Sample):
+    """The experts in the order of the router's logits, of every token: 2 bytes for each token and expert."""
+
+    def router_called(self, call: RouterCall) -> None:
+        order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
+        self.parts.append((call.batch, order.to(torch.int16).cpu()))
+
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        return self.joined(self.observed.layer.experts, torch.int16)
+
+
+class RouterArgumentsSample(Sample):
+    """What the router was called with."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed)
+        block = observed.block
+        self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+
+    def router_called(self, call: RouterCall) -> None:
+        if call.rows.numel():
+            arguments = [(name, *self._rows(value, len(call.logits), call.rows)) for name, value in call.arguments]
+            self.parts.append((call.batch, arguments))
+
+    def _rows(self, value: Any, tokens: int, rows: Tensor) -> tuple[int | None, Any]:
+        """(dimension of tokens, sampled rows) of a router's argument: [T, ...] -> [S, ...], [B, L, ...] -> [1, S, ...].
+
+        An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
+        """
+        dim = None if id(value) in self.own else token_dim(value, tokens)
+        if dim is None:
+            return None, value
+        by_token = value if dim == 0 else value.flatten(0, 1)
+        taken = by_token[rows.to(value.device)].detach().clone()
+        return dim, taken if dim == 0 else taken[None]
+
+    def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
+        joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
+        for place, column in enumerate(zip(*(part for _, part in self.parts), strict=True)):
+            (name, dim, first), values = column[0], [value for _, _, value in column]
+            joined.append((name, first if dim is None else torch.cat(values, dim)))
+            dims[place if name is None else name] = dim
+        return RouterArguments(*as_call(joined), dims)
+
+
+class ExpertOutputs(Sample):
+    """The outputs of all experts, on the sampled inputs or on random mixtures of them."""
+
+    def __init__(self, observed: Observed, mixed: bool = False) -> None:
+        super().__init__(observed)
+        self.mixed = mixed
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        if call.rows.numel():
+            self.parts.append((call.batch, call.hidden[call.rows.to(call.hidden.device)].detach()))
+
+    @torch.no_grad()
+    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+        experts, count = self.observed.experts, self.observed.layer.experts
+        if not self.parts:
+            return torch.zeros(count, 0, 1)
+        hidden = torch.cat([part for _, part in self.parts])
+        if self.mixed:
+            hidden = mix_tokens(hidden, self.observed.seed)
+        outputs = torch.empty(count, *hidden.shape, dtype=torch.float32, device=hidden.device)
+        for expert in range(count):
+            outputs[expert] = apply_expert(experts, expert_parameters(experts, expert), hidden)
+        return outputs
+
+
+def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
+    """Tokens [S, H] -> [S, H], each mixed with another in random proportion: section 3.4 of arXiv:2407.09590."""
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.randperm(len(hidden), generator=generator).to(hidden.device)
+    share = torch.rand(len(hidden), 1, generator=generator).to(hidden.device)
+    mixed = share * hidden.float() + (1 - share) * hidden[partner].float()
+    return mixed.to(hidden.dtype)
+
+
+class Weights(Meter):
+    """The live modules, for which nothing need be seen."""
+
+    def finish(self, smaller_router: SmallerRouter) -> LayerWeights:
+        return LayerWeights(self.observed.experts, self.observed.router, self.observed.block, smaller_router)

@@ -1,0 +1,46 @@
+"""Ranked choice: an instant run-off among experts, each calibration token voting by its whole order of router logits.
+
+A token votes for the top-k experts of its order that are still there; the one with fewest votes goes, and its voters
+turn to their next. As in NVIDIA's Model Optimizer: what counts is who would be asked in the end, not who is asked now.
+T tokens, E experts, K top-k.
+"""
+
+import torch
+from torch import Tensor
+
+from compressor.plugins import LayerPlan, LayerStatistics, blocks_of
+
+NEEDS = frozenset({"router_orders"})
+
+
+def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+    """Keep the last `keep` experts, equally many of each routing group; of equal votes the higher expert goes."""
+    orders, layer = stats.router_orders.long(), stats.layer
+    alive = torch.ones(layer.experts, dtype=torch.bool)
+    spare = [(block.free, len(block.free) - block.take) for block in blocks_of(layer, keep, protected)]
+    ballots, following = orders[:, : layer.top_k].clone(), torch.full((len(orders),), layer.top_k)
+    votes = first = torch.bincount(ballots.flatten(), minlength=layer.experts)
+    while candidates := [e for free, count in spare if count for e in free if alive[e]]:
+        last = min(candidates, key=lambda expert: (int(votes[expert]), -expert))
+        alive[last] = False
+        spare = [(free, count - (last in free)) for free, count in spare]
+        rows, places = (ballots == last).nonzero(as_tuple=True)
+        turned = _next_alive(orders, following, rows, alive)
+        ballots[rows, places] = turned
+        votes = votes + torch.bincount(turned[turned >= 0], minlength=layer.experts)
+    kept = alive.nonzero().flatten().tolist()
+    share = round(float(first[alive].sum()) / max(1, ballots.numel()), 6)
+    return LayerPlan.keep(layer, kept, decided_by="ranked-choice", figures={"kept_share_of_first_votes": share})
+
+
+def _next_alive(orders: Tensor, following: Tensor, rows: Tensor, alive: Tensor) -> Tensor:
+    """The next expert that is alive in the orders [T, E] at `rows` [n] from `following` [T] on, which moves: -> [n]."""
+    found = torch.full_like(rows, -1)
+    waiting = torch.arange(len(rows))
+    while len(waiting := waiting[following[rows[waiting]] < orders.shape[1]]):
+        at = rows[waiting]
+        expert = orders[at, following[at]]
+        following[at] += 1
+        found[waiting[alive[expert]]] = expert[alive[expert]]
+        waiting = waiting[~alive[expert]]
+    return found
