@@ -62,7 +62,7 @@ from compressor.steps.prune.similarity import (
     pairwise_distances,
     rbf_cka,
 )
-from compressor.tolerance import FLOAT32, SQUARED, exceeds, rounded, stable_argmin
+from compressor.tolerance import FLOAT32, ROUNDING, SQUARED, exceeds, rounded, stable_argmin
 
 
 def fake_statistics(

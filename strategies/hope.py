@@ -15,8 +15,15 @@ from itertools import chain, combinations, product
 import torch
 from torch import Tensor
 
-from compressor.plugins import CompressionError, LayerPlan, LayerStatistics, blocks_of, option
-from compressor.tolerance import ROUNDING, rounded
+from compressor.plugins import (
+    ROUNDING,
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    blocks_of,
+    option,
+    rounded,
+)
 
 MOST_SETS = 5_000  # that are all tried
 
