@@ -289,6 +289,12 @@ _image_text("muse_spark", "MuseSpark", "text_config.num_local_experts", IMAGE_ID
         "out_hidden_size": 32},
     text_config=HEAD_DIM | LOCAL | SLIDING | DENSE_FIRST | {"moe_intermediate_size": 24,
         "moe_hidden_size": 20, "output_multiplier": 0.7, "routed_scaling_factor": 1.5})
+_image_text("step3p7", "Step3p7", "text_config.n_routed_experts", {}, image_token_id=3,
+    vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2.0,
+        "image_size": 16, "patch_size": 4, "max_position_embeddings": 16},
+    text_config=HEAD_DIM | ROUTED | SLIDING | DENSE_FIRST | {"share_expert_dim": 24,
+        "moe_router_scaling_factor": 1.5, "swiglu_limits": [None, 0.4, None],
+        "num_sliding_attention_heads": 2})
 _image_text("deepseek_ocr2", "DeepseekOcr2", "text_config.n_routed_experts", {}, image_token_id=3,
     vision_config={"sam_config": SAM,
         "encoder_config": HEAD_DIM | {"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 4}},

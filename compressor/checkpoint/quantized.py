@@ -230,8 +230,8 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
         updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
         for conversion in updated:
             operations = getattr(conversion, "operations", [])
-            if len(operations) > 1 and len(conversion.target_patterns) > 1:
-                plain = [each for each in conversion.source_patterns if each.endswith(".weight")]
+            plain = [each for each in conversion.source_patterns if each.endswith(".weight")]
+            if plain and len(operations) > 1 and len(conversion.target_patterns) > 1:  # others are left as they were
                 conversion.operations = [operations[0], *(_OfPlain(each, plain) for each in operations[1:])]
         return updated
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import chain, count, product
 from operator import attrgetter
 from pathlib import Path
@@ -141,6 +142,11 @@ def check_config(path: Path) -> None:
 
 
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+OTHER = "it is a dense model, or an MoE architecture of another interface"
+UNLIKE = {  # what sets an architecture apart that is no dense model, by model type
+    "llama4": "its router weighs what goes into an expert instead of what comes out, and its experts get every token",
+    "longcat_flash": "its router also chooses zero experts, which pass a token on and have no weights",
+}
 KERNEL_FIELDS = {
     f"{start}{kind}_implementation{end}"
     for kind in ("attn", "experts")
@@ -320,9 +326,35 @@ def head_of(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
+def _adopt(module: Any) -> None:
+    """Give the class of an experts module that is uniform but for its flags these flags, as in step3p7.
+
+    It holds gated, fused weights without biases, and takes (hidden, index, weights).
+    """
+    if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
+        return
+    if {name for name, _ in module.named_parameters(recurse=False)} != {"gate_up_proj", "down_proj"}:
+        return
+    up, down = module.gate_up_proj.shape, module.down_proj.shape
+    if len(up) != 3 or len(down) != 3 or not up[0] == down[0] == getattr(module, "num_experts", None):
+        return
+    if list(signature(module.forward).parameters) != ["hidden_states", "top_k_index", "top_k_weights"]:
+        return
+    if transposed := (up[2], up[1]) == (2 * down[1], down[2]):
+        width = up[2]
+    elif (width := up[1], up[2]) != (2 * down[2], down[1]):
+        return
+    pair = torch.zeros(1, width)
+    pair[0, :2] = 1.0  # gates and ups that alternate make one neuron of these, and halves none
+    halves = not module._apply_gate(pair).any()
+    kind: Any = type(module)
+    kind.has_gate, kind.has_bias, kind.is_transposed, kind.is_concatenated = True, False, transposed, halves
+
+
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Experts modules with the uniform interface (`use_experts_implementation`), by full name."""
     for name, module in model.named_modules():
+        _adopt(module)
         if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) and hasattr(module, "down_proj"):
             yield name, module
 
@@ -401,8 +433,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     stock, names = type(model).__name__, [name for name, _ in experts_modules(model)]
     if not names:
         raise CompressionError(
-            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: it is a dense "
-            "model, or an MoE architecture of another interface, which is not supported"
+            f"{stock} ({config.model_type}) has no experts module with transformers' uniform interface: "
+            f"{UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is not supported"
         )
     count_field, doubled = find_count_field(config, model)
     tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))

@@ -78,9 +78,13 @@ def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str,
     if not wrong:
         return raw, []
     found, stock = copy.deepcopy(raw), dict.fromkeys(wrong, heads)
-    for path, value in stock.items():
+    for path, value in wrong.items():
         *parents, name = path.split(".")
-        reduce(getitem, parents, found)[name] = value
+        node = reduce(getitem, parents, found)
+        node[name], layers = heads, node.get("num_hidden_layers")
+        if type(layers) is int and heads < value:  # lists of layers may go on with those of the heads
+            for key in [key for key, own in node.items() if isinstance(own, list) and len(own) == layers + value]:
+                node[key] = node[key][: layers + heads]
     known = {path: value for path, value in stock.items() if _has(config, path)}
     if known and build_meta(with_fields(config, known)).state_dict().keys() != build_meta(config).state_dict().keys():
         return raw, []

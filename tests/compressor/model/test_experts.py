@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.model.architecture import experts_modules
 from compressor.model.experts import apply_expert, expert_parameters, observed_forward, parameter_names, projections
 from tests import zoo
 from tests.opened import one_expert
@@ -15,7 +16,9 @@ NO_PRODUCT = {"gpt_oss", "openai_privacy_filter", "minimax_m3_vl"}  # (up + 1) *
 
 
 def layers(name: str) -> list[Any]:
-    return [module for module in zoo.experts(zoo.build(name)).values() if "vision" not in type(module).__name__.lower()]
+    model = zoo.build(name)
+    assert dict(experts_modules(model)).keys() == zoo.experts(model).keys()
+    return [module for module in zoo.experts(model).values() if "vision" not in type(module).__name__.lower()]
 
 
 def tokens(experts: Any, count: int = 9, scale: float = 1.0) -> Tensor:

@@ -109,6 +109,15 @@ def test_fields_count_the_heads_that_are_kept() -> None:
     assert {name: config[name] for name in others} == others
 
 
+def test_lists_that_go_on_with_the_heads_layers_are_cut_to_what_is_stored() -> None:
+    """As in Step-3.7-Flash, whose lists of layers are longer than the trunk."""
+    raw = {"num_local_experts": 8, "num_hidden_layers": 2, "num_nextn_predict_layers": 3, "layer_types": list("abcde")}
+    found, _ = output_config({**raw, "vocab": [1, 2]}, architecture(), layout(), a_plan(), None)
+    assert (found["layer_types"], found["vocab"], found["num_nextn_predict_layers"]) == (["a", "b"], [1, 2], 0)
+    found, _ = output_config(raw, architecture(), layout(("x",)), a_plan(), None, {}, heads=1)
+    assert (found["layer_types"], found["num_nextn_predict_layers"]) == (["a", "b", "c"], 1)
+
+
 def test_a_field_that_the_stock_model_is_built_by_stays() -> None:
     """As in nemotron_h_omni, whose vision tower has a norm where the field is above zero."""
     config = MixtralConfig(num_local_experts=8, num_hidden_layers=1, tie_word_embeddings=False)
