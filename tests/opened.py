@@ -34,7 +34,7 @@ def batches(stock: PreTrainedModel, sizes: Sequence[int] = (2, 1), length: int =
     return torch.split(zoo.tokens(stock, sum(sizes), length, seed=3), list(sizes))
 
 
-def logits(run: Pass) -> dict[int, Tensor]:
+def logits(run: Pass, *visitors: LayerVisitor) -> dict[int, Tensor]:
     """Carry out a pass; the logits of the batches that reach the model's output, by number."""
     found = dict[int, Tensor]()
 
@@ -42,7 +42,7 @@ def logits(run: Pass) -> dict[int, Tensor]:
         def finished(self, batch: int, output: Any) -> None:
             found[batch] = output.logits.clone()
 
-    run.run(Keeping())
+    run.run(Keeping(), *visitors)
     return found
 
 
@@ -50,8 +50,8 @@ def of_two_layers(model: nn.Module) -> Any:
     """Enough of an open model for a pass through `layers.0` and `layers.1`, in which nothing has to be loaded."""
     nothing: Any = lambda *_: ()  # noqa: E731
     partial = SimpleNamespace(
-        model=model, device=torch.device("cpu"), tied={}, empty={}, load=lambda keys: None, read_ahead=nothing,
-        release=nothing, keys_under=nothing,
+        model=model, device=torch.device("cpu"), dtype=torch.float32, tied={}, empty={}, load=lambda keys: None,
+        read_ahead=nothing, release=nothing, keys_under=nothing,
     )  # fmt: skip
     return SimpleNamespace(partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=()))
 

@@ -18,8 +18,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from compressor.data.documents import as_rows, read_tokens
+from compressor.data.documents import HasMediaError, as_rows, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
+from compressor.data.media import Sequences, divided, read_sequences
 from compressor.data.sources import MOST_TOKENS, divide, shares, short_names
 from compressor.data.sources import WeightedSource as WeightedSource
 from compressor.errors import CompressionError
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 8
 LEAST_TO_CUT = 8  # tokens of a sequence that may be cut in two
+Rows = Tensor | Sequences  # token ids [n, L], or sequences with pictures
 HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
 MOST_HELDOUT = 0.2  # share of a short text
 
@@ -219,13 +221,13 @@ class _Cut:
     """The token ids [n, L] of one source, cut; `rest` [T] follows the calibration's and the reserved sequences."""
 
     source: WeightedSource
-    fit: Tensor
-    held: Tensor
-    reserved: Tensor
+    fit: Rows
+    held: Rows
+    reserved: Rows
     rest: Tensor
     wanted: tuple[tuple[int, int], ...]  # sequences and tokens of each part
-    further: Tensor  # held out, behind the parts
-    parts: tuple[Tensor, ...] = ()
+    further: Rows  # held out, behind the parts
+    parts: tuple[Rows, ...] = ()
 
     @property
     def tokens_wanted(self) -> int:
@@ -237,10 +239,14 @@ def load_tokenizer(folder: Path) -> Any:
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
-def _split_last(source: str, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
     """[n, L] -> all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
     if count < len(rows):
         return rows[: len(rows) - count], rows[len(rows) - count :]
+    if isinstance(rows, Sequences):
+        raise CompressionError(
+            f"calibration data {source} gives one sequence with pictures, and a part is kept from the plan; give more"
+        )
     tokens = rows.shape[1]
     if tokens < LEAST_TO_CUT:
         raise CompressionError(
@@ -251,7 +257,7 @@ def _split_last(source: str, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return rows[:, :place], rows[:, place:]
 
 
-def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: int) -> tuple[Tensor, Tensor]:
+def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: int) -> tuple[Rows, Rows]:
     """A source's sequences for calibration, and the reserved ones; in the same proportion where it is too short."""
     if reserve == 0 or len(rows) == samples + reserve:
         if rows.numel() < (wanted := samples * length):
@@ -296,7 +302,12 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
         wanted = tuple((counts[number], tokens) for counts, tokens in zip(sequences, lengths, strict=True))
         cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit)
         behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
-        ids = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
+        try:
+            ids = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
+        except HasMediaError:
+            own = samples[number], reserve[number], held[number], tails[number]
+            cuts.append(_cut_sequences(spec, entry, tokenizer, vocabulary, own, [each[number] for each in sequences]))
+            continue
         if calibrating:
             rows = as_rows(ids[:calibrating], length)
             cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
@@ -308,10 +319,12 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
         for cut, count in zip(cuts, counts, strict=True):
             cut.fit, cut.held = _split_last(cut.source.source, cut.fit, count)
     if spec.parts:
-        for cut, tail in zip(cuts, _tails(spec, cuts, tails), strict=True):
-            _cut_parts(cut, *tail)
+        plain = [number for number, cut in enumerate(cuts) if isinstance(cut.fit, Tensor)]
+        for number, tail in zip(plain, _tails(spec, cuts, plain, tails), strict=True):
+            _cut_parts(cuts[number], *tail)
         for place, (name, part) in enumerate(spec.parts.items()):
-            full = sum(len(cut.parts[place]) for cut in cuts if cut.parts[place].shape[1] == part.length)
+            parts = [cut.parts[place] for cut in cuts]
+            full = sum(len(own) for own in parts if isinstance(own, Sequences) or own.shape[1] == part.length)
             if full < part.minimum:
                 raise CompressionError(
                     f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
@@ -320,16 +333,47 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     return _text(spec, cuts)
 
 
-def _tails(spec: TextSpec, cuts: Sequence[_Cut], wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Held-out sequences at the end of each source, and the tokens of each: fewer of short text, but any at all."""
-    length, tails = spec.heldout_length, list[tuple[int, int]]()
-    for cut, count in zip(cuts, wanted, strict=True):
+def _cut_sequences(
+    spec: TextSpec,
+    entry: WeightedSource,
+    tokenizer: Any,
+    vocabulary: int,
+    counts: tuple[int, int, int, int],
+    parts: Sequence[int],
+) -> _Cut:
+    """A source with pictures, whose rows are sequences of their own; too few are shared out in proportion.
+
+    `counts` are those of the calibration, reserved, held out of the calibration, and held out in all.
+    """
+    samples, reserve, held, tail = counts
+    wanted = (samples, reserve, *parts, max(0, tail - held))
+    own = (entry, tokenizer, sum(wanted), spec.sequence_length, spec.seed, vocabulary)
+    sequences = read_sequences(*own, strict=spec.strict)
+    if len(sequences) < sum(wanted):
+        logger.warning(
+            "calibration data %s is short: it has %d of %d sequences asked for",
+            *(entry.source, len(sequences), sum(wanted)),
+        )
+    bounds = pairwise([0, *accumulate(divided(len(sequences), wanted, entry.source))])
+    fit, reserved, *trained, further = (sequences[begin:end] for begin, end in bounds)
+    rest, none = torch.empty(0, dtype=torch.long), Sequences()
+    return _Cut(entry, fit, none, reserved, rest, (), further, tuple(trained))
+
+
+def _tails(spec: TextSpec, cuts: Sequence[_Cut], plain: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """Held-out sequences at the end of each source of plain text, and the tokens of each.
+
+    They are fewer of short text, but any at all.
+    """
+    length, tails, pictured = spec.heldout_length, list[tuple[int, int]](), sum(len(cut.further) for cut in cuts)
+    cuts = [cuts[number] for number in plain]
+    for cut, count in zip(cuts, (wanted[number] for number in plain), strict=True):
         further = max(0, count - len(cut.held))
         if cut.rest.numel() < cut.tokens_wanted + further * length:
             most = math.floor((cut.fit.numel() + cut.rest.numel()) // length * MOST_HELDOUT + 0.5)
             further = min(further, cut.rest.numel() // length, most)
         tails.append((further, length))
-    if not any(len(cut.held) + count for cut, (count, _) in zip(cuts, tails, strict=True)):
+    if cuts and not pictured and not any(len(cut.held) + count for cut, (count, _) in zip(cuts, tails, strict=True)):
         longest = max(range(len(cuts)), key=lambda number: cuts[number].rest.numel())
         if (tokens := cuts[longest].rest.numel()) < LEAST_TO_CUT:
             raise CompressionError(
@@ -353,6 +397,7 @@ def _cut_parts(cut: _Cut, count: int, length: int) -> None:
         "training starts again from its beginning",
         *(cut.source.source, train.numel(), needed),
     )
+    assert isinstance(cut.fit, Tensor)
     stream, begin = torch.cat([cut.fit.flatten(), train]), cut.fit.numel()
     for sequences, tokens in cut.wanted:
         most = min(sequences * tokens, stream.numel() // tokens * tokens or stream.numel())
@@ -378,7 +423,9 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         reserved=_evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else (),
         emphasis=tuple(spec.emphasis.weights(batch) for _, _, batch in batches) if spec.emphasis.marked else (),
     )
-    for name, count in spec.emphasis.counts([rows for cut in cuts for rows in (cut.fit, *cut.parts)]).items():
+    fitted = [rows for cut in cuts for rows in (cut.fit, *cut.parts)]
+    rows_alone = [row for rows in fitted for row in (rows.rows if isinstance(rows, Sequences) else (rows,))]
+    for name, count in spec.emphasis.counts(rows_alone).items():
         if not count:
             logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
     heldout = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
@@ -394,10 +441,13 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
     return Text(fit, {**identity, "parts": digests, "heldout_text": evaluated}, parts, heldout, spec.emphasis)
 
 
-def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
+def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for own in rows:
-        digest.update(own.contiguous().numpy().tobytes())
+        if isinstance(own, Sequences):
+            own.update(digest)
+        else:
+            digest.update(own.contiguous().numpy().tobytes())
     counts = {"samples": sum(map(len, rows)), "tokens": sum(own.numel() for own in rows)}
     return {**counts, "sha256": digest.hexdigest()}
 
@@ -448,7 +498,7 @@ def calibrate(
 
 
 def _evaluation_sets(
-    sources: Sequence[str], rows: Sequence[Sequence[Tensor]], batch_size: int
+    sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int
 ) -> tuple[EvaluationSet, ...]:
     return tuple(
         EvaluationSet(name, tuple(batch for each in own for batch in each.split(batch_size) if len(batch)))
@@ -463,8 +513,14 @@ def evaluation_sets(
     if most < 1 or length < 2:
         raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
     entries = (WeightedSource(source, 1.0) for source in sources)
-    ids = (read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict) for entry in entries)
-    return _evaluation_sets(sources, [[as_rows(own, length)] for own in ids], BATCH_SIZE)
+
+    def rows(entry: WeightedSource) -> Rows:
+        try:
+            return as_rows(read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict), length)
+        except HasMediaError:
+            return read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)
+
+    return _evaluation_sets(sources, [[rows(entry)] for entry in entries], BATCH_SIZE)
 
 
 def _refuse_difference(stored: Mapping[str, Any], made: Mapping[str, Any], where: str) -> None:

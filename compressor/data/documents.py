@@ -37,12 +37,20 @@ PAIRS = (
     ("query", "answers"),
 )
 COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
+MEDIA = {
+    **{"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"},
+    "image_url": "image",
+}
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # ShareGPT's names
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
 MOST_LETTERS = 2**27  # of a document, or of the line that holds one
 MOST_NAMES = 20  # of splits or configurations in an error
 REMEDIES = ("split it up", "restore the tokenizer from its source or mend the text")
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
+
+
+class HasMediaError(CompressionError):
+    """A source has pictures, video or sound beside its text, and is to be read as sequences (`data.media`)."""
 
 
 def _document(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
@@ -72,6 +80,30 @@ def _column(row: Any, column: str | None, tokenizer: Any, where: str) -> str:
         return render_chat(tokenizer, messages, tools=tools_of(row))
     except Exception as error:  # a template raises what it likes
         raise untaken(where, error) from error
+
+
+def media_beside(row: Any) -> dict[str, Any]:
+    """The pictures, video and sound in columns of a row, by their kind."""
+    if not isinstance(row, Mapping):
+        return {}
+    present = {kind: row[name] for name, kind in MEDIA.items() if row.get(name) is not None}
+    return {kind: value for kind, value in present.items() if not isinstance(value, list | str) or value}
+
+
+def with_media(row: Any, column: str | None) -> bool:
+    """Whether a row has pictures, video or sound: in columns of their own, or in its messages.
+
+    A column of text that is named is read alone.
+    """
+    if not isinstance(row, Mapping):
+        return False
+    names = [name for name in ((column,) if column else CHATS) if row.get(name) is not None]
+    if column is not None and (not names or isinstance(turns_of(row, column), str)):
+        return False
+    turns = [turn for name in names for turn in turns_of(row, name) if isinstance(turn, Mapping)]
+    contents = [content for turn in turns if isinstance(content := turn.get("content"), list)]
+    parts = (part for content in contents for part in content if isinstance(part, Mapping))
+    return bool(media_beside(row)) or any(part.get("type") in MEDIA for part in parts)
 
 
 def columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
@@ -244,6 +276,8 @@ def documents(
         for where, row in rows:
             text = ""
             with left_out.each():
+                if purpose in ("calibration", "heldout") and with_media(row, address.column):
+                    raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
                 text = _document(row, address.column, tokenizer, where)
             if text.strip():
                 yield text

@@ -21,6 +21,7 @@ from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
+from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
 from compressor.progress import Progress, Silent
@@ -170,7 +171,8 @@ class Evaluator:
         self.counted: list[Tensor | None] = []  # by batch: [B, L - 1] positions whose next token counts; None: all
         self.domains: list[int] = []  # of each batch
         for number, entry in enumerate(sets):
-            for batch, mask in zip(entry.batches, entry.counted or (None,) * len(entry.batches), strict=True):
+            for batch, given in zip(entry.batches, entry.counted or (None,) * len(entry.batches), strict=True):
+                mask = batch.counted if given is None and isinstance(batch, Inputs) else given
                 most = batch.shape[1] if mask is None else int(mask.sum(1).max())
                 rows = rows_at_once(most, base.vocabulary)
                 parts = batch.split(rows)
@@ -264,10 +266,10 @@ class Evaluator:
         if self.missing():
             self._keep(Silent(), figures=False)
         with self.measuring(model) as riding, torch.no_grad():
-            device = next(model.parameters()).device
+            device, dtype = (one := next(model.parameters())).device, one.dtype
             for place in riding.own:
                 riding.entering(place)
-                riding.finished(place, model(input_ids=riding.batches[place].to(device), use_cache=False))
+                riding.finished(place, model(**forward_inputs(riding.batches[place], device, dtype), use_cache=False))
         return riding.figures[0]
 
     @contextmanager

@@ -32,6 +32,7 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
+from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
@@ -254,18 +255,27 @@ class _Lockstep:
         self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
         for unit, module in modules.items():
             module.forward = bind(self._pass_layer, unit)
+        self.before_layers = True
+        self.blocks = dict[str, str]()  # of towers, which pictures and sound pass ahead of the decoder layers
+        if any(isinstance(batch, Inputs) for batch in self.batches):
+            self.blocks = tower_blocks(self.model, self.units)
+        for block in self.blocks:
+            module = self.model.get_submodule(block)
+            module.forward = bind(self._pass_block, block, module.forward)
         self.handles = [module.register_forward_hook(bind(self._after, unit)) for unit, module in modules.items()]
         self.handles += [
             self.model.get_submodule(name).register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
-            for name, keys in _outside_keys(self.partial, self.units).items()
+            for name, keys in _outside_keys(self.partial, (*self.units, *self.blocks)).items()
         ]
         numbers = range(len(self.batches)) if self.own is None else sorted(self.own)
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
         """Load, pass, yield and release one layer after another, as far as any is wanted, then finish batches."""
-        places = [self._resume(number, number) for number in self.runs]
+        places = self._first_places()
         _release_embedding(self.partial)
+        for tower in set(self.blocks.values()):
+            self.partial.release(tower)
         following = dict(pairwise(self.units))
         idle = iter(self.units if self.own is not None and not places else ())  # ranks keep in step
 
@@ -310,9 +320,19 @@ class _Lockstep:
                 run.throw(GreenletExit)
         for handle in self.handles:
             handle.remove()
-        for unit in self.units:
-            self.model.get_submodule(unit).__dict__.pop("forward", None)
+        for name in (*self.units, *self.blocks):
+            self.model.get_submodule(name).__dict__.pop("forward", None)
         self.partial.release("")
+
+    def _first_places(self) -> list[str]:
+        """Let every batch come to its first decoder layer; on the way one block of a tower is loaded at a time."""
+        places = {number: self._resume(number, number) for number in self.runs}
+        while (block := next((place for place in places.values() if place in self.blocks), None)) is not None:
+            for number in [number for number, place in places.items() if place == block]:
+                places[number] = self._resume(number)
+            self.partial.release(block)
+        self.before_layers = False
+        return list(places.values())
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
@@ -325,7 +345,16 @@ class _Lockstep:
     def _run(self, number: int) -> Any:
         padding, device = self.run.padding, self.partial.device
         more = {"attention_mask": padding[number].to(device)} if padding else {}
-        return self.model(input_ids=self.batches[number].to(device), use_cache=False, **more)
+        inputs = forward_inputs(self.batches[number], device, self.partial.dtype)
+        return self.model(**inputs, **more, use_cache=False)
+
+    def _pass_block(self, block: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a tower's block: wait until it is loaded; one that layers call later is loaded as it runs."""
+        if self.before_layers:
+            self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
+            self.driver.switch(block)
+        self.partial.load(self.partial.keys_under(block))
+        return own(*args, **kwargs)
 
     def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
@@ -349,7 +378,7 @@ class _Lockstep:
 
 
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
-    """For each module outside the decoder layers: the tensors that its forward may use directly."""
+    """For each module outside the decoder layers and blocks `units`: the tensors that its forward may use directly."""
     model, head, found = partial.model, head_of(partial.model), {}
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
     for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced

@@ -29,6 +29,7 @@ from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
+from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
@@ -328,7 +329,9 @@ class InMemory(_Engine):
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
                         objective.entering(number)
-                        output = model(input_ids=batch.tokens.to(device), use_cache=False)
+                        output = model(
+                            **forward_inputs(batch.tokens, device, self.model.partial.dtype), use_cache=False
+                        )
                         objective.loss(number, output).backward()
         finally:
             for module in modules.values():

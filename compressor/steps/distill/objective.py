@@ -23,6 +23,7 @@ from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import rows_at_once
 from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import Watch
+from compressor.model.inputs import Inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
 from compressor.steps.distill.contrastive import experts_apart
@@ -59,7 +60,10 @@ class Text:
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
         chosen = [self.fit[number] for number in order[place * sequences : (place + 1) * sequences]]
-        return [self._joined(chosen[begin : begin + self.most]) for begin in range(0, sequences, self.most)]
+        alone = [[place] for place in chosen if isinstance(self.batches[place[0]].tokens, Inputs)]
+        plain = [place for place in chosen if [place] not in alone]
+        together = [plain[begin : begin + self.most] for begin in range(0, len(plain), self.most)]
+        return [*map(self._joined, together), *(self.batches[batch] for [(batch, _)] in alone)]
 
     def _joined(self, places: Sequence[tuple[int, int]]) -> Batch:
         rows = [(self.batches[batch], row) for batch, row in places]
@@ -76,9 +80,13 @@ def training_text(
     model: OpenModel,
     emphasis: Emphasis = PLAIN,
 ) -> Text:
-    """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes."""
-    longest = max((batch.shape[1] for batch in batches), default=0)  # those that were cut shorter are left out
-    whole = (number for number, batch in enumerate(batches) if batch.shape[1] == longest)
+    """The sequences of batches [B, L] with the base's answers on them; refuses fewer than a step takes.
+
+    Of sequences with pictures only those tokens count whose next one is text.
+    """
+    plain = [batch.shape[1] for batch in batches if not isinstance(batch, Inputs)]
+    longest = max(plain, default=0)  # those that were cut shorter are left out
+    whole = (n for n, batch in enumerate(batches) if isinstance(batch, Inputs) or batch.shape[1] == longest)
     fit = tuple((number, row) for number in whole for row in range(len(batches[number])))
     if len(fit) < options.sequences:
         raise CompressionError(
@@ -86,7 +94,12 @@ def training_text(
             f"{options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
-    weighed = (Batch(*pair, emphasis.weights(pair[0])) for pair in zip(batches, answers, strict=True))
+
+    def weights(batch: Tensor) -> Tensor:
+        own = emphasis.weights(batch)
+        return own * batch.before_text if isinstance(batch, Inputs) else own
+
+    weighed = (Batch(batch, base, weights(batch)) for batch, base in zip(batches, answers, strict=True))
     return Text(tuple(weighed), fit, rows)
 
 

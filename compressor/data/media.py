@@ -1,0 +1,310 @@
+"""Calibration with pictures, video and sound: from rows to sequences that the model's own processor has made.
+
+Each row is a sequence of its own; it is never packed with others.
+"""
+
+import base64
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import islice
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.documents import (
+    COLUMNS,
+    PAIRS,
+    REMEDIES,
+    Purpose,
+    columns_of,
+    media_beside,
+    messages_of,
+    source_rows,
+    tools_of,
+    turns_of,
+    untaken,
+)
+from compressor.data.sources import Address, WeightedSource, divide
+from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
+from compressor.model.inputs import Inputs
+from compressor.progress import quiet_transformers
+
+BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
+KINDS, PLACES = ("image", "video", "audio"), ("path", "url", "base64")  # of parts of messages, and their fields
+PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
+
+
+class Sequences:
+    """Sequences with media, as rows of token ids [n, L] are for text; each has a length of its own."""
+
+    def __init__(self, rows: Iterable[Inputs] = ()) -> None:
+        self.rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: slice) -> "Sequences":
+        return Sequences(self.rows[place])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of sequences, and tokens of the longest."""
+        return len(self.rows), max((row.shape[1] for row in self.rows), default=0)
+
+    def numel(self) -> int:
+        """Tokens of all."""
+        return sum(row.numel() for row in self.rows)
+
+    def split(self, size: int) -> tuple[Tensor, ...]:
+        """Each as a batch of its own, whatever the size."""
+        return self.rows
+
+    def update(self, digest: Any) -> None:
+        """Let a digest take in the token ids and everything else that the forward gets."""
+        for row in self.rows:
+            for name, value in (("input_ids", row.as_subclass(Tensor)), *sorted(row.more.items())):
+                digest.update(name.encode())
+                digest.update(hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+
+
+def load_processor(folder: Path) -> Any:
+    """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
+    from transformers import AutoProcessor
+
+    remedy = "copy the original model's there, install torchvision where that is missing, or calibrate on text alone"
+    try:
+        with quiet_transformers():
+            processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # processors raise what they like
+        fault = f"{folder} has no usable processor for pictures ({reason_of(error)})"
+        raise CompressionError(f"{fault}; {remedy}") from error
+    if not hasattr(processor, "create_mm_token_type_ids"):
+        raise CompressionError(
+            f"{folder} has no processor, and the calibration has pictures, video or sound; {remedy} (SOURCE#column)"
+        )
+    return processor
+
+
+def read_sequences(
+    source: WeightedSource,
+    tokenizer: Any,
+    wanted: int,
+    length: int,
+    seed: int,
+    vocab: int,
+    purpose: Purpose = "calibration",
+    strict: bool = False,
+) -> Sequences:
+    """Sequences of at most `length` tokens: as many as are wanted, or as there are.
+
+    Rows that cannot be read are left out with one warning, or refused if `strict`; raises `CompressionError` for a
+    model without a processor, or where no row is left.
+    """
+    processor = load_processor(Path(tokenizer.name_or_path))
+    address, left_out = Address.parse(source.source), LeftOut(f"rows of {purpose} data {source.source}", strict)
+    folder = Path(address.name).parent if isfile(address.name) else Path()
+    rows, is_streamed = source_rows(source, seed, purpose)
+    if not is_streamed:
+        listed = list(rows)
+        random.Random(seed).shuffle(listed)
+        rows = iter(listed)
+
+    def sequences() -> Iterator[Inputs]:
+        for where, row in rows:
+            made = None
+            with left_out.each():
+                made = sequence_of(row, address.column, processor, folder, length, where)
+            if made is not None:
+                yield made
+
+    with quiet_transformers(), wrap_faults(f"the processor cannot take {purpose} data {source.source}", *REMEDIES):
+        read = Sequences(islice(sequences(), wanted))
+    left_out.report()
+    if not len(read):
+        raise CompressionError(f"{purpose} data {source.source} gives no sequence; give rows that can be read")
+    if (largest := max(int(row.max()) for row in read.rows)) >= vocab:
+        raise CompressionError(
+            f"the processor makes token {largest}, the model knows {vocab}; they do not belong together"
+        )
+    return read
+
+
+def sequence_of(row: Any, column: str | None, processor: Any, folder: Path, length: int, where: str) -> Inputs:
+    """What the processor makes of a row, cut to `length` tokens; files are sought in `folder`, too.
+
+    Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
+    pictures alone need more tokens.
+    """
+    if isinstance(row, ItemError):
+        raise row
+    if isinstance(row, str):
+        row = {"text": row}
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'image': ..., 'text': ...}}")
+    names = columns_of(row, COLUMNS if column is None else ((column,),), where)
+    chat = names in PAIRS or not isinstance(turns_of(row, names[0]), str)
+    messages = messages_of(row, names, where) if chat else [{"role": "user", "content": turns_of(row, names[0])}]
+    beside = [part for kind, values in media_beside(row).items() for part in _parts(kind, values)]
+    messages = _placed(messages, beside, where)
+    messages = [_read(message, folder, where) for message in messages]
+    try:
+        made = _processed(processor, messages, chat, tools_of(row), where)
+    except ItemError:
+        raise
+    except Exception as error:  # templates and processors raise what they like
+        raise untaken(where, error) from error
+    return _cut(processor, dict(made), length, where)
+
+
+def _parts(kind: str, values: Any) -> list[dict[str, Any]]:
+    several = values if isinstance(values, list | tuple) else [values]
+    return [{"type": kind, kind: value} for value in several if value is not None]
+
+
+def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Messages as lists of parts, with what stands beside them in their empty parts and `<image>`, or at the start."""
+    waiting, placed = list(beside), list[dict[str, Any]]()
+    for message in messages:
+        content: Any = message["content"]
+        parts = list[dict[str, Any]]()
+        if isinstance(content, str) and waiting and PLACEHOLDER in content:
+            begin, *rest = content.split(PLACEHOLDER)
+            content = [{"type": "text", "text": begin}]
+            for text in rest:
+                content += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for part in content or ():
+            if part.get("type") == "image_url":
+                url = part.get("image_url")
+                part = {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
+            kind = part.get("type")
+            if kind in KINDS and not any(part.get(key) for key in (kind, *PLACES)):
+                given = next((each for each in waiting if each["type"] == kind), None)
+                if given is None:
+                    raise ItemError(f"{where}: its messages have more parts of type {kind} than it has {kind}s")
+                waiting.remove(given)
+                part = given
+            if kind != "text" or part.get("text"):
+                parts.append(dict(part))
+        placed.append({**message, "content": parts})
+    first = next((message for message in placed if message["role"] == "user"), placed[0])
+    first["content"] = [*waiting, *first["content"]]
+    return placed
+
+
+def _read(message: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    """The message with its pictures opened, and the files of its video and sound found."""
+    parts = list[dict[str, Any]]()
+    for part in message["content"]:
+        kind = part.get("type")
+        if kind in KINDS:
+            value = next(part[key] for key in (kind, *PLACES) if part.get(key))
+            read = _picture if kind == "image" else _found
+            part = {"type": kind, "image" if kind == "image" else "path": read(value, folder, where)}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _found(value: Any, folder: Path, where: str) -> str:
+    if not isinstance(value, str):
+        raise ItemError(f"{where}: video and sound are given by the paths of their files")
+    if value.startswith(("http://", "https://")):
+        raise ItemError(f"{where}: {value} is on the web; download it and give its path")
+    places = [folder / value, Path(value)]
+    place = next((place for place in places if isfile(place)), None)
+    if place is None:
+        raise ItemError(f"{where}: {value} does not exist; give a file, in the folder of the data or by its full path")
+    return str(place)
+
+
+def _picture(value: Any, folder: Path, where: str) -> Any:
+    """A picture in RGB: of a PIL image, of bytes as data sets hold them, of base64, or of a file."""
+    from PIL import Image
+
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    shown = f"the picture {value}" if isinstance(value, str) and len(value) < BASE64 else "its picture"
+    try:
+        if isinstance(value, str) and value.startswith("data:"):
+            value = base64.b64decode(value.partition(",")[2], validate=True)
+        elif isinstance(value, str) and len(value) >= BASE64 and not isfile(folder / value[:BASE64]):
+            value = base64.b64decode(value, validate=True)
+        if isinstance(value, bytes):
+            value = Image.open(BytesIO(value))
+        elif isinstance(value, str):
+            value = Image.open(_found(value, folder, where))
+        return value.convert("RGB")
+    except ItemError:
+        raise
+    except Exception as error:  # of a broken file Pillow raises what it likes
+        raise ItemError(f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it") from error
+
+
+def _processed(processor: Any, messages: list[dict[str, Any]], chat: bool, tools: Any, where: str) -> Mapping[str, Any]:
+    """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
+    if getattr(processor, "chat_template", None):
+        more = {} if tools is None else {"tools": tools}
+        made: Mapping[str, Any] = processor.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt", **more
+        )
+        return made
+    parts = [part for message in messages for part in message["content"]]
+    if chat or any(part["type"] == "audio" for part in parts):
+        raise CompressionError(
+            f"{where} is a chat, or has sound, but the model's processor has no chat template; put the template of the "
+            "instruct version beside it, or give rows such as {'image': ..., 'text': ...}"
+        )
+    text, images, videos = "", list[Any](), list[Any]()
+    for part in parts:
+        kind = part["type"]
+        if kind == "text":
+            text += part["text"]
+            continue
+        text += getattr(processor, f"{kind}_token")
+        (images if kind == "image" else videos).append(part.get("image") or part.get("path"))
+    end = processor.tokenizer.eos_token or ""
+    text += "" if text.endswith(end) else end
+    given: dict[str, Any] = {"images": images, "videos": videos}
+    made = processor(text=text, return_tensors="pt", **{name: value for name, value in given.items() if value})
+    return made
+
+
+def _cut(processor: Any, made: dict[str, Any], length: int, where: str) -> Inputs:
+    """The sequence, cut to `length` tokens; what goes by tokens is cut with it."""
+    ids = made.pop("input_ids")
+    if ids.shape[1] < 2:
+        raise ItemError(f"{where} gives {ids.shape[1]} tokens; give it some text")
+    media = torch.tensor(processor.create_mm_token_type_ids(ids.tolist())).view(ids.shape) > 0
+    if bool(media[:, length:].any()):
+        needed = int(media[0].nonzero().max()) + 1
+        raise ItemError(
+            f"{where} takes {needed} tokens up to the end of its last picture, more than a sequence's {length}; raise "
+            "--sequence-length, or give smaller pictures"
+        )
+    whole = ids.shape
+    more = {
+        name: value[:, :length] if value.shape[:2] == whole and value.dim() == 2 else value
+        for name, value in made.items()
+        if isinstance(value, Tensor)
+    }
+    return Inputs.of(ids[:, :length].contiguous(), media[:, :length], more)
+
+
+def divided(available: int, wanted: Sequence[int], source: str) -> list[int]:
+    """How many of the sequences go to each purpose: those that are wanted, or fewer of each, but one at the least."""
+    if available >= sum(wanted):
+        return list(wanted)
+    needed = [count for count in wanted if count]
+    if available < len(needed):
+        raise CompressionError(
+            f"calibration data {source} gives {available} sequences with pictures, too few for its {len(needed)} "
+            "parts; give more rows"
+        )
+    shares = iter(divide(available, needed))
+    return [next(shares) if count else 0 for count in wanted]

@@ -1,0 +1,85 @@
+"""What the stock forward is given: token ids, and what a processor makes of pictures or sound beside them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Inputs(Tensor):
+    """Token ids [1, L] of one sequence with media (pictures, video, sound), and what else its processor makes of it.
+
+    It takes the place of a batch of token ids anywhere, and every operation on it gives plain token ids; only `split`
+    and what picks its one row give it back.
+    """
+
+    more: Mapping[str, Tensor]  # the forward's other arguments by name, such as pixel_values
+    media: Tensor  # mask [1, L] of the tokens that stand for a picture, a video or sound
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tokens: Tensor, media: Tensor, more: Mapping[str, Tensor]) -> "Inputs":
+        """The sequence of these token ids [1, L]; with their `media` mask [1, L]."""
+        assert len(tokens) == 1 and tokens.shape == media.shape, "media come one sequence at a time"
+        inputs = tokens.as_subclass(cls)
+        inputs.media, inputs.more = media, dict(more)
+        return inputs
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple[Tensor, ...]:
+        """Itself alone: it is one row."""
+        assert dim == 0, "a sequence with media is not cut"
+        return (self,)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Itself where the index picks its row as a batch of one, and plain token ids otherwise."""
+        plain = self.as_subclass(Tensor)[index]
+        return self if plain.shape == self.shape else plain
+
+    @property
+    def counted(self) -> Tensor:
+        """Mask [1, L] of what an evaluation counts: text after the first picture or sound; all text without any."""
+        begun = self.media.cumsum(1) > 0 if self.media.any() else torch.ones_like(self.media)
+        return begun & ~self.media
+
+    @property
+    def before_text(self) -> Tensor:
+        """Mask [1, L] of the tokens whose next one is text, or that are the last."""
+        return ~torch.cat([self.media[:, 1:], torch.zeros_like(self.media[:, :1])], 1)
+
+
+def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The stock forward's arguments for a batch: token ids [B, L], and of a sequence with media everything else.
+
+    What is no whole number is cast to the dtype of the model, as `BatchFeature.to` does.
+    """
+    if not isinstance(batch, Inputs):
+        return {"input_ids": batch.to(device)}
+    more = {
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        for name, value in batch.more.items()
+    }
+    return {"input_ids": batch.as_subclass(Tensor).to(device), **more}
+
+
+def media_of(batch: Tensor) -> Tensor:
+    """Mask of a batch's tokens [B, L]: those that stand for pictures or sound."""
+    return batch.media if isinstance(batch, Inputs) else torch.zeros_like(batch, dtype=torch.bool)
+
+
+def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
+    """Blocks of the towers beside the decoder layers `units`, each with its tower's name: a vision or audio encoder.
+
+    A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks are that list's.
+    """
+    above = {unit[:place] for unit in units for place in range(len(unit)) if unit[place] == "."}
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    blocks = dict[str, str]()
+    for name in lists:
+        if name in above or any(f"{name}.".startswith(f"{outer}.") for outer in (*units, *blocks)):
+            continue
+        parts = name.split(".")
+        tower = next(".".join(parts[:end]) for end in range(1, len(parts) + 1) if ".".join(parts[:end]) not in above)
+        blocks |= {f"{name}.{place}": tower for place in range(len(model.get_submodule(name)))}  # type: ignore[arg-type]
+    return blocks

@@ -1,0 +1,195 @@
+"""Calibration with pictures: rows as data sets have them, the model's own processor, and what is said of bad ones."""
+
+import base64
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.data import media
+from compressor.data.batches import Calibration, PartSpec, TextSpec, calibrate, evaluation_sets, read_text, repeat_text
+from compressor.data.sources import WeightedSource
+from compressor.errors import CompressionError
+from compressor.model.inputs import Inputs
+from tests import pictures
+
+FAMILY = "qwen3_vl_moe"
+
+
+@pytest.fixture(autouse=True)
+def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "load_processor", lambda _: pictures.processor(FAMILY))
+
+
+def encoded(seed: int) -> bytes:
+    stream = BytesIO()
+    pictures.picture(seed).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def read(source: Path, count: int = 1, length: int = 64, **options: Any) -> Calibration:
+    given = {"seed": 0, "vocab": 96, "strict": True} | options
+    return calibrate(str(source), pictures.tokenizer(), samples=count, length=length, **given)
+
+
+def chat(image: dict[str, str], text: str = "what is it") -> dict[str, Any]:
+    part = {"type": "image", **image}
+    return {"messages": [
+        {"role": "user", "content": [part, {"type": "text", "text": text}]}, {"role": "assistant", "content": "dot"}
+    ]}  # fmt: skip
+
+
+def beside(image: Any, text: str = "what is it", name: str = "image") -> dict[str, Any]:
+    """The same conversation with its picture in a column, as LLaVA's data sets have it."""
+    turns = [{"from": "human", "value": f"<image>\n{text}"}, {"from": "gpt", "value": "dot"}]
+    return {name: image, "conversations": turns}
+
+
+def test_every_form_of_a_row_gives_what_the_processor_makes_of_the_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    letters = base64.b64encode(encoded(0)).decode()
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "image", "image": pictures.picture(0)}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "dot"}]},
+    ]
+    messages[0]["content"].append({"type": "text", "text": "what is it"})
+    expected = pictures.processor(FAMILY).apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    rows = [
+        *(chat({key: "a.png"}) for key in ("image", "path", "url")),
+        chat({"image": str(tmp_path / "a.png")}),
+        chat({"image": letters}),
+        chat({"url": f"data:image/png;base64,{letters}"}),
+        {"images": ["a.png"], **chat({})},
+        beside("a.png"),
+        beside(["a.png"], name="images"),
+        {"image": "a.png", "prompt": "what is it", "completion": "dot"},
+    ]
+    for row in rows:
+        [batch] = read(write(tmp_path / "rows.jsonl", row)).batches
+        assert isinstance(batch, Inputs)
+        given = {"input_ids": batch.as_subclass(Tensor), **batch.more}
+        assert given.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in given.items())
+
+
+def test_a_table_with_a_column_of_pictures_is_read_like_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"image": base64.b64encode(encoded(1)).decode(), "text": "a dot"})
+    table = pyarrow.Table.from_pylist([{"image": {"bytes": encoded(1), "path": None}, "text": "a dot"}])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert read(path).identity["sha256"] == read(tmp_path / "rows.parquet").identity["sha256"]
+
+
+def test_without_a_chat_template_a_placeholder_and_the_text_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "load_processor", lambda _: pictures.processor(FAMILY, chat=False))
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    [batch] = read(write(tmp_path / "rows.jsonl", {"image": "a.png", "text": "dot"})).batches
+    tokenizer = pictures.tokenizer()
+    assert batch[0].tolist() == [tokenizer.image_token_id] * 4 + tokenizer("dot</s>")["input_ids"]
+    with pytest.raises(CompressionError, match="chat template"):
+        read(write(tmp_path / "rows.jsonl", chat({"path": "a.png"})))
+
+
+def test_parts_and_held_out_sequences_are_disjoint_and_repeat(tmp_path: Path) -> None:
+    rows = [{"image": base64.b64encode(encoded(seed)).decode(), "text": "dot"} for seed in range(80)]
+    source, tokenizer = WeightedSource(str(write(tmp_path / "rows.jsonl", *rows)), 1.0), pictures.tokenizer()
+    text = tmp_path / "plain.txt"
+    text.write_text("a line of plain text to read here. " * 500, encoding="utf-8")
+    sources = (source, WeightedSource(str(text), 1.0))
+    spec = TextSpec(sources, 16, 32, heldout=0.25, reserve=4, parts={"train": PartSpec(8, 32, heldout=8)})
+    made = read_text(spec, tokenizer, 96)
+
+    pictured = [batch for batch in made.fit.batches if isinstance(batch, Inputs)]
+    others = [*made.part("train"), *made.fit.reserved[0].batches, *made.heldout[0].batches]
+    own = {batch.more["pixel_values"].sum().item() for batch in pictured}
+    assert len(pictured) == len(own) == 8
+    held = [b for n, b in enumerate(made.fit.batches) if n in made.fit.heldout and isinstance(b, Inputs)]
+    assert len(held) == 2
+    counted = [batch.more["pixel_values"].sum().item() for batch in others if isinstance(batch, Inputs)]
+    again = {batch.more["pixel_values"].sum().item() for batch in held}  # they are held out for all
+    assert len(counted) == len(set(counted)) and set(counted) & own == again
+    assert repeat_text(json.loads(json.dumps(made.identity)), tokenizer, 96).identity == made.identity
+    write(tmp_path / "rows.jsonl", *reversed(rows))
+    with pytest.raises(CompressionError, match="no longer gives"):
+        repeat_text(made.identity, tokenizer, 96)
+
+
+def test_too_few_rows_are_shared_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"image": base64.b64encode(encoded(seed)).decode(), "text": "dot"} for seed in range(6)]
+    source = WeightedSource(str(write(tmp_path / "rows.jsonl", *rows)), 1.0)
+    made = read_text(TextSpec((source,), 8, 32, heldout=0.2, reserve=4), pictures.tokenizer(), 96)
+    assert (len(made.fit.batches), len(made.fit.heldout), len(made.fit.reserved[0].batches)) == (4, 1, 2)
+    assert "6 of 12 sequences" in caplog.text
+    with pytest.raises(CompressionError, match="one sequence with pictures"):
+        read(write(tmp_path / "rows.jsonl", rows[0]), heldout=0.5)
+
+
+def test_what_follows_the_pictures_is_evaluated(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", chat({"image": base64.b64encode(encoded(0)).decode()}))
+    [own] = evaluation_sets([str(path)], pictures.tokenizer(), length=64, seed=0, vocab=96, most=2)
+    [batch] = own.batches
+    assert isinstance(batch, Inputs)
+    last = int((batch[0] == pictures.tokenizer().image_token_id).nonzero().max())
+    assert batch.counted[0].tolist() == [place > last for place in range(batch.shape[1])]
+
+
+@pytest.mark.parametrize(
+    ("row", "length", "fault"),
+    [
+        (chat({"path": "none.png"}), 64, r"line 1: none.png does not exist; give a file"),
+        (chat({"path": "broken.png"}), 64, r"line 1: the picture broken.png cannot be read"),
+        (chat({"url": "https://a.b/c.png"}), 64, r"is on the web; download it"),
+        (chat({"image": "@" * 400}), 64, r"line 1: its picture cannot be read"),
+        (chat({"path": "a.png"}), 5, r"line 1 takes 6 tokens .* more than a sequence's 5; raise --sequence-length"),
+        ({"images": [], **chat({})}, 64, r"more parts of type image than it has images"),
+        ({"image": "a.png"}, 64, r"has no text"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_in_one_sentence(row: Any, length: int, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    (tmp_path / "broken.png").write_bytes(encoded(0)[:40])
+    path = write(tmp_path / "rows.jsonl", row)
+    with pytest.raises(CompressionError, match=fault):
+        read(path, length=length)
+
+
+def test_bad_rows_among_good_ones_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [chat({"path": "none.png"}), chat({"image": base64.b64encode(encoded(0)).decode()})]
+    assert len(read(write(tmp_path / "rows.jsonl", *rows), 2, strict=False).batches) == 1
+    assert "1 of 2 rows" in caplog.text and "none.png does not exist" in caplog.text
+
+
+def test_a_named_column_of_text_is_read_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"image": "none.png", "text": "a line of text"})
+    [batch] = read(Path(f"{path}#text"), length=4).batches
+    assert not isinstance(batch, Inputs)
+
+
+def test_long_text_is_cut_with_what_goes_by_its_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", chat({"image": base64.b64encode(encoded(0)).decode()}, "dot " * 50))
+    [batch] = read(path, length=40).batches
+    assert isinstance(batch, Inputs)
+    assert batch.shape == batch.media.shape == batch.more["attention_mask"].shape == (1, 40)
+    assert batch.more["mm_token_type_ids"].shape == (1, 40) and batch.more["pixel_values"].shape == (16, 96)
+
+
+def test_a_model_without_a_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pictures.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}', encoding="utf-8")
+    with pytest.raises(CompressionError, match=r"has no (usable )?processor"):
+        media.load_processor(tmp_path)
