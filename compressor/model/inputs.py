@@ -68,6 +68,26 @@ def media_of(batch: Tensor) -> Tensor:
     return batch.media if isinstance(batch, Inputs) else torch.zeros_like(batch, dtype=torch.bool)
 
 
+def parts_of(batch: Tensor) -> Sequence[Tensor]:
+    """Masks [T] of the tokens that a layer for pictures may see alone, and of all others, as the forward marks them.
+
+    ernie4_5_vl_moe counts the tokens around a picture among its own.
+    """
+    if not isinstance(batch, Inputs):
+        return ()
+    marked = [value.flatten() > 0 for name, value in batch.more.items() if name.endswith("mm_token_type_ids")]
+    parts = list[Tensor]()
+    for mask in (own for each in (batch.media.flatten(), *marked) for own in (each, ~each)):
+        if not any(torch.equal(mask, part) for part in parts):
+            parts.append(mask)
+    return parts
+
+
+def sees_media(config: Any) -> bool:
+    """Whether a model of that config has an encoder of pictures or sound."""
+    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
 def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
     """Blocks of the towers beside the decoder layers `units`, each with its tower's name: a vision or audio encoder.
 

@@ -58,13 +58,17 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled."""
+    """A batch's experts call: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows` [s] are sampled.
+
+    `media` [T] says which tokens stand for pictures, video or sound.
+    """
 
     batch: int
     rows: Tensor
     hidden: Tensor
     index: Tensor
     weights: Tensor
+    media: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,21 @@ class GateSum(Sum):
         used = call.weights != 0
         index, weights = call.index[used].cpu(), call.weights[used].cpu().double()
         self.total += torch.zeros_like(self.total).index_add_(0, index, weights**self.power)
+
+
+class ModalityCount(Sum):
+    """The tokens of text, and those of pictures, video or sound."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__(observed, 2)
+
+    def experts_called(self, call: ExpertsCall) -> None:
+        used = (call.weights != 0).cpu()
+        kinds = call.media[:, None].expand_as(used)[used].long()
+        index = call.index.cpu()[used]
+        self.total += torch.zeros_like(self.total).index_put_(
+            (index, kinds), torch.ones(len(index), dtype=torch.float64), accumulate=True
+        )
 
 
 class ProbabilitySum(Sum):

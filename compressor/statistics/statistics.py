@@ -28,6 +28,7 @@ from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, MoeLayer, build_meta
 from compressor.model.experts import Watch
+from compressor.model.inputs import media_of, parts_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, as_arguments, hidden_of
 from compressor.progress import Progress
@@ -39,6 +40,7 @@ from compressor.statistics.meters import (
     GateSum,
     LayerWeights,
     Meter,
+    ModalityCount,
     NormSum,
     Observed,
     PairSum,
@@ -102,6 +104,9 @@ class LayerStatistics:
     by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
 
     routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
+    modality_count = Statistic[Tensor](
+        "[E, 2]", "tokens of text, and of pictures, video or sound, sent to each expert", ModalityCount
+    )
     gate_weight_sum = Statistic[Tensor]("[E]", "sum of gate weights over those tokens", GateSum)
     probability_sum = Statistic[Tensor](
         "[E]", "softmax of the router logits (over a skip expert too), summed over all tokens", ProbabilitySum
@@ -216,18 +221,28 @@ class Collector:
             on_expert_output=self._expert_ran if self.needs & ROUTED_OUTPUTS else None,
         )
 
-    def enter(self, tokens: int, rows: Tensor, batch: int = 0) -> None:
-        """Observe the batch of this number, of whose `tokens` those at `rows` [s] are sampled."""
-        self.batch = batch, tokens, rows
+    def enter(self, tokens: int, rows: Tensor, batch: int = 0, ids: Tensor | None = None) -> None:
+        """Observe the batch of this number, of whose `tokens` those at `rows` [s] are sampled; `ids` are its own."""
+        self.batch = batch, rows, torch.zeros(tokens, dtype=torch.bool) if ids is None else media_of(ids).flatten()
+        self.parts = () if ids is None else parts_of(ids)
         self.watch.attach()
 
     def detach(self) -> None:
         self.watch.detach()
 
-    def _rows(self, tokens: int) -> tuple[int, Tensor]:
-        """The current batch and its sampled rows; none where the layer sees other tokens than the calibration's."""
-        batch, size, rows = self.batch
-        return batch, rows if tokens == size else torch.arange(0)
+    def _seen(self, tokens: int) -> tuple[int, Tensor, Tensor]:
+        """The current batch, its sampled rows among `tokens` that a layer sees, and which of them are media [T].
+
+        A layer may see the tokens of pictures alone, or all others; of other tokens no rows are sampled.
+        """
+        batch, rows, media = self.batch
+        if tokens == len(media):
+            return batch, rows, media
+        own = [part for part in self.parts if int(part.sum()) == tokens]
+        if len(own) != 1:
+            return batch, torch.arange(0), torch.zeros(tokens, dtype=torch.bool)
+        places = own[0].cumsum(0) - 1
+        return batch, places[rows[own[0][rows]]], media[own[0]]
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
@@ -237,7 +252,8 @@ class Collector:
                 f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
             )
         self.tokens += len(hidden)
-        call = ExpertsCall(*self._rows(len(hidden)), hidden, index, weights)
+        batch, rows, media = self._seen(len(hidden))
+        call = ExpertsCall(batch, rows, hidden, index, weights, media)
         for meter in self.meters.values():
             meter.experts_called(call)
 
@@ -245,7 +261,7 @@ class Collector:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
         if len(logits) and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
             logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # they are probabilities: same softmax
-        call = RouterCall(*self._rows(len(logits)), logits, as_arguments(args, kwargs))
+        call = RouterCall(*self._seen(len(logits))[:2], logits, as_arguments(args, kwargs))
         for meter in self.meters.values():
             meter.router_called(call)
 
@@ -328,6 +344,7 @@ class Observers:
     ) -> None:
         self.model, self.layer, self.needs, self.routers = model.partial.model, layer, needs, routers
         self.shares, self.seed, self.per_source = calibration.weights, seed, per_source
+        self.batches = calibration.batches
         self.observing: Collector | None = None
         self.parts = [
             (calibration.source_of(number), number in calibration.heldout) for number in range(len(calibration.batches))
@@ -348,7 +365,7 @@ class Observers:
         part = self.parts[batch]
         if not part[1] or self.needs & HELDOUT:
             self.observing = self.collectors[part]
-            self.observing.enter(*self.rows[batch], batch)
+            self.observing.enter(*self.rows[batch], batch, self.batches[batch])
 
     def came_out(self, hidden: Tensor) -> None:
         """The decoder layer has put out the batch's hidden states [B, L, H]."""

@@ -1,5 +1,6 @@
 """From the options of `prune` to a plan of every layer, which is planned as a pass over the model shows it."""
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from compressor import entry_points
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.progress import Progress
@@ -29,6 +31,11 @@ from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
 from compressor.steps.prune.step import Prune, protector_of
 from compressor.steps.state import State
+
+logger = logging.getLogger(__name__)
+
+MODALITIES = "modality_count"  # the statistic
+UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ class Planner:
         `per_source` each calibration source gets a plan of its own after the one for all.
         """
         data, rank_changes = self.calibration, self.rank_changes([spec.strategy for spec in specs])
-        needs = frozenset[str]().union(*(spec.strategy.needs for spec in specs))
+        needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
         layers, seconds = defaultdict[_Key, list[LayerPlan]](list), defaultdict[_Key, float](float)
         accepted: dict[str, Any] = {}
 
@@ -156,11 +163,18 @@ class Planner:
             plan: LayerPlan = here().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
             return replace(plan, upstream=COMPRESSED)
 
-        work = LayerWork(spec.experts, decide, spec.strategy.needs, correction or UNCORRECTED, self.seed)
+        needs = spec.strategy.needs | self._modalities
+        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
         layers = compress_in_order(
             self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
         )
         return replace(self._plan(spec, self.calibration, layers, protected), sequential=True)
+
+    @property
+    def _modalities(self) -> frozenset[str]:
+        """What tells tokens of text from others, of a model that sees others."""
+        wanted = self.calibration is not None and sees_media(self.model.config)
+        return frozenset({MODALITIES} if wanted else ())
 
     def _plan(
         self, spec: PruneSpec, calibration: Calibration | None, layers: Iterable[LayerPlan], protected: Protected | None
@@ -169,10 +183,25 @@ class Planner:
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
         identity = None if calibration is None else calibration.identity
         ordered = sorted(layers, key=lambda layer: order.get(layer.module, len(order)))
+        batches = () if calibration is None else calibration.batches
+        if self._modalities and not any(isinstance(batch, Inputs) for batch in batches):
+            self._warn_of_text_alone(ordered)
         made = CompressionPlan(
             Source.of(model), spec.experts, spec.strategy.name, dict(spec.options), identity, tuple(ordered)
         )
         return replace(made, seed=self.seed, protected=listed(protected), split=model.split, top_k=model.top_k)
+
+    def _warn_of_text_alone(self, layers: Sequence[LayerPlan]) -> None:
+        if self._measured.setdefault("warned of text alone", False):
+            return
+        self._measured["warned of text alone"] = True
+        experts = sum(layer.experts for layer in layers)
+        unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in layers)
+        logger.warning(
+            "%s sees pictures or sound, and is calibrated on text alone, which never reached %d of its %d experts "
+            "(%.1f %%); add a source with pictures to --calibration",
+            *(self.model.source.label, unreached, experts, 100 * unreached / experts),
+        )
 
 
 def fit_batches(calibration: Calibration) -> Calibration:
@@ -194,12 +223,29 @@ def _layer_plan(
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
     plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
+    if MODALITIES in stats.values:
+        plan = replace(plan, figures={**plan.figures, **_by_modality(plan, stats.modality_count)})
     if changed := touched(plan, guarded):
         raise CompressionError(
             f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert {changed[0]} as it is; "
             "choose another strategy or leave out --protect"
         )
     return plan
+
+
+def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
+    """Figures of text and of media, by their tokens sent to each expert [E, 2]; none of a kind without tokens.
+
+    The share of the choices of kept experts, and the number of experts that no token chose.
+    """
+    kept = [expert for group in plan.groups for expert in group.members]
+    figures = dict[str, float | int]()
+    for name, own in zip(("text", "media"), counts.T, strict=True):
+        if name == "text" or own.sum() > 0:
+            figures[UNREACHED.format(name)] = int((own == 0).sum())
+        if own.sum() > 0:
+            figures[f"kept_share_of_{name}"] = round(float(own[kept].sum() / own.sum()), 6)
+    return figures
 
 
 def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:
