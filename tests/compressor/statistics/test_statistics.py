@@ -59,6 +59,7 @@ def naive_sums(stock: Any, name: str, experts: int, calls: Calls, behind: Tensor
     sums = {key: torch.zeros(experts, dtype=torch.float64) for key in ONE_BY_ONE}
     width = stock.get_submodule(name).down_proj.shape[2 if stock.get_submodule(name).is_transposed else 1]
     sums["squared_gate_output_sum"] = torch.zeros(experts, width, dtype=torch.float64)
+    sums["modality_count"] = torch.zeros(experts, 2, dtype=torch.float64)
     if not calls.experts_arguments:
         return sums
     hidden, index, weights = calls.joined()
@@ -69,6 +70,7 @@ def naive_sums(stock: Any, name: str, experts: int, calls: Calls, behind: Tensor
                 continue
             norm = float(outputs[expert][token].double().norm())
             sums["routed_count"][expert] += 1
+            sums["modality_count"][expert, 0] += 1  # all is text
             sums["gate_weight_sum"][expert] += weight
             sums["norm_sum"][expert] += norm
             sums["squared_norm_sum"][expert] += norm**2
