@@ -2,7 +2,7 @@
 
 python -m scripts.train_text_model --text train.jsonl --heldout valid.jsonl --output model [--minutes 15]
 
-The text is JSONL or plain text, as `--calibration` takes it. The model has 6 layers of 32 experts, 4 of them a token,
+The text is JSONL or plain text, as `--calibration` takes it. The model has 4 layers of 32 experts, 4 of them a token,
 and a byte-level tokenizer learnt from the text.
 """
 
@@ -22,7 +22,7 @@ from compressor.data.sources import parse_sources
 from scripts.train_demo_model import balance_loss
 
 END, VOCABULARY = "<|end|>", 1024
-ROWS, ROW_LENGTH = 16, 256
+ROWS, ROW_LENGTH = 16, 128
 LEARNING_RATE, WARMUP_STEPS, BALANCE = 3e-3, 100, 0.01
 
 
@@ -42,12 +42,12 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model() -> OlmoeForCausalLM:
-    """A randomly initialised model of 6 layers with 32 experts each, 4 of them a token."""
+    """A randomly initialised model of 4 layers with 32 experts each, 4 of them a token."""
     config = OlmoeConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=6,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_experts=32,

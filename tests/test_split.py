@@ -176,7 +176,11 @@ COMPRESS = ("compress", "--experts", 6, "--strategy", "model-centric")
         ),
         (("--split", 65), "--split 65 is not 1 to 64", (("split",), COMPRESS)),
         (("--split", 2, "--split-by", "clusters"), "clusters needs text on which neurons fire", (("split",), COMPRESS)),
-        (("--split", 2, "--split-by", "chance"), "by is 'chance'; input should be 'energy' or", (("split",), COMPRESS)),
+        (
+            ("--split", 2, "--split-by", "chance"),
+            "by is 'chance'; input should be 'energy', 'clusters'",
+            (("split",), COMPRESS),
+        ),
         (("--split", 2, "--top-k", 5), "--top-k 5 is not between 1 and the 4 experts that a token", (COMPRESS,)),
         (("--top-k", 3), "--top-k 3 is not between 1 and the 2 experts", (COMPRESS,)),
     ],

@@ -19,7 +19,7 @@ from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
 from compressor.progress import Progress
-from compressor.recipe.plan import CLUSTERS, CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan import ENERGY, CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
@@ -285,12 +285,12 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
     if (
         split is not None
         and parts > 1
-        and split.by == CLUSTERS
+        and split.by != ENERGY
         and not reads
         and all(step.name != "correct" for step in steps)
     ):
         raise CompressionError(
-            "--split-by clusters needs text on which neurons fire; choose a strategy or a correction that reads it"
+            f"--split-by {split.by} needs text on which neurons fire; choose a strategy or a correction that reads it"
         )
     attributes = protector_of(prune.protect) is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
     passes = 0 if not reads else 2 if attributes else 1

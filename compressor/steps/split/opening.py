@@ -31,9 +31,10 @@ from compressor.model.opened import OpenModel, resolve_count, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
-from compressor.recipe.plan import CLUSTERS, ENERGY, MOST_PARTS, WEIGHTS, check_split
+from compressor.recipe.plan import CLUSTERS, ENERGY, HEAPR, KL, MOST_PARTS, WEIGHTS, check_split
 from compressor.recipe.step import Step
 from compressor.steps.configuration import fields_set
+from compressor.steps.split.saliency import saliencies
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
@@ -117,15 +118,27 @@ class _Metering(LayerVisitor):
 
 
 def measured(
-    model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, sample: bool, seed: int = 0
+    model: OpenModel,
+    batches: Sequence[Tensor] | None,
+    progress: Progress,
+    sample: bool,
+    seed: int = 0,
+    sensed: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Neurons]:
-    """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone."""
-    if batches is None:
+    """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone.
+
+    Saliencies [E, I] that are known by layer stand for energies, except of experts that no token reached.
+    """
+    if batches is None or sensed:
         layers = model.architecture.layers
         progress.start("measure neurons", len(layers))
         for layer in layers:
             model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
-            yield Neurons(layer, energy_of_weights(model.partial.model.get_submodule(layer.name)))
+            energy = energy_of_weights(model.partial.model.get_submodule(layer.name))
+            if sensed and layer.name in sensed:
+                known = sensed[layer.name]
+                energy = torch.where(known.sum(1, keepdim=True) > 0, known, energy)
+            yield Neurons(layer, energy)
             model.partial.release(layer.block)
             give_back()
             progress.advance(layer.name)
@@ -184,7 +197,7 @@ def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0, block: int =
         summed = replace(neurons, energy=neurons.energy.unflatten(1, (-1, block)).sum(-1), activity=activity)
         blocks = order_of(summed, parts, way, seed)
         return (block * blocks[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
-    if way == ENERGY:
+    if way != CLUSTERS:
         order = by_energy(neurons.energy)
     else:
         pairs = zip(neurons.energy, neurons.activity, strict=True)
@@ -307,11 +320,12 @@ def partitioned(
     assert model.whole is not None
     whole, parts = model.whole, model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
-    way = CLUSTERS if text is not None and by == CLUSTERS else ENERGY
+    way = ENERGY if text is None else by
     batches = None if text is None else [text.batches[number] for number in text.fit]
 
     def orders() -> Mapping[str, Tensor]:
-        neurons = measured(whole, batches, progress, way == CLUSTERS, seed)
+        sensed = saliencies(whole, batches, way, progress, seed) if way in (HEAPR, KL) and batches else {}
+        neurons = measured(whole, batches, progress, way == CLUSTERS, seed, sensed)
         return {each.layer.name: order_of(each, parts, way, seed, block) for each in neurons}
 
     by_layer = here().broadcast(orders)

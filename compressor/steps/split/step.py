@@ -20,6 +20,7 @@ class Split(Step):
 
     name: ClassVar[str] = "split"
     order: ClassVar[int | None] = 0
+    spellings: ClassVar[Mapping[str, str]] = {"order": "by"}
     not_after: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("split", "prune", "constants", "correct", "quantize"), "experts are split before anything else is done to them"
     )
@@ -27,8 +28,11 @@ class Split(Step):
     parts: int | Literal["auto"] = Field(
         2, description="Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."
     )
-    by: Literal["energy", "clusters"] = Field(
-        "energy", description="How neurons are partitioned: by energy, or in clusters that fire together (needs text)."
+    by: Literal["energy", "clusters", "heapr", "kl"] = Field(
+        "energy",
+        description="The order that neurons are partitioned in: by energy; in clusters that fire together; by HEAPr's "
+        "saliency, which takes a backward pass; or by that for the model's own distribution (kl). All but energy need "
+        "text.",
     )
 
     _why: str = PrivateAttr("")  # there are so many parts, where that was left open
@@ -55,8 +59,8 @@ class Split(Step):
         """Text of its own where it is named: else neurons are measured on what others read, or on their weights."""
         from compressor.model.opened import served_model, warn_of_servers
 
-        if self.by == "clusters" and self.calibration is None and all(step.name == self.name for step in steps):
-            raise CompressionError("--split-by clusters needs text on which neurons fire; pass --calibration")
+        if self.by != "energy" and self.calibration is None and all(step.name == self.name for step in steps):
+            raise CompressionError(f"--split-by {self.by} needs text on which neurons fire; pass --calibration")
         if not any(step.name == "prune" for step in steps):  # which warns of what it leaves
             warn_of_servers(served_model(model.whole or model), served_model(model), model.architecture.layers)
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
