@@ -18,7 +18,7 @@ from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.mone import Substituting, logits_with, read_constants
 from tests import quantized, small, zoo
-from tests.command_line import Run
+from tests.command_line import Run, refused
 from tests.plans import plan_of
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -224,3 +224,15 @@ def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path
     ):
         with pytest.raises(CompressionError, match=told):
             read(edited, **change)
+
+
+@pytest.mark.parametrize(
+    "given", [("--budget", "uneven", "--ratio", "0.25"), ("--experts-total", "10"), ("--set", "prune.budget=uneven")]
+)
+def test_uneven_layers_are_refused_where_no_format_holds_them(run: Run, tmp_path: Path, given: tuple[str, ...]) -> None:
+    source = small.save(tmp_path / "model")
+    message = r"only with constants \(--format mone, which vLLM serves\); stock checkpoints, ONNX graphs and GGUF files"
+    refused(run("compress", source, "-o", tmp_path / "out", *given), message)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {source}\nsteps:\n- prune: {{ratio: 0.25, budget: uneven}}\n")
+    refused(run("compress", recipe, "-o", tmp_path / "out"), message)

@@ -18,6 +18,8 @@ from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
 from compressor.recipe.recipe import (
     FIELDS,
+    UNEVEN_LAYERS,
+    UNEVEN_OPTIONS,
     GateOptions,
     OutputOptions,
     Recipe,
@@ -125,6 +127,8 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     if "constants" not in steps and (of_constants or values.get("correct.method") == "constants"):
         option = f"--{of_constants[0].removeprefix('constants.')}" if of_constants else "--correct constants"
         option = option.replace("_", "-")
+        if {path.partition(".")[2] for path in of_constants} & {*UNEVEN_OPTIONS}:
+            raise CompressionError(f"{option}: {UNEVEN_LAYERS}; pass --format mone with it, or leave it out")
         raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")
     content, of_steps = dict(recipe), dict[str, dict[str, Any]]()
     for path, value in _without_merging(steps, values).items():

@@ -30,6 +30,11 @@ MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole nu
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
 ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
+UNEVEN_OPTIONS = ("budget", "experts_total")
+UNEVEN_LAYERS = (
+    "layers can keep different numbers of experts only with constants (--format mone, which vLLM serves); stock "
+    "checkpoints, ONNX graphs and GGUF files have one number for all layers"
+)
 FIELDS = {  # options of `compress` that are fields of other steps than prune
     "split": ("split", "parts"),
     "split_by": ("split", "by"),
@@ -222,6 +227,8 @@ def step_class(name: str, place: str = "") -> type[Step]:
 
 def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
     """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
+    if name == "prune" and options.keys() & UNEVEN_OPTIONS:
+        raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
     where, at = (f"{place}: {name}", f" at {place}") if place else (name, "")
     return validated(step_class(name, place), options, where, f"step {name} has no option", at)
 
