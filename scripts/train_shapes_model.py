@@ -3,7 +3,7 @@
 python -m scripts.train_shapes_model train --output shapes
 python -m scripts.train_shapes_model score shapes/model SMALLER ...
 
-`train` writes the model with its processor, and the calibration text `text.jsonl` and `pictures.jsonl`. About three
+`train` writes the model with its processor, and the calibration text `text.jsonl` and `pictures.jsonl`. About ten
 minutes on one core.
 """
 

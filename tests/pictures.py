@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -93,4 +94,25 @@ def save(name: str, folder: Path, blocks: int = 1) -> Any:
     model = build(name, blocks)
     zoo.save_once(folder, (name, "pictures", blocks), model.save_pretrained)
     tokenizer().save_pretrained(folder)
+    return model
+
+
+def llava(folder: Path) -> Any:
+    """Write LLaVA of CLIP and the zoo's Qwen3-MoE, whose processor needs no torchvision; returns the stock model."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = zoo.configure("qwen3_moe", max_position_embeddings=128)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=3, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    zoo.randomise(model, torch.Generator().manual_seed(0))
+    model.save_pretrained(folder)
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    options: dict[str, Any] = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    template = CHAT.replace("IMAGE", "<image>")
+    transformers.LlavaProcessor(images, tokenizer(), patch_size=8, chat_template=template, **options).save_pretrained(
+        folder
+    )
     return model

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.model.inputs import Inputs
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -32,6 +34,11 @@ class Emphasis:
         for each in self.marked:
             found[:, :-1][_covered(tokens, each.tokens)[:, 1:]] = each.weight
         return found
+
+    def loss_weights(self, tokens: Tensor) -> Tensor:
+        """Weights [B, L] of what is predicted after each token: nothing where a picture's token comes next."""
+        own = self.weights(tokens)
+        return own * tokens.before_text if isinstance(tokens, Inputs) else own
 
     def counts(self, batches: Sequence[Tensor]) -> dict[str, int]:
         """How many tokens of batches [B, L] are marked, by name."""

@@ -34,6 +34,7 @@ from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, w
 from compressor.model.inputs import Inputs
 from compressor.progress import quiet_transformers
 
+FILES = ("processor_config.json", "preprocessor_config.json")
 BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
 KINDS, PLACES = ("image", "video", "audio"), ("path", "url", "base64")  # of parts of messages, and their fields
 PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
@@ -76,17 +77,18 @@ def load_processor(folder: Path) -> Any:
     """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
     from transformers import AutoProcessor
 
-    remedy = "copy the original model's there, install torchvision where that is missing, or calibrate on text alone"
+    remedy = "copy the original model's there, or calibrate on its text alone (SOURCE#column)"
+    if not any((folder / name).is_file() for name in FILES):
+        raise CompressionError(f"{folder} has no processor ({FILES[0]}), and the calibration has pictures; {remedy}")
     try:
         with quiet_transformers():
             processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # processors raise what they like
         fault = f"{folder} has no usable processor for pictures ({reason_of(error)})"
-        raise CompressionError(f"{fault}; {remedy}") from error
+        raise CompressionError(f"{fault}; install Pillow and torchvision, {remedy}") from error
     if not hasattr(processor, "create_mm_token_type_ids"):
-        raise CompressionError(
-            f"{folder} has no processor, and the calibration has pictures, video or sound; {remedy} (SOURCE#column)"
-        )
+        fault = f"the processor in {folder} is a {type(processor).__name__}, which takes no pictures beside text"
+        raise CompressionError(f"{fault}; {remedy}")
     return processor
 
 

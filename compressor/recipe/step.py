@@ -65,8 +65,9 @@ class TextOptions(Options):
     data: tuple[Source, ...] | None = Field(
         None,
         max_length=MOST_SOURCES,
-        description="Text, JSONL or parquet file, data set or 'demo' (default: C4). A data set is ID, if need be with "
-        ":config@split#column. Repeat it for several sources, each with =WEIGHT if they should not count alike.",
+        description="Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set "
+        "is ID, if need be with :config@split#column. Repeat it for several sources, each with =WEIGHT if they should "
+        "not count alike.",
     )
     samples: int = Field(128, ge=1, description="Calibration sequences.")
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each sequence.")

@@ -94,12 +94,7 @@ def training_text(
             f"{options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
-
-    def weights(batch: Tensor) -> Tensor:
-        own = emphasis.weights(batch)
-        return own * batch.before_text if isinstance(batch, Inputs) else own
-
-    weighed = (Batch(batch, base, weights(batch)) for batch, base in zip(batches, answers, strict=True))
+    weighed = (Batch(*pair, emphasis.loss_weights(pair[0])) for pair in zip(batches, answers, strict=True))
     return Text(tuple(weighed), fit, rows)
 
 

@@ -218,7 +218,7 @@ class RouterGradients(ReverseVisitor):
 def _moments(model: OpenModel, weights: Weights, text: Text, emphasis: Emphasis) -> dict[str, Moments]:
     def loss(batch: int, output: Any) -> Tensor:
         tokens, base = text[batch]
-        return (top_divergence(base, output.logits) * emphasis.weights(tokens).to(output.logits.device)).sum()
+        return (top_divergence(base, output.logits) * emphasis.loss_weights(tokens).to(output.logits.device)).sum()
 
     gradients = RouterGradients()
     ReversePass(model, [tokens for tokens, _ in text]).run(loss, _Routed(model, [weights]), gradients)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.data.media import sequence_of
+from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, forward_inputs, media_of, tower_blocks
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
 from tests import pictures, zoo
 from tests.opened import logits
 
@@ -98,3 +99,26 @@ def test_text_alone_takes_no_notice_of_the_tower(tmp_path: Path) -> None:
     watching = Loaded(model)
     Pass(model, (zoo.tokens(pictures.build("qwen3_vl_moe")),)).run(watching)
     assert watching.most == 0
+
+
+def test_a_reverse_pass_takes_pictures_unless_layers_get_features_of_the_tower(tmp_path: Path) -> None:
+    def loss(batch: int, output: Any) -> Tensor:
+        return output.logits.square().mean()
+
+    stock = pictures.save("ernie4_5_vl_moe", tmp_path / "ernie")
+    model, batches = open_model(locate(str(tmp_path / "ernie")), "float32", "cpu"), sequences("ernie4_5_vl_moe")
+    with torch.no_grad():
+        whole = [loss(0, stock(**forward_inputs(batch, CPU, torch.float32), use_cache=False)) for batch in batches]
+    assert ReversePass(model, batches).run(loss, _Asking()) == [value.item() for value in whole]
+
+    pictures.save("qwen3_vl_moe", tmp_path / "qwen")
+    deep = open_model(locate(str(tmp_path / "qwen")), "float32", "cpu")
+    with pytest.raises(CompressionError, match="gradients cannot be taken layer by layer"):
+        ReversePass(deep, sequences("qwen3_vl_moe")[:1]).run(loss, _Asking())
+
+
+class _Asking(ReverseVisitor):
+    """Asks for the gradients of all that is loaded."""
+
+    def loaded(self, unit: str) -> None:
+        self.at.model.get_submodule(unit).requires_grad_(True)
