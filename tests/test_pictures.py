@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from compressor.data import media
 from compressor.data.media import load_processor
 from tests import pictures
 from tests.command_line import Run, refused
@@ -37,7 +38,7 @@ def arguments(home: Path, out: Path, *more: str) -> list[str]:
 def test_pruning_and_correcting_on_pictures_makes_a_checkpoint_with_its_processor(
     home: Path, tmp_path: Path, run: Run
 ) -> None:
-    result = run(*arguments(home, tmp_path / "out", "--strategy", "reap"))
+    result = run(*arguments(home, tmp_path / "out", "--strategy", "reap", "--correct", "ridge"))
     assert result.status == 0, result.err
     plan = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]
     assert [entry["source"] for entry in plan["calibration"]["sources"]] == ["text.jsonl", "pictures.jsonl"]
@@ -70,3 +71,23 @@ def test_a_model_without_a_processor_refuses_pictures(home: Path, tmp_path: Path
     text[1] = str(tmp_path / "model")
     refused(run(*text), r"has no processor \(processor_config.json\), and the calibration has pictures; copy")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_experts_for_pictures_alone_are_pruned_and_corrected_by_their_tokens(
+    home: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "load_processor", lambda _: pictures.processor("ernie4_5_vl_moe"))
+    shutil.copytree(home, tmp_path / "home")
+    shutil.rmtree(tmp_path / "home" / "model")
+    pictures.save("ernie4_5_vl_moe", tmp_path / "home" / "model")
+    result = run(*arguments(tmp_path / "home", tmp_path / "out", "--strategy", "reap", "--correct", "ridge"))
+    assert result.status == 0, result.err
+    plan = json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]
+    layers = next(step for step in plan["steps"] if step["name"] == "prune")["plan"]["layers"]
+    vision = [layer for layer in layers if "vision_moe" in layer["module"]]
+    assert len(vision) == 2 and len(layers) == 4
+    for layer in layers:
+        assert ("kept_share_of_media" in layer["figures"]) is (layer in vision)
+        figures = layer["figures"]["correction"]
+        assert figures["heldout_error"] <= figures["heldout_error_before"]
