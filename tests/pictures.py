@@ -38,6 +38,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
         {"feature_extractor": None},
     ),
+    "qwen3_omni_moe": (
+        "Qwen3OmniMoeProcessor",
+        "Qwen2VLImageProcessorPil",
+        SQUARES | {"size": AREA},
+        {"feature_extractor": None},
+    ),
 }
 
 
@@ -53,6 +59,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
         **{"vision_start_token": "<begin>", "vision_end_token": "<close>", "boi_token": "<begin>"},
         **{"eoi_token": "<close>", "image_start_token": "<begin>", "image_end_token": "<close>"},
         **{"video_start_token": "<vbegin>", "video_end_token": "<vclose>", "boa_token": "<boa>", "eoa_token": "<eoa>"},
+        **{"vision_bos_token": "<begin>", "vision_eos_token": "<close>"},
+        **{"audio_bos_token": "<boa>", "audio_eos_token": "<eoa>"},
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -85,6 +93,7 @@ def picture(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:
 def build(name: str, blocks: int = 1) -> Any:
     """The zoo's model with a vision tower of so many blocks."""
     changes: dict[str, Any] = {"vision_config.position_embedding_size": 64} if name.startswith("gemma4") else {}
+    changes |= {"vision_start_token_id": 5, "vision_end_token_id": 6} if name == "qwen3_omni_moe" else {}
     depth = "num_hidden_layers" if name.startswith("gemma4") else "depth"
     return zoo.build(name, **changes, **{f"vision_config.{depth}": blocks})
 
