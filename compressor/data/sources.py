@@ -44,6 +44,11 @@ class Address:
         return self.name + "".join(f"{sign}{part}" for sign, part in parts if part is not None)
 
 
+def _shown(value: Any) -> str:
+    """What stands for a value that JSON has no form of, such as a picture: a digest of its content."""
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class GivenTexts:
     """Texts or rows given in Python; the name holds a digest of their content."""
@@ -62,7 +67,7 @@ class GivenTexts:
         rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+            digest.update(json.dumps(row, sort_keys=True, default=_shown).encode() + b"\n")
         return cls(f"{GIVEN}:{digest.hexdigest()[:16]}", rows)
 
     def __str__(self) -> str:

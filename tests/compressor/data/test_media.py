@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.data import media
 from compressor.data.batches import Calibration, PartSpec, TextSpec, calibrate, evaluation_sets, read_text, repeat_text
-from compressor.data.sources import WeightedSource
+from compressor.data.sources import GivenTexts, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs
 from tests import pictures
@@ -193,3 +193,10 @@ def test_a_model_without_a_processor_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}', encoding="utf-8")
     with pytest.raises(CompressionError, match=r"has no (usable )?processor"):
         media.load_processor(tmp_path)
+
+
+def test_rows_given_in_python_hold_pictures_and_are_named_by_them() -> None:
+    first, again, other = (GivenTexts.of([{"image": pictures.picture(seed), "text": "dot"}]) for seed in (0, 0, 1))
+    assert first.name == again.name != other.name
+    [batch] = calibrate(parse_sources([first]), pictures.tokenizer(), samples=1, length=64, seed=0, vocab=96).batches
+    assert isinstance(batch, Inputs) and batch.more["pixel_values"].shape == (16, 96)
