@@ -14,7 +14,7 @@ from compressor.plugins import (
     stable_argmin,
 )
 
-CANDIDATES = "enumerate,gated-mass,count-guided,reap"
+CANDIDATES = "enumerate,energy"
 CORRECTION = "tune"  # unless another is asked for
 
 NEEDS = HELDOUT

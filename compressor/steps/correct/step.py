@@ -37,7 +37,7 @@ class Correct(Step):
     steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
     tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")
     weights: Weights = Field(
-        "output",
+        "stream",
         description="How much a token counts in the error: by the inverse square of the layer's output, by that of the "
         "hidden state behind the layer (stream), or by the norm of the loss's gradient there, which takes a backward "
         "pass.",
