@@ -4,7 +4,8 @@
 
 Cost is the increase of the held-out loss in nats per token, over seeds (draws of calibration text) and sequences. A
 published criterion keeps whole experts and corrects nothing; the best is that of least cost over all seeds. Ratios have
-an interval of 95% by a bootstrap of sequences, paired. The last row is the default with as many steps of `distill`.
+an interval of 95% by a bootstrap of seeds and sequences, paired. The last row is the default with so many steps of
+`distill`.
 """
 
 import tempfile
@@ -25,9 +26,11 @@ DRAWS = 4000
 
 
 def ratio_of(ours: Tensor, theirs: Tensor) -> tuple[float, float, float]:
-    """Ratio of mean costs [seeds, sequences], and its interval of 95% over draws of sequences."""
-    drawn = torch.randint(ours.shape[1], (DRAWS, ours.shape[1]), generator=torch.Generator().manual_seed(0))
-    ratios = ours.mean(0)[drawn].mean(1) / theirs.mean(0)[drawn].mean(1)
+    """Ratio of mean costs [seeds, sequences], and its interval of 95% over draws of both."""
+    generator = torch.Generator().manual_seed(0)
+    seeds, sequences = (torch.randint(size, (DRAWS, size), generator=generator) for size in ours.shape)
+    drawn = seeds[:, :, None], sequences[:, None]
+    ratios = ours[drawn].mean((1, 2)) / theirs[drawn].mean((1, 2))
     low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=ratios.dtype)).tolist()
     return float(ours.mean() / theirs.mean()), low, high
 
