@@ -25,7 +25,7 @@ def test_zoo_covers_every_family_with_the_experts_interface() -> None:
     carriers = {
         file.parent.name for file in models.glob("*/modeling_*.py") if "@use_experts_implementation" in file.read_text()
     }
-    assert set(zoo.FAMILIES) == carriers
+    assert set(zoo.FAMILIES) == carriers | {"step3p7"}  # whose experts lack the interface's flags alone
 
 
 @EVERY
