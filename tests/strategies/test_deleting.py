@@ -18,6 +18,7 @@ from compressor.steps.prune.reconstruction import KeptErrors
 from strategies import hope
 from tests import zoo
 from tests.opened import batches, calibration, one_expert, opened, plain_calls, statistics
+from tests.ordered import opened_wide
 from tests.plans import kept, make_plan
 
 NORMALISING = ["mixtral", "gpt_oss", "minimax_m2", "qwen3_moe"]
@@ -181,7 +182,7 @@ def test_two_that_stand_in_for_each_other_do_not_both_go() -> None:
 )
 def test_every_criterion_plans_every_kind_of_router(name: str, strategy: str, tmp_path: Path) -> None:
     """Protected experts stay, groups keep alike, and a text of one sequence that reaches few experts is enough."""
-    stock, model = opened(name, tmp_path)
+    stock, model = opened_wide(name, tmp_path)
     text, first = calibration(batches(stock, (1,), 4)), model.architecture.layers[0]
     keep = first.experts - first.routing_groups
     guarded = {layer.name: frozenset({5}) for layer in model.architecture.layers}
