@@ -194,7 +194,7 @@ class StreamEnergySum(Sum):
     def came_out(self, hidden: Tensor) -> None:
         weights = stream_weights(hidden, self.tokens)
         for expert, rows, energies in self.waiting:
-            self.total[expert] += (energies * weights[rows]).sum().cpu()
+            self.total[expert] += (energies * weights[rows.to(weights.device)]).sum().cpu()
         self.waiting = []
 
 
