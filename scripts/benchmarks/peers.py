@@ -1,14 +1,16 @@
-"""Run REAP's pruning, HC-SMoE's merging and ours on the same work, each in a process of its own, and print ratios.
+"""Run other projects' pruning and merging and ours on the same work, each in a process of its own, and print ratios.
 
-    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl [--model MIXTRAL] \\
-        [--reap FOLDER] [--hc-smoe FOLDER] [--keep 0.5] [--samples 32] [--length 256]
+    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl [--model MODEL] [--reap FOLDER] \\
+        [--hc-smoe FOLDER] [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
-The folders are checkouts of CerebrasResearch/reap and wazenmai/HC-SMoE, whose code is theirs; `scripts.peers` lets it
-run with today's transformers. Both know Mixtral, so one synthetic Mixtral is compressed and, with --model, a trained
-one. Everybody reads the same float32 checkpoint, calibrates with the same token batches, keeps as many experts,
-computes in float32 on the CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the
-processor, go from opening the checkpoint to the written output, without imports; memory is the highest resident one of
-the process above that of the imports alone. Theirs is divided by ours of the same method.
+The folders are checkouts of CerebrasResearch/reap, wazenmai/HC-SMoE, nick7nlp/Razor and awslabs/HOPE, whose code is
+theirs; `scripts.peers` lets it run with today's transformers. REAP and HC-SMoE know Mixtral, so one synthetic Mixtral
+is compressed and, with --model, a trained one; RAZOR and HOPE take any model of stock experts there. Everybody reads
+the same float32 checkpoint, calibrates with the same token batches, keeps as many experts, computes in float32 on the
+CPU with as many threads, and writes a checkpoint. Seconds, of the clock and of the processor, go from opening the
+checkpoint to the written output, without imports; memory is the highest resident one of the process above that of the
+imports alone. Theirs is divided by ours of the same method. Losses are held out, in nats per token, with intervals of
+95%; those by domain follow where the held-out rows name theirs.
 """
 
 import argparse
@@ -17,31 +19,38 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from compressor.errors import CompressionError
-from scripts.benchmarks.frame import head, losses, options, random_model, row, run_child, save_tokenizer
+from scripts.benchmarks.frame import head, losses, options, random_model, row, run_child, save_tokenizer, with_error
 from scripts.peers.job import Job, Told, read, write
 
 HIDDEN, INNER, VOCABULARY = 512, 1024, 1024
-OURS = {"reap, theirs": "reap, ours", "reap, theirs, weights as used": "reap, ours", "hc-smoe, theirs": "hc-smoe, ours"}
+THEIRS = {
+    "reap": ("reap, theirs", "reap, theirs, weights as used"),
+    "hc-smoe": ("hc-smoe, theirs",),
+    "razor": ("razor, theirs",),
+    "hope": ("hope, theirs",),
+}
+OLD = ("reap", "hc-smoe")  # know Mixtral as transformers 4 had it
 COLUMNS = (
-    "model", "method", "seconds", "CPU seconds", "memory", "bytes written", "held-out loss", "over the original",
-    "same choice",
+    "model", "method", "seconds", "CPU seconds", "memory", "bytes written", "over the original", "same choice",
 )  # fmt: skip
 
 
-def methods(reap: str | None, hc_smoe: str | None) -> dict[str, str | None]:
+def methods(checkouts: Mapping[str, str | None]) -> dict[str, str | None]:
     """What is run, ours first, and the checkout that each needs."""
     found: dict[str, str | None] = {}
-    if reap:
-        found |= {"reap, ours": None, "reap, theirs": reap, "reap, theirs, weights as used": reap}
-    if hc_smoe:
-        found |= {"hc-smoe, ours": None, "hc-smoe, theirs": hc_smoe}
+    for project, folder in checkouts.items():
+        if folder:
+            found |= {f"{project}, ours": None, **dict.fromkeys(THEIRS[project], folder)}
     if not found:
-        raise CompressionError("there is no checkout to compare with; give --reap FOLDER, --hc-smoe FOLDER or both")
+        flags = ", ".join(f"--{project} FOLDER" for project in THEIRS)
+        raise CompressionError(f"there is no checkout to compare with; give some of {flags}")
     return found
 
 
@@ -57,20 +66,21 @@ def make_synthetic(folder: Path, layers: int, experts: int) -> None:
     save_tokenizer(folder)
 
 
-def copy_in_float32(model: Path, folder: Path) -> None:
-    """The checkpoint in float32, so that nobody's output is rounded where another's is not; refuses what is no Mixtral.
+def copy_in_float32(model: Path, folder: Path, projects: Collection[str]) -> None:
+    """The checkpoint in float32, so that nobody's output is rounded where another's is not.
 
-    HC-SMoE counts the two likeliest experts of a token whatever the config says, so there must be two.
+    REAP and HC-SMoE need a Mixtral; HC-SMoE counts the two likeliest experts of a token whatever the config says, so
+    there must be two.
     """
     import torch
-    from transformers import AutoConfig, MixtralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
-    if config.model_type != "mixtral" or config.num_experts_per_tok != 2:
+    if (config.model_type != "mixtral" or config.num_experts_per_tok != 2) and (old := set(OLD) & set(projects)):
         raise CompressionError(
-            f"{model} is no Mixtral of two experts a token, which both projects and we compress alike; name one"
+            f"{model} is no Mixtral of two experts a token; name one, or leave out --{' and --'.join(sorted(old))}"
         )
-    MixtralForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder)
     copy_tokenizer(model, folder)
 
 
@@ -113,12 +123,15 @@ def same_choice(one: Told, other: Told) -> str:
     return f"{same} of {len(pairs)} layers"
 
 
-def rows(
-    name: str, found: Mapping[str, Told], losses: Mapping[str, float], original: float, imports: int
-) -> Iterable[tuple[Any, ...]]:
-    """Rows: every figure of theirs over ours of the same method; ours is 1."""
+def ours_of(method: str) -> str:
+    """Our run of the same method."""
+    return f"{method.partition(', ')[0]}, ours"
+
+
+def rows(name: str, found: Mapping[str, Told], costs: Mapping[str, Tensor], imports: int) -> Iterable[tuple[Any, ...]]:
+    """Rows: every figure of theirs over ours of the same method; ours is 1. `costs` are of each sequence."""
     for method, told in found.items():
-        ours = found[OURS.get(method, method)]
+        ours = found[ours_of(method)]
         figures = (
             told.total / ours.total,
             told.cpu / ours.cpu,
@@ -126,8 +139,7 @@ def rows(
             told.stored / ours.stored,
         )
         agreement = same_choice(ours, told) if told is not ours else ""
-        loss = losses[method]
-        yield name, method, *figures, f"{loss:.4f}", f"{loss - original:+.4f}", agreement
+        yield name, method, *figures, with_error(costs[method]), agreement
 
 
 def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
@@ -138,46 +150,73 @@ def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
         yield f"{method}: {phases}, CPU {told.cpu:.2f} s; {above:.0f} MB above the imports' {imports / 1e6:.0f}"
 
 
-def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> None:
-    """Run everything on one checkpoint and print its rows."""
-    experts = json.loads((model / "config.json").read_text())["num_local_experts"]
-    tokens = scratch / "tokens.pt"
+def by_domain(heldout: str, scratch: Path) -> dict[str, str]:
+    """Files with the held-out rows of each domain, where rows name theirs, behind the whole."""
+    parts: dict[str, list[str]] = {}
+    for line in Path(heldout).read_text().splitlines() if heldout.endswith(".jsonl") else ():
+        if domain := json.loads(line).get("domain"):
+            parts.setdefault(str(domain), []).append(line)
+    files = {domain: scratch / f"heldout-{place}.jsonl" for place, domain in enumerate(sorted(parts))}
+    for domain, file in files.items():
+        file.write_text("\n".join(parts[domain]) + "\n")
+    return {"all": heldout, **{domain: str(file) for domain, file in files.items()}}
+
+
+def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Run everything on one checkpoint and print its rows; returns a head and rows by domain."""
+    from transformers import AutoConfig
+
+    tokens, texts = scratch / "tokens.pt", by_domain(args.heldout, scratch)
     digest = save_batches(model, args.data, args.samples, args.length, tokens)
-    size = (args.samples, args.length, max(2, math.ceil(experts * args.keep)))
+    size = (args.samples, args.length, max(2, math.ceil(AutoConfig.from_pretrained(model).num_experts * args.keep)))
     environment = {"OMP_NUM_THREADS": str(args.threads), "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
 
-    def judged(folder: Path) -> float:
-        return float(losses(str(folder), args.heldout, args.heldout_samples, args.length).mean())
+    def judged(folder: Path) -> dict[str, Tensor]:
+        return {domain: losses(folder, text, args.heldout_samples, args.length) for domain, text in texts.items()}
 
     def job(method: str, peer: str | None, out: Path) -> Job:
         return Job(method, str(model), str(tokens), args.data, *size, str(out), peer)
 
-    imports = carry_out(job("nothing", None, scratch), scratch, environment).resident
-    found, loss = dict[str, Told](), dict[str, float]()
-    for method, peer in methods(args.reap, args.hc_smoe).items():
+    imports, original = carry_out(job("nothing", None, scratch), scratch, environment).resident, judged(model)
+    found, costs = dict[str, Told](), dict[str, dict[str, Tensor]]()
+    for method, peer in methods(checkouts(args)).items():
         out = scratch / "out"
         told = found[method] = carry_out(job(method, peer, out), scratch, environment)
         if told.tokens not in ("", digest):
             raise CompressionError(f"{method} calibrated with other tokens than the rest; nothing can be compared")
         copy_tokenizer(model, out)
-        loss[method] = judged(out)
+        costs[method] = {domain: loss - original[domain] for domain, loss in judged(out).items()}
         shutil.rmtree(out)
         shutil.rmtree(scratch / "out-observed", ignore_errors=True)
-    for cells in rows(name, found, loss, judged(model), imports):
+    for cells in rows(name, found, {method: cost["all"] for method, cost in costs.items()}, imports):
         row(*cells)
     print(*(f"# {line}" for line in absolute(found, imports)), sep="\n", file=sys.stderr, flush=True)
+    domains = [domain for domain in texts if domain != "all"]
+    return [
+        ("model", "method, by domain", *domains),
+        *((name, method, *(with_error(cost[domain]) for domain in domains)) for method, cost in costs.items()),
+    ]
+
+
+def checkouts(args: argparse.Namespace) -> dict[str, str | None]:
+    """The folders that were named."""
+    return {project: getattr(args, project.replace("-", "_")) for project in THEIRS}
 
 
 def main() -> None:
     """Make the checkpoints and print the table."""
-    parser = options(__doc__, reap=None, hc_smoe=None, keep=0.5, samples=32, length=256, heldout_samples=32, threads=1)
+    parser = options(
+        __doc__, reap=None, hc_smoe=None, razor=None, hope=None, keep=0.5, samples=32, length=256, heldout_samples=32,
+        threads=1,
+    )  # fmt: skip
     parser.add_argument("--data", required=True, help="text to calibrate with")
     parser.add_argument("--heldout", required=True, help="text to judge on")
-    parser.add_argument("--model", type=Path, help="a trained Mixtral of two experts a token")
+    parser.add_argument("--model", type=Path, help="a trained model")
     parser.add_argument("--layers", type=int, default=5, help="of the synthetic Mixtral; 0: none")
     parser.add_argument("--experts", type=int, default=16, help="of the synthetic Mixtral")
     args = parser.parse_args()
-    methods(args.reap, args.hc_smoe)
+    methods(checkouts(args))
+    titles, lines = (), list[tuple[str, ...]]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         head(*COLUMNS)
@@ -186,8 +225,13 @@ def main() -> None:
             compare("synthetic", folder, Path(temporary), args)
             shutil.rmtree(folder)
         if args.model:
-            copy_in_float32(args.model, folder)
-            compare("trained", folder, Path(temporary), args)
+            projects = [project for project, checkout in checkouts(args).items() if checkout]
+            copy_in_float32(args.model, folder, projects)
+            titles, *lines = compare("trained", folder, Path(temporary), args)
+    if len(titles) > 2:
+        head(*titles)
+        for line in lines:
+            row(*line)
 
 
 if __name__ == "__main__":

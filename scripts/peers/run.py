@@ -19,7 +19,7 @@ from scripts.peers.absent import stand_in
 from scripts.peers.job import Job, Told, read, write
 
 NOT_NEEDED = (  # imported by the checkouts, for data sets, servers, pictures and training that are not asked for here
-    "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "lm_eval", "matplotlib", "requests", "seaborn",
+    "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "h5py", "lm_eval", "matplotlib", "requests", "seaborn",
     "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
 )  # fmt: skip
 CATEGORY = "all"
@@ -80,15 +80,20 @@ def pruned(job: Job) -> list[list[list[int]]]:
 
 
 def prepare(checkout: str, below: str) -> None:
-    """Make a checkout's package importable, with the Mixtral that it was written for."""
+    """Make a checkout's package importable."""
     folder = Path(checkout) / below
     if not folder.is_dir():
         raise CompressionError(f"{checkout} has no {below or 'such folder'}; name the folder of the project's checkout")
+    stand_in(NOT_NEEDED)
+    sys.path.append(str(folder))
+
+
+def prepare_with_old_mixtral(checkout: str, below: str) -> None:
+    """Make a checkout's package importable, with the Mixtral that it was written for."""
     from scripts.peers import old_mixtral
 
-    stand_in(NOT_NEEDED)
+    prepare(checkout, below)
     old_mixtral.put_back()
-    sys.path.append(str(folder))
 
 
 def run_reap(job: Job, as_used: bool) -> Told:
@@ -97,7 +102,7 @@ def run_reap(job: Job, as_used: bool) -> Told:
     Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
     say although its block does so; `as_used` says it.
     """
-    prepare(job.peer or "", "src")
+    prepare_with_old_mixtral(job.peer or "", "src")
     from reap import main as recording  # type: ignore[import-not-found]
     from reap import prune as pruning
     from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs  # type: ignore[import-not-found]
@@ -130,7 +135,7 @@ def run_hc_smoe(job: Job) -> Told:
     Its experts stay as many names for fewer weights, which `torch.save` stores once; a checkpoint that stock loaders
     read, with the weights repeated, is written for the judging afterwards and counts for nothing.
     """
-    prepare(job.peer or "", "")
+    prepare_with_old_mixtral(job.peer or "", "")
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     from hcsmoe.merging import grouping_mixtral as merging  # type: ignore[import-not-found]
 
@@ -172,20 +177,84 @@ def write_repeated(model: Any, out: Path) -> None:
     model.config.save_pretrained(out)
 
 
-def run_ours(job: Job, strategy: str) -> Told:
+def run_razor(job: Job) -> Told:
+    """RAZOR's `collect`, `keep_indices` and `prune_block`, by the adapter for layouts that it has no own one for."""
+    prepare(job.peer or "", "")
+    from razor.adapters import get_adapter  # type: ignore[import-not-found]
+    from razor.collect import collect  # type: ignore[import-not-found]
+    from razor.metrics import keep_indices  # type: ignore[import-not-found]
+
+    batches, phases = torch.load(job.tokens), Phases()
+    with phases.phase("open"):
+        model = load_stock(job)
+        adapter = get_adapter(model.config, "generic")
+    with phases.phase("calibrate"):
+        seen = collect(model, adapter, [{"input_ids": batch} for batch in batches], verbose=False)
+    with phases.phase("write"):
+        blocks = adapter.moe_blocks(model)
+        kept = [keep_indices(seen[block.tag], "razor", job.keep) for block in blocks]
+        for block, experts in zip(blocks, kept, strict=True):
+            adapter.prune_block(block.module, torch.tensor(experts))
+        adapter.set_num_experts(job.keep)
+        model.save_pretrained(job.out)
+    return told_by_kept(job, phases, kept)
+
+
+def run_hope(job: Job) -> Told:
+    """HOPE's observer, matrix, quadratic program and `prune_moe_layer`; its scripts' HDF5 file stays in memory."""
+    prepare(job.peer or "", "")
+    from hope.calibrate import HOExpertObserver  # type: ignore[import-not-found]
+    from hope.prune import prune_moe_layer  # type: ignore[import-not-found]
+    from hope.solve import build_f_matrix, solve_qp  # type: ignore[import-not-found]
+
+    batches, phases = torch.load(job.tokens), Phases()
+    with phases.phase("open"):
+        model = load_stock(job)
+    with phases.phase("calibrate"), torch.no_grad():
+        observer = HOExpertObserver(model)
+        for batch in batches:
+            model(input_ids=batch, use_cache=False)
+        seen = {"all": {f"layer_{layer}": found for layer, found in observer.get_stats().items()}}
+        observer.close()
+    kept = list[list[int]]()
+    with phases.phase("write"):
+        blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+        for layer, block in enumerate(blocks):
+            matrix = build_f_matrix(seen, "all", layer)
+            dropped = solve_qp(matrix, len(matrix) - job.keep)[0]
+            kept.append([expert for expert, gone in enumerate(dropped) if not gone])
+            prune_moe_layer(block, kept[-1])
+        model.config.num_experts = job.keep  # Mixtral's config takes it for num_local_experts
+        model.save_pretrained(job.out)
+    return told_by_kept(job, phases, kept)
+
+
+def load_stock(job: Job) -> Any:
+    """The checkpoint in float32, as the installed transformers has it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+
+
+def told_by_kept(job: Job, phases: Phases, kept: list[list[int]]) -> Told:
+    """What a run tells that kept these experts of every layer."""
+    groups = [[[expert] for expert in experts] for experts in kept]
+    return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups)
+
+
+def run_ours(job: Job, strategy: str, **options: Any) -> Told:
     """`compress` with this strategy, without a correction."""
     from compressor.memory import limit_caches
 
     limit_caches()
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401, as the others have it before they begin
-
+    import_classes(job)
     from compressor.api import compress
 
     phases = Phases()
     with phases.phase("all"):
         done = compress(
-            job.model, job.out, experts=job.keep, strategy=strategy, correct="none", dtype="float32", device="cpu",
-            calibration=job.text, samples=job.samples, sequence_length=job.length,
+            job.model, job.out, experts=job.keep, strategy=strategy, options=options, correct="none", split=1,
+            dtype="float32", device="cpu", calibration=job.text, samples=job.samples, sequence_length=job.length,
         )  # fmt: skip
     layers = sorted(done.plan.stage.layers, key=lambda layer: layer.layer)
     groups = [[sorted(group.members) for group in layer.groups] for layer in layers]
@@ -193,10 +262,16 @@ def run_ours(job: Job, strategy: str) -> Told:
     return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest)
 
 
+def import_classes(job: Job) -> None:
+    """The model's classes, whose import counts for nobody."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(job.model))]
+
+
 def run_nothing(job: Job) -> Told:
     """Imports alone: what the others' memory is compared with."""
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
-
+    import_classes(job)
     return Told({}, 0.0, resident(), 0)
 
 
@@ -207,6 +282,10 @@ METHODS: dict[str, Callable[[Job], Told]] = {
     "reap, theirs, weights as used": lambda job: run_reap(job, as_used=True),
     "hc-smoe, ours": lambda job: run_ours(job, "hc-smoe"),
     "hc-smoe, theirs": run_hc_smoe,
+    "razor, ours": lambda job: run_ours(job, "razor"),
+    "razor, theirs": run_razor,
+    "hope, ours": lambda job: run_ours(job, "hope", interaction="norms"),
+    "hope, theirs": run_hope,
 }
 
 
