@@ -42,15 +42,20 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def methods(checkouts: Mapping[str, str | None]) -> dict[str, str | None]:
+def named(args: argparse.Namespace) -> dict[str, str]:
+    """The checkouts that were named, by project."""
+    folders = {project: getattr(args, project.replace("-", "_")) for project in THEIRS}
+    if not any(folders.values()):
+        flags = ", ".join(f"--{project} FOLDER" for project in THEIRS)
+        raise CompressionError(f"there is no checkout to compare with; give some of {flags}")
+    return {project: folder for project, folder in folders.items() if folder}
+
+
+def methods(checkouts: Mapping[str, str]) -> dict[str, str | None]:
     """What is run, ours first, and the checkout that each needs."""
     found: dict[str, str | None] = {}
     for project, folder in checkouts.items():
-        if folder:
-            found |= {f"{project}, ours": None, **dict.fromkeys(THEIRS[project], folder)}
-    if not found:
-        flags = ", ".join(f"--{project} FOLDER" for project in THEIRS)
-        raise CompressionError(f"there is no checkout to compare with; give some of {flags}")
+        found |= {f"{project}, ours": None, **dict.fromkeys(THEIRS[project], folder)}
     return found
 
 
@@ -151,7 +156,7 @@ def absolute(found: Mapping[str, Told], imports: int) -> Iterable[str]:
 
 
 def by_domain(heldout: str, scratch: Path) -> dict[str, str]:
-    """Files with the held-out rows of each domain, where rows name theirs, behind the whole."""
+    """Files with the held-out rows of each domain, where rows name theirs."""
     parts: dict[str, list[str]] = {}
     for line in Path(heldout).read_text().splitlines() if heldout.endswith(".jsonl") else ():
         if domain := json.loads(line).get("domain"):
@@ -159,14 +164,20 @@ def by_domain(heldout: str, scratch: Path) -> dict[str, str]:
     files = {domain: scratch / f"heldout-{place}.jsonl" for place, domain in enumerate(sorted(parts))}
     for domain, file in files.items():
         file.write_text("\n".join(parts[domain]) + "\n")
-    return {"all": heldout, **{domain: str(file) for domain, file in files.items()}}
+    return {domain: str(file) for domain, file in files.items()}
 
 
-def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Run everything on one checkpoint and print its rows; returns a head and rows by domain."""
+def compare(
+    name: str, model: Path, runs: Mapping[str, str | None], texts: Mapping[str, str], args: argparse.Namespace
+) -> dict[str, dict[str, Tensor]]:
+    """Carry out the runs on one checkpoint and print their rows; returns what each costs, [sequences] of each text.
+
+    The first of the `texts` is that of the rows. What is written meanwhile lies beside the checkpoint.
+    """
     from transformers import AutoConfig
 
-    tokens, texts = scratch / "tokens.pt", by_domain(args.heldout, scratch)
+    scratch, whole = model.parent, next(iter(texts))
+    tokens = scratch / "tokens.pt"
     digest = save_batches(model, args.data, args.samples, args.length, tokens)
     size = (args.samples, args.length, max(2, math.ceil(AutoConfig.from_pretrained(model).num_experts * args.keep)))
     environment = {"OMP_NUM_THREADS": str(args.threads), "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
@@ -179,7 +190,7 @@ def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> 
 
     imports, original = carry_out(job("nothing", None, scratch), scratch, environment).resident, judged(model)
     found, costs = dict[str, Told](), dict[str, dict[str, Tensor]]()
-    for method, peer in methods(checkouts(args)).items():
+    for method, peer in runs.items():
         out = scratch / "out"
         told = found[method] = carry_out(job(method, peer, out), scratch, environment)
         if told.tokens not in ("", digest):
@@ -188,19 +199,10 @@ def compare(name: str, model: Path, scratch: Path, args: argparse.Namespace) -> 
         costs[method] = {domain: loss - original[domain] for domain, loss in judged(out).items()}
         shutil.rmtree(out)
         shutil.rmtree(scratch / "out-observed", ignore_errors=True)
-    for cells in rows(name, found, {method: cost["all"] for method, cost in costs.items()}, imports):
+    for cells in rows(name, found, {method: cost[whole] for method, cost in costs.items()}, imports):
         row(*cells)
     print(*(f"# {line}" for line in absolute(found, imports)), sep="\n", file=sys.stderr, flush=True)
-    domains = [domain for domain in texts if domain != "all"]
-    return [
-        ("model", "method, by domain", *domains),
-        *((name, method, *(with_error(cost[domain]) for domain in domains)) for method, cost in costs.items()),
-    ]
-
-
-def checkouts(args: argparse.Namespace) -> dict[str, str | None]:
-    """The folders that were named."""
-    return {project: getattr(args, project.replace("-", "_")) for project in THEIRS}
+    return costs
 
 
 def main() -> None:
@@ -215,23 +217,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5, help="of the synthetic Mixtral; 0: none")
     parser.add_argument("--experts", type=int, default=16, help="of the synthetic Mixtral")
     args = parser.parse_args()
-    methods(checkouts(args))
-    titles, lines = (), list[tuple[str, ...]]()
+    checkouts, whole = named(args), {"all": args.heldout}
+    runs = methods(checkouts)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         head(*COLUMNS)
         if args.layers:
             make_synthetic(folder, args.layers, args.experts)
-            compare("synthetic", folder, Path(temporary), args)
+            compare("synthetic", folder, runs, whole, args)
             shutil.rmtree(folder)
         if args.model:
-            projects = [project for project, checkout in checkouts(args).items() if checkout]
-            copy_in_float32(args.model, folder, projects)
-            titles, *lines = compare("trained", folder, Path(temporary), args)
-    if len(titles) > 2:
-        head(*titles)
-        for line in lines:
-            row(*line)
+            copy_in_float32(args.model, folder, checkouts)
+            domains = by_domain(args.heldout, Path(temporary))
+            costs = compare("trained", folder, runs, whole | domains, args)
+            if domains:
+                head("model", "method, by domain", *domains)
+                for method, cost in costs.items():
+                    row("trained", method, *(with_error(cost[domain]) for domain in domains))
 
 
 if __name__ == "__main__":
