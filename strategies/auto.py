@@ -1,4 +1,4 @@
-"""Auto: plan each layer by several strategies, keep what brings its output back best on held-out tokens, correct it."""
+"""Auto: plan each layer by the strategy that loses least, or by the best of several for it, and correct it."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ from compressor.plugins import (
     stable_argmin,
 )
 
-CANDIDATES = "enumerate,energy"
+CANDIDATES = "energy"
 CORRECTION = "tune"  # unless another is asked for
 
-NEEDS = HELDOUT
+NEEDS = frozenset[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,23 @@ class Options:
 
 
 def needs(options: Options) -> frozenset[str]:
-    """What the candidates need, and tokens that none of them sees."""
-    return HELDOUT.union(*(load_strategy(name).needs for name in options.names))
+    """What the candidates need, and of several tokens that none of them sees."""
+    own = frozenset[str]().union(*(load_strategy(name).needs for name in options.names))
+    return own | HELDOUT if len(options.names) > 1 else own
 
 
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
-    """The candidates' plan of least error on held-out tokens after rescaling; ties go to the earlier.
+    """The only candidate's plan, or of several the one of least error on held-out tokens after rescaling.
 
-    The error is `rescaled_error`. A layer that no held-out token reached is planned by the first candidate.
+    The error is `rescaled_error`; ties go to the earlier. A layer that no held-out token reached is planned by the
+    first candidate.
     """
+    if len(options.names) == 1:
+        (name,) = options.names
+        only = load_strategy(name).plan_layer(stats, keep, protected)
+        return replace(only, figures={**only.figures, "won": name})
     plans, errors, refusals = dict[str, LayerPlan](), dict[str, float](), list[CompressionError]()
     for name in options.names:
         try:

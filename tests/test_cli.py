@@ -214,7 +214,7 @@ def test_a_warning_is_one_line_in_each_run(run: Run, model: Path, tmp_path: Path
         assert result.status == 0 and json.loads(result.out)["steps"][0]["options"]["strategy"] == "count-guided"
         merge, short = result.err.splitlines()
         assert merge == "WARNING: strategy count-guided drops experts and merges none: --merge has no effect"
-        assert re.fullmatch(r"WARNING: calibration data .*calibration.txt fills \d+ of 65536 tokens asked for", short)
+        assert re.fullmatch(r"WARNING: calibration data .*calibration.txt fills \d+ of 131072 tokens asked for", short)
     assert not any(logging.getLogger(package).handlers for package in ("compressor", "strategies", "exporters"))
 
 

@@ -91,6 +91,10 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
     assert pruned(read(tmp_path / "out", "compression.json")["plan"])["mtp"] == "keep"
     figures = summary.plan.stage.layers[-1].figures["correction"]
     assert figures["heldout_error"] < figures["heldout_error_before"]
+    assert [layer.figures["correction"].get("toward", 0.0) for layer in summary.plan.stage.layers] == [
+        *(0.5 for _ in range(len(summary.plan.stage.layers) - 1)),
+        0.0,  # a head has no hidden states of the base's to go toward
+    ]
     data = repeat_text(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY).fit
     tokens = torch.cat([data.batches[number] for number in sorted(data.heldout)])
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

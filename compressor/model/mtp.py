@@ -391,6 +391,8 @@ class Leg(LayerVisitor):
         @torch.no_grad()
         def take(hidden: Tensor) -> Tensor:
             batch = self.at.batch
+            if batch >= len(self.batches):  # text that runs along and goes to no head
+                return hidden[..., :0]
             if following is not None and following.head is not None:
                 pairs = projection(following.head)(following.tokens[batch], hidden[:, :-1])
                 following.table[following.batches[batch].to(following.table.device)] = pairs

@@ -20,6 +20,7 @@ from compressor.steps.state import OWN, part_name
 
 CHANGES = ("correct", "distill")  # steps that write experts anew, in a plain dtype
 COPIES = 4  # of the hidden states, with a correction: inputs and outputs of a layer as it was, and as it is
+ORIGINALS = 2  # more, toward the base's own hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ def dry_run(recipe: Recipe) -> DryRun:
         for number, spec in text_specs(task)
     )
     hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
-    copies = COPIES if any(step.name == "correct" for step in task.steps) else 1
+    corrects: list[Any] = [step for step in task.steps if step.name == "correct"]
+    copies = COPIES if corrects else 1
+    copies += ORIGINALS if any(step.toward != 0 for step in corrects) else 0
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
     return DryRun(

@@ -69,7 +69,7 @@ class TextOptions(Options):
         "is ID, if need be with :config@split#column. Repeat it for several sources, each with =WEIGHT if they should "
         "not count alike.",
     )
-    samples: int = Field(128, ge=1, description="Calibration sequences.")
+    samples: int = Field(256, ge=1, description="Calibration sequences.")
     sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each sequence.")
     emphasis: EmphasisOptions | None = Field(
         None,

@@ -227,8 +227,9 @@ def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
     rows = []
     for layer in plan.layers:
         changed = ["+".join(map(str, sorted(group.members))) for group in layer.groups if not group.untouched]
-        won = layer.figures.get("won")  # where several strategies were tried
-        decided_by = f"{layer.decided_by}: {won}" if isinstance(won, str) else layer.decided_by
+        won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
+        tried = isinstance(won, str) and won != layer.decided_by
+        decided_by = f"{layer.decided_by}: {won}" if tried else layer.decided_by
         before, after = heldout_error(layer, "heldout_error_before"), heldout_error(layer, "heldout_error")
         kept, error = correction_of(layer).get("kept"), "-"
         if before is not None and after is not None:

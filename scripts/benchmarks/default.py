@@ -2,6 +2,7 @@
 
     python -m scripts.benchmarks.default MODEL --text train.jsonl --heldout valid.jsonl [--seeds 0 1 2] [--distill 400]
 
+All calibrate on as much text as the default reads, in sequences of `--length` tokens, as the model was trained on.
 Cost is the increase of the held-out loss in nats per token, over seeds (draws of calibration text) and sequences. A
 published criterion keeps whole experts and corrects nothing; the best is that of least cost over all seeds. Ratios have
 an interval of 95% by a bootstrap of seeds and sequences, paired. The last row is the default with so many steps of
@@ -43,7 +44,8 @@ def strategy_flags(name: str) -> list[str]:
 
 def main() -> None:
     """Compress in every way and print the table."""
-    parser = options(__doc__, seeds=[0, 1, 2], ratios=[0.25, 0.5], distill=400, sequences=64, length=512)
+    text = {"sequences": 64, "length": 512, "tokens": 131_072}
+    parser = options(__doc__, seeds=[0, 1, 2], ratios=[0.25, 0.5], distill=400, **text)
     parser.add_argument("model")
     parser.add_argument("--text", required=True, help="to calibrate with")
     parser.add_argument("--heldout", required=True, help="to judge on")
@@ -58,7 +60,8 @@ def main() -> None:
         for seed in args.seeds:
             with tempfile.TemporaryDirectory() as scratch:
                 out = Path(scratch) / "out"
-                given = ["--ratio", str(ratio), "--calibration", args.text, "--seed", str(seed), "-o", str(out)]
+                read = ["--samples", str(args.tokens // args.length), "--sequence-length", str(args.length)]
+                given = ["--ratio", str(ratio), "--calibration", args.text, *read, "--seed", str(seed), "-o", str(out)]
                 if run_child([*COMMAND, "compress", args.model, *given, *flags]).status:
                     raise CompressionError(f"compress {' '.join(flags)} failed")
                 found.append(losses(out, args.heldout, args.sequences, args.length) - base)

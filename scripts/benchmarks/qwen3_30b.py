@@ -44,7 +44,7 @@ def distill(steps: int) -> list[Step]:
 
 STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose time is subtracted
     "calibrate": ([], [PRUNE]),
-    "auto": ([], [{"prune": {"strategy": "auto", "experts": KEEP}}]),
+    "enumerate": ([], [{"prune": {"strategy": "enumerate", "experts": KEEP}}]),
     "ridge": ([], [PRUNE, {"correct": {"method": "ridge"}}]),
     "tune": (tune(1), tune(1 + EXTRA)),
     "split": ([], [{"split": {"parts": 2}}]),

@@ -130,17 +130,27 @@ def test_ties_by_hand(error: dict[int, float], won: str, ahead: float, monkeypat
 def test_a_layer_that_no_token_reached_is_planned_by_the_first(tmp_path: Path) -> None:
     stock, model = opened("ernie4_5_vl_moe", tmp_path)
     data = with_heldout(batches(stock, SIZES))
-    made, first = planned(model, "auto", 4, data), planned(model, auto.CANDIDATES.split(",")[0], 4, data)
+    made = planned(model, "auto", 4, data, candidates="energy,reap")
+    first = planned(model, "energy", 4, data)
     unreached = [(one, two) for one, two in zip(made.layers, first.layers, strict=True) if "vision" in one.module]
     assert len(unreached) == 2
     for one, two in unreached:
-        assert one.groups == two.groups and one.figures["won"] == auto.CANDIDATES.split(",")[0]
+        assert one.groups == two.groups and one.figures["won"] == "energy"
         assert set(one.figures["heldout_errors"].values()) == {0}
+
+
+def test_an_only_candidate_plans_every_layer(tmp_path: Path) -> None:
+    stock, model = opened("mixtral", tmp_path)
+    data = calibration(batches(stock, SIZES))
+    made, alone = planned(model, "auto", 4, data), planned(model, auto.CANDIDATES, 4, data)
+    for layer, own in zip(made.layers, alone.layers, strict=True):
+        assert layer.groups == own.groups and layer.figures == {**own.figures, "won": auto.CANDIDATES}
 
 
 def test_options_and_needs() -> None:
     assert load_strategy("auto").correction == "tune"
-    for candidates in (auto.CANDIDATES, " reap , count-guided"):
+    assert load_strategy("auto").needs == load_strategy(auto.CANDIDATES).needs  # nothing is held out to judge one by
+    for candidates in ("enumerate,energy", " reap , count-guided"):
         needs = {"heldout"}.union(*(load_strategy(name.strip()).needs for name in candidates.split(",")))
         assert load_strategy("auto", {"candidates": candidates}).needs == needs
     for candidates in ("reap,reap", "reap,,hc-smoe", "", "auto", "reap,auto"):

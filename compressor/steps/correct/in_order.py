@@ -9,6 +9,7 @@ and undoing them is the change that must be a gain.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,7 +30,15 @@ from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.mtp import Head, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
-from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, hidden_of
+from compressor.model.streaming import (
+    DEFAULT_ACTIVATION_BUDGET,
+    Forward,
+    LayerVisitor,
+    Pass,
+    Replay,
+    Spill,
+    hidden_of,
+)
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.records import read_as, read_object
@@ -43,6 +52,7 @@ from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 Decide = Callable[[LayerStatistics], LayerPlan]
 OnRouted = Callable[[MoeLayer, Tensor, int], None]  # a smaller layer, its experts' routed tokens [N], of how many
 UNCORRECTED = Correct(method="none")
+TOWARD = 0.5
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
 
@@ -69,6 +79,7 @@ class LayerWork:
         return replace(
             self,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
+            correction=self.correction.model_copy(update={"toward": 0.0}),  # there are no hidden states of the base's
             on_routed=None if on_routed is None else lambda layer, *routed: on_routed(head.named, *routed),
         )
 
@@ -115,6 +126,13 @@ class RecordingVisitor(LayerVisitor):
     originals: Originals | None = field(default=None, kw_only=True)
     gradients: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, kw_only=True)  # norms of, by unit, batch
 
+    @property
+    def toward(self) -> float:
+        """Of the loaded layer: the share of the way to the base's own hidden states that is fitted."""
+        if self.originals is None or math.isinf(self.originals.factor):
+            return 0.0
+        return TOWARD if self.correction.toward is None else self.correction.toward
+
     def weigh_tokens(self) -> None:
         """Take the norms of gradients, if tokens are weighed by them."""
         if self.calibration is not None and self.correction.wanted and self.correction.weights == GRADIENT:
@@ -127,8 +145,8 @@ class RecordingVisitor(LayerVisitor):
     def came_out(self, output: Any) -> None:
         hidden = hidden_of(output)
         for watching in self.active:
-            if isinstance(watching, Recording) and self.originals is not None:
-                watching.came_out(hidden, self.correction.toward * self.originals.shift(self.at.batch, hidden))
+            if isinstance(watching, Recording) and self.originals is not None and self.toward:
+                watching.came_out(hidden, self.toward * self.originals.shift(self.at.batch, hidden))
             else:
                 watching.came_out(hidden)
 
@@ -231,6 +249,7 @@ class _InOrder(RecordingVisitor):
             writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
             figures = correct_layer(self.shadow.model, layer, recording, work.correction, work.seed, writing)
             plan = self.plans[layer.name]
+            figures |= {"toward": self.toward} if self.toward else {}
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
         state = self.shadow.model.state_dict()
@@ -262,9 +281,10 @@ def _compress_model(
     batches = () if calibration is None else calibration.batches
     state = _InOrder(model, calibration, work, files, correction=work.correction)
     state.weigh_tokens()
-    evaluation, own = [] if riding is None else riding.batches, None
-    if work.correction.wanted and work.correction.toward:
-        state.originals = Originals(model, len(batches))
+    evaluation, own, budget = [] if riding is None else riding.batches, None, DEFAULT_ACTIVATION_BUDGET
+    if work.correction.wanted and work.correction.toward != 0:
+        budget //= 2
+        state.originals = Originals(model, len(batches), Spill(budget), strict=work.correction.toward is not None)
         own, batches = state.originals.own(batches, evaluation), (*batches, *batches)
     if riding is not None:
         riding.first = len(batches)
@@ -278,6 +298,7 @@ def _compress_model(
         evaluation=evaluation,
         shared=state.originals is None,
         own=own,
+        activation_budget=budget,
     )
     one.run(*(visitor for visitor in (state, state.originals, riding, end) if visitor is not None))
     here().barrier()  # until all layers are kept
@@ -300,10 +321,9 @@ def compress_in_order(
     through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
-    if heads and work.correction.wanted and (work.correction.toward or work.correction.weights == GRADIENT):
+    if heads and work.correction.wanted and work.correction.weights == GRADIENT:
         raise CompressionError(
-            "correct.toward and correct.weights=gradient know no multi-token-prediction heads; leave them out, or pass "
-            "--mtp drop"
+            "correct.weights=gradient knows no multi-token-prediction heads; leave it out, or pass --mtp drop"
         )
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, riding)

@@ -42,12 +42,13 @@ class Correct(Step):
         "hidden state behind the layer (stream), or by the norm of the loss's gradient there, which takes a backward "
         "pass.",
     )
-    toward: float = Field(
-        0.0,
+    toward: float | None = Field(
+        None,
         ge=0,
         le=1,
         description="How much of the way from the base's output on the smaller model's hidden states to the base's own "
-        "hidden states is fitted. Above 0, calibration text also passes the base.",
+        "hidden states is fitted. Above 0, calibration text also passes the base. The default is 0.5, or 0 where that "
+        "is not known: beside constants, in multi-token-prediction heads, and where experts' outputs pass a norm.",
     )
     rate: float = Field(0.3, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
     deterministic: bool = Field(

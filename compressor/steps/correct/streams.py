@@ -3,6 +3,7 @@
 B sequences, L tokens, H hidden.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,6 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import (
-    DEFAULT_ACTIVATION_BUDGET,
     Forward,
     LayerVisitor,
     Replay,
@@ -67,7 +67,8 @@ class Originals(LayerVisitor):
 
     model: OpenModel
     count: int
-    spill: Spill = field(default_factory=lambda: Spill(DEFAULT_ACTIVATION_BUDGET))
+    spill: Spill
+    strict: bool  # whether to refuse a layer where nothing can be told
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False
     last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
@@ -108,7 +109,8 @@ class Originals(LayerVisitor):
     def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
         """Find by what the loaded layer's experts' output is multiplied where it joins the hidden states, if by any.
 
-        Raises `CompressionError` where it joins them in another way, such as through a norm, or beside that of others.
+        Where it joins them in another way, such as through a norm, or beside that of others, a `strict` one raises
+        `CompressionError`, and for another the factor is infinite.
         """
         layer, *others = layers
         experts, sums = self.model.partial.model.get_submodule(layer.name), torch.zeros(4, dtype=torch.float64)
@@ -134,6 +136,9 @@ class Originals(LayerVisitor):
                 sums[3] = torch.inf
         along, size, moved, bent = here().all_reduce(sums).tolist()
         if bent > BENT**2 * moved:
+            self.factor = math.inf
+            if not self.strict:
+                return
             raise CompressionError(
                 f"{layer.name}: what its experts put out is changed before it joins the hidden states, so there is no "
                 "telling what would bring those back; leave out correct.toward"

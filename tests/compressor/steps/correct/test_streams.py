@@ -128,8 +128,23 @@ def test_targets_go_toward_the_hidden_states_of_a_whole_model(
     assert moved > 1e-2  # the smaller model's hidden states are elsewhere
 
 
-def test_an_output_that_passes_a_norm_is_refused(tmp_path: Path) -> None:
-    stock, model = opened_wide("gemma4", tmp_path)
+@pytest.mark.parametrize(("name", "toward"), [("deepseek_v3", 0.5), ("gemma4", 0.0), ("hy_v4", 0.0)])
+def test_targets_go_half_way_by_default_where_there_is_a_way(
+    name: str, toward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = opened_wide(name, tmp_path)
+    data, plans, found = with_heldout(stock), drops(model.architecture), recorded(monkeypatch)
+    made = run(model, plans, data, correction=Correct(method="ridge"))
+    outputs = {layer: recording.outputs for layer, recording in found.items()}
+    run(model, plans, data, correction=Correct(method="ridge", toward=toward))
+    for layer, recording in found.items():
+        assert torch.equal(recording.outputs, outputs[layer])
+        assert made[layer].figures["correction"].get("toward", 0.0) == toward
+
+
+@pytest.mark.parametrize("name", ["gemma4", "hy_v4"])
+def test_an_output_that_passes_a_norm_is_refused(name: str, tmp_path: Path) -> None:
+    stock, model = opened_wide(name, tmp_path)
     with pytest.raises(CompressionError, match=r"leave out correct\.toward"):
         run(model, drops(model.architecture), with_heldout(stock), correction=Correct(method="ridge", toward=0.5))
 
