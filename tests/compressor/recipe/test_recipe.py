@@ -38,7 +38,7 @@ def test_a_plan_without_data_names_no_calibration() -> None:
     assert said(a_plan(options={"merge": "max"})) == {
         "model": "org/moe",
         "revision": "abc123",
-        "calibration": {"samples": 128, "sequence_length": 512},
+        "calibration": {"samples": 256, "sequence_length": 512},
         "seed": 7,
         "steps": [{"prune": {"strategy": "hc-smoe", "experts": 2, "options": {"merge": "max"}}}],
     }
