@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.recipe.step import TextOptions
 from scripts.benchmarks.frame import COMMAND, head, losses, options, row, run_child, with_error
 
 PUBLISHED = (
@@ -44,7 +45,8 @@ def strategy_flags(name: str) -> list[str]:
 
 def main() -> None:
     """Compress in every way and print the table."""
-    text = {"sequences": 64, "length": 512, "tokens": 131_072}
+    read = TextOptions()
+    text = {"sequences": 64, "length": read.sequence_length, "tokens": read.samples * read.sequence_length}
     parser = options(__doc__, seeds=[0, 1, 2], ratios=[0.25, 0.5], distill=400, **text)
     parser.add_argument("model")
     parser.add_argument("--text", required=True, help="to calibrate with")
@@ -60,8 +62,8 @@ def main() -> None:
         for seed in args.seeds:
             with tempfile.TemporaryDirectory() as scratch:
                 out = Path(scratch) / "out"
-                read = ["--samples", str(args.tokens // args.length), "--sequence-length", str(args.length)]
-                given = ["--ratio", str(ratio), "--calibration", args.text, *read, "--seed", str(seed), "-o", str(out)]
+                size = ["--samples", str(args.tokens // args.length), "--sequence-length", str(args.length)]
+                given = ["--ratio", str(ratio), "--calibration", args.text, *size, "--seed", str(seed), "-o", str(out)]
                 if run_child([*COMMAND, "compress", args.model, *given, *flags]).status:
                     raise CompressionError(f"compress {' '.join(flags)} failed")
                 found.append(losses(out, args.heldout, args.sequences, args.length) - base)

@@ -9,7 +9,6 @@ and undoing them is the change that must be a gain.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -52,7 +51,6 @@ from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 Decide = Callable[[LayerStatistics], LayerPlan]
 OnRouted = Callable[[MoeLayer, Tensor, int], None]  # a smaller layer, its experts' routed tokens [N], of how many
 UNCORRECTED = Correct(method="none")
-TOWARD = 0.5
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
 
@@ -126,13 +124,6 @@ class RecordingVisitor(LayerVisitor):
     originals: Originals | None = field(default=None, kw_only=True)
     gradients: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, kw_only=True)  # norms of, by unit, batch
 
-    @property
-    def toward(self) -> float:
-        """Of the loaded layer: the share of the way to the base's own hidden states that is fitted."""
-        if self.originals is None or math.isinf(self.originals.factor):
-            return 0.0
-        return TOWARD if self.correction.toward is None else self.correction.toward
-
     def weigh_tokens(self) -> None:
         """Take the norms of gradients, if tokens are weighed by them."""
         if self.calibration is not None and self.correction.wanted and self.correction.weights == GRADIENT:
@@ -145,8 +136,8 @@ class RecordingVisitor(LayerVisitor):
     def came_out(self, output: Any) -> None:
         hidden = hidden_of(output)
         for watching in self.active:
-            if isinstance(watching, Recording) and self.originals is not None and self.toward:
-                watching.came_out(hidden, self.toward * self.originals.shift(self.at.batch, hidden))
+            if isinstance(watching, Recording) and self.originals is not None:
+                watching.came_out(hidden, self.originals.shift(self.at.batch, hidden))
             else:
                 watching.came_out(hidden)
 
@@ -249,7 +240,8 @@ class _InOrder(RecordingVisitor):
             writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
             figures = correct_layer(self.shadow.model, layer, recording, work.correction, work.seed, writing)
             plan = self.plans[layer.name]
-            figures |= {"toward": self.toward} if self.toward else {}
+            if self.originals is not None and self.originals.share:
+                figures["toward"] = self.originals.share
             self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
         state = self.shadow.model.state_dict()
@@ -284,7 +276,7 @@ def _compress_model(
     evaluation, own, budget = [] if riding is None else riding.batches, None, DEFAULT_ACTIVATION_BUDGET
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
-        state.originals = Originals(model, len(batches), Spill(budget), strict=work.correction.toward is not None)
+        state.originals = Originals(model, len(batches), Spill(budget), work.correction.toward)
         own, batches = state.originals.own(batches, evaluation), (*batches, *batches)
     if riding is not None:
         riding.first = len(batches)

@@ -3,7 +3,6 @@
 B sequences, L tokens, H hidden.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +27,7 @@ from compressor.model.streaming import (
     hidden_of,
 )
 
+TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
 
 
@@ -68,11 +68,12 @@ class Originals(LayerVisitor):
     model: OpenModel
     count: int
     spill: Spill
-    strict: bool  # whether to refuse a layer where nothing can be told
+    toward: float | None  # share of the way to them that is asked for; None: the default where it can be told
     outputs: dict[int, Any] = field(default_factory=dict)  # of the loaded layer, by batch
     passing: bool = False
     last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
     factor: float = 1.0  # of an expert's output, where it joins the hidden states
+    share: float = 0.0  # of the way that the loaded layer goes
 
     def own(self, batches: Sequence[Tensor], evaluation: Sequence[Tensor]) -> frozenset[int] | None:
         """The numbers of this rank's batches: of each text both, and those of the evaluation behind them."""
@@ -102,15 +103,17 @@ class Originals(LayerVisitor):
         output = self.outputs.pop(self.at.batch)
         return lambda *args, **kwargs: output
 
-    def shift(self, batch: int, hidden: Tensor) -> Tensor:
-        """By how much experts' outputs would have to change for the base's own hidden states: [B, L, H] -> alike."""
-        return (hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor
+    def shift(self, batch: int, hidden: Tensor) -> Tensor | None:
+        """By how much experts' outputs go toward the base's own hidden states, if they do: [B, L, H] -> alike."""
+        if not self.share:
+            return None
+        return self.share * ((hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor)
 
     def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
         """Find by what the loaded layer's experts' output is multiplied where it joins the hidden states, if by any.
 
-        Where it joins them in another way, such as through a norm, or beside that of others, a `strict` one raises
-        `CompressionError`, and for another the factor is infinite.
+        Where it joins them in another way, such as through a norm, or beside that of others, the layer's share is 0;
+        raises `CompressionError` where another is asked for.
         """
         layer, *others = layers
         experts, sums = self.model.partial.model.get_submodule(layer.name), torch.zeros(4, dtype=torch.float64)
@@ -135,12 +138,11 @@ class Originals(LayerVisitor):
             else:
                 sums[3] = torch.inf
         along, size, moved, bent = here().all_reduce(sums).tolist()
-        if bent > BENT**2 * moved:
-            self.factor = math.inf
-            if not self.strict:
-                return
+        unknown = bent > BENT**2 * moved
+        if unknown and self.toward is not None:
             raise CompressionError(
                 f"{layer.name}: what its experts put out is changed before it joins the hidden states, so there is no "
                 "telling what would bring those back; leave out correct.toward"
             )
-        self.factor = along / size if along and size else 1.0
+        wanted = TOWARD if self.toward is None else self.toward
+        self.share, self.factor = 0.0 if unknown else wanted, along / size if along and size else 1.0

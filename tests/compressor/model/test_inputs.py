@@ -62,8 +62,9 @@ def test_streaming_pictures_computes_what_the_whole_stock_model_does(name: str, 
 
     streamed = logits(Pass(model, batches, to_end=True, activation_budget=0), watching)
 
-    for number in range(3):  # some processors' kernels round by where tensors lie
-        assert torch.allclose(streamed[number], whole[number], rtol=0, atol=1e-6)
+    for number in range(3):  # kernels of these two round by where their tensors lie, on some processors
+        rounds = "3_5" in name or "3_vl" in name
+        assert torch.allclose(streamed[number], whole[number], rtol=0, atol=1e-6 if rounds else 0)
     assert not torch.allclose(whole[0], without, atol=1e-3), "the pictures matter"
     assert len(watching.blocks) >= 3 and watching.most == 1 and not watching.beside_layers
     assert all(value.device.type == "meta" for value in model.partial.model.state_dict().values())
