@@ -47,6 +47,7 @@ class LeftOut:
     used: int = 0
     faults: int = 0
     first: list[ItemError] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)  # columns of text that were passed over
 
     @contextmanager
     def each(self) -> Iterator[None]:
@@ -61,7 +62,7 @@ class LeftOut:
                 raise self.first[0] from error
 
     def report(self) -> None:
-        """Warn once of all that were left out; raises the first fault if nothing else was there."""
+        """Warn once of what was left out and of unread columns; raises the first fault if nothing else was there."""
         if self.first and not self.used:
             raise self.first[0]
         if self.first:
@@ -69,6 +70,9 @@ class LeftOut:
             named = "; ".join(str(error) for error in self.first)
             total = self.used + self.faults
             logger.warning("%d of %d %s are left out: %s%s", self.faults, total, self.what, named, more)
+        if self.unread:
+            names = ", ".join(sorted(self.unread))
+            logger.warning("%s have columns of text that are not read: %s (SOURCE#column reads one)", self.what, names)
 
 
 def plain(text: str, most: int = MOST_LETTERS) -> str:

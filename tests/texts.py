@@ -39,9 +39,8 @@ class Words:
     def __init__(self, end: int | None) -> None:
         self.eos_token_id = end
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        assert not add_special_tokens
-        return {"input_ids": [ord(letter) % 90 + 3 for letter in text]}
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 90 + 3 for letter in text], "special_tokens_mask": [0] * len(text)}
 
 
 class Numbers:
@@ -49,8 +48,9 @@ class Numbers:
 
     eos_token_id = None
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [int(word) for word in text.split()]}
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        words = text.split()
+        return {"input_ids": [int(word) for word in words], "special_tokens_mask": [0] * len(words)}
 
 
 def count_up(folder: Path, source: int, tokens: int) -> str:

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from compressor.data.documents import HasMediaError, as_rows, read_tokens
+from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import Sequences, divided, read_sequences
 from compressor.data.sources import MOST_TOKENS, divide, shares, short_names
@@ -228,10 +228,20 @@ class _Cut:
     wanted: tuple[tuple[int, int], ...]  # sequences and tokens of each part
     further: Rows  # held out, behind the parts
     parts: tuple[Rows, ...] = ()
+    opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
 
     @property
     def tokens_wanted(self) -> int:
         return sum(count * length for count, length in self.wanted)
+
+    def open_sequences(self) -> None:
+        """Begin each sequence of text as the model saw texts begin, wherever it was cut."""
+        for name in ("fit", "held", "reserved", "further"):
+            setattr(self, name, self._opened(getattr(self, name)))
+        self.parts = tuple(self._opened(rows) for rows in self.parts)
+
+    def _opened(self, rows: Rows) -> Rows:
+        return rows if isinstance(rows, Sequences) else opened(rows, self.opening)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -303,11 +313,12 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
         cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit)
         behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
         try:
-            ids = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
+            stream = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
         except HasMediaError:
             own = samples[number], reserve[number], held[number], tails[number]
             cuts.append(_cut_sequences(spec, entry, tokenizer, vocabulary, own, [each[number] for each in sequences]))
             continue
+        ids, cut.opening = stream.ids, stream.opening
         if calibrating:
             rows = as_rows(ids[:calibrating], length)
             cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
@@ -330,6 +341,8 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
                     f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
                     f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
                 )
+    for cut in cuts:
+        cut.open_sequences()
     return _text(spec, cuts)
 
 
@@ -516,7 +529,7 @@ def evaluation_sets(
 
     def rows(entry: WeightedSource) -> Rows:
         try:
-            return as_rows(read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict), length)
+            return read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict).rows(length)
         except HasMediaError:
             return read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)
 

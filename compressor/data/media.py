@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.documents import (
-    COLUMNS,
-    PAIRS,
-    REMEDIES,
-    Purpose,
-    columns_of,
-    media_beside,
-    messages_of,
-    source_rows,
-    tools_of,
-    turns_of,
-    untaken,
-)
+from compressor.data.chats import media_beside, read_row, untaken, warn_unread
+from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
+from compressor.model.tokenizer import chat_form
 from compressor.progress import quiet_transformers
 
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -110,8 +100,9 @@ def read_sequences(
     processor = load_processor(Path(tokenizer.name_or_path))
     address, left_out = Address.parse(source.source), LeftOut(f"rows of {purpose} data {source.source}", strict)
     folder = Path(address.name).parent if isfile(address.name) else Path()
-    rows, is_streamed = source_rows(source, seed, purpose)
-    if not is_streamed:
+    source_of_rows = source_rows(source, seed, purpose)
+    rows = source_of_rows.rows
+    if not source_of_rows.is_streamed:
         listed = list(rows)
         random.Random(seed).shuffle(listed)
         rows = iter(listed)
@@ -120,7 +111,7 @@ def read_sequences(
         for where, row in rows:
             made = None
             with left_out.each():
-                made = sequence_of(row, address.column, processor, folder, length, where)
+                made = sequence_of(row, address.column, processor, folder, length, where, left_out)
             if made is not None:
                 yield made
 
@@ -136,26 +127,29 @@ def read_sequences(
     return read
 
 
-def sequence_of(row: Any, column: str | None, processor: Any, folder: Path, length: int, where: str) -> Inputs:
+def sequence_of(
+    row: Any,
+    column: str | None,
+    processor: Any,
+    folder: Path,
+    length: int,
+    where: str,
+    left_out: LeftOut | None = None,
+) -> Inputs:
     """What the processor makes of a row, cut to `length` tokens; files are sought in `folder`, too.
 
     Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
     pictures alone need more tokens.
     """
-    if isinstance(row, ItemError):
-        raise row
-    if isinstance(row, str):
-        row = {"text": row}
-    if not isinstance(row, Mapping):
-        raise ItemError(f"{where}: a row should be an object such as {{'image': ..., 'text': ...}}")
-    names = columns_of(row, COLUMNS if column is None else ((column,),), where)
-    chat = names in PAIRS or not isinstance(turns_of(row, names[0]), str)
-    messages = messages_of(row, names, where) if chat else [{"role": "user", "content": turns_of(row, names[0])}]
+    conversation = read_row(row, column, where)
+    if left_out is not None and column is None:
+        warn_unread(row, conversation, left_out)
+    messages, chat = conversation.messages, conversation.text is None
     beside = [part for kind, values in media_beside(row).items() for part in _parts(kind, values)]
     messages = _placed(messages, beside, where)
     messages = [_read(message, folder, where) for message in messages]
     try:
-        made = _processed(processor, messages, chat, tools_of(row), where)
+        made = _processed(processor, messages, chat, conversation.tools, where)
     except ItemError:
         raise
     except Exception as error:  # templates and processors raise what they like
@@ -251,9 +245,11 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
 def _processed(processor: Any, messages: list[dict[str, Any]], chat: bool, tools: Any, where: str) -> Mapping[str, Any]:
     """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
     if getattr(processor, "chat_template", None):
-        more = {} if tools is None else {"tools": tools}
+        form = chat_form(processor, str(processor.chat_template))
+        more = {} if tools is None else {"tools": form.tools(tools)}
+        adapted = [form.message(message) for message in messages]
         made: Mapping[str, Any] = processor.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_tensors="pt", **more
+            adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
         )
         return made
     parts = [part for message in messages for part in message["content"]]

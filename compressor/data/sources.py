@@ -19,9 +19,15 @@ DEMO_SOURCE = "demo"
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
 MOST_TOKENS = 10**9  # of calibration text
-JSON_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".json"), ".parquet"
-TEXT_SUFFIXES = (*JSON_SUFFIXES, TABLE_SUFFIX, ".txt", ".text", ".md")
+JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
+TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")
 GIVEN = "memory"  # such texts are named `memory:` and their digest
+
+
+def has_text_suffix(name: str) -> bool:
+    """Return True for the name of a file of text, of a table, or of a compressed one."""
+    return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ def sources_or_texts(given: Any) -> Any:
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
     if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, str) for each in given):
-        named = (isfile(each) or Path(each).suffix in TEXT_SUFFIXES or len(each.split()) == 1 for each in given)
+        named = (isfile(each) or has_text_suffix(each) or len(each.split()) == 1 for each in given)
         return given if all(named) else GivenTexts.of(given)
     return given
 
@@ -177,7 +183,7 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 def local_name(source: str) -> str:
     """The source without the folders of its file or local data set; the id of a data set has none."""
     address = Address.parse(source)
-    is_id = DATA_SET_ID.fullmatch(address.name) and Path(address.name).suffix not in TEXT_SUFFIXES
+    is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
     return str(address if is_id and not exists(address.name) else replace(address, name=Path(address.name).name))
 
 

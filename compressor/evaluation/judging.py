@@ -15,7 +15,9 @@ from scipy.stats import t as student_t
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
-from compressor.data.documents import as_rows, columns_of, messages_of, read_tokens, source_rows, tools_of, untaken
+from compressor.data.chats import read_row, untaken, warn_unread
+from compressor.data.documents import read_tokens
+from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.evaluation.answers import Answer, StockWriter
@@ -80,14 +82,15 @@ def text_sets(
     """
     found = defaultdict[str, list[torch.Tensor]](list)
     for source, domain in map(domain_of, dict.fromkeys(arguments)):
-        ids = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text")
-        own = min(length, len(ids) // FEWEST)
+        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text")
+        tokens = len(stream.ids)
+        own = min(length, tokens // FEWEST)
         if own < SHORTEST:
             raise CompressionError(
-                f"--text {source} gives {len(ids):,} tokens, too few to tell a difference; give it more text, at least "
+                f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
                 f"{FEWEST * SHORTEST:,}"
             )
-        found[domain] += as_rows(ids, own)[:samples].split(BATCH_SIZE)
+        found[domain] += stream.rows(own)[:samples].split(BATCH_SIZE)
     return tuple(EvaluationSet(domain, tuple(batches)) for domain, batches in found.items())
 
 
@@ -122,30 +125,31 @@ def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int
         source, domain = domain_of(argument)
         left_out = LeftOut(f"answers of {source}")
         with quiet_transformers():
-            for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers")[0]:
+            for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
                 with left_out.each():
-                    own = row.get("domain") if isinstance(row, Mapping) and source == argument else None
-                    found.append(_given(row, own if isinstance(own, str) else domain, tokenizer, stops, where))
+                    named = row.get("domain") if isinstance(row, Mapping) and source == argument else None
+                    chosen = named if isinstance(named, str) else domain
+                    found.append(_given(row, chosen, tokenizer, stops, where, left_out))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
     return tuple(found)
 
 
-def _given(row: Any, domain: str, tokenizer: Any, stops: Collection[int], where: str) -> Forced:
-    if isinstance(row, ItemError):
-        raise row
-    if not isinstance(row, Mapping):
-        raise ItemError(f"{where}: a row should be an object such as {{'prompt': ..., 'answer': ...}}")
-    names = columns_of(row, COLUMNS, where)
-    if not has_chat_template(tokenizer) and all(isinstance(row[name], str) for name in names) and len(names) == 2:
-        prompt, text = Prompt.of(row[names[0]], domain, where=where), str(row[names[1]])
+def _given(
+    row: Any, domain: str, tokenizer: Any, stops: Collection[int], where: str, left_out: LeftOut
+) -> Forced:
+    conversation = read_row(row, None, where, COLUMNS)
+    warn_unread(row, conversation, left_out)
+    *asked, last = conversation.messages
+    if last.get("role") != "assistant" or not asked:
+        raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
+    is_pair = len(conversation.columns) == 2 and len(asked) == 1
+    if is_pair and not has_chat_template(tokenizer):
+        prompt, text = Prompt.of(asked[0]["content"], domain, where=where), str(last["content"])
         before = tokens_of(prompt, tokenizer)
     else:
-        *asked, last = messages_of(row, names, where)
-        if last.get("role") != "assistant" or not asked:
-            raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
-        prompt = Prompt.of(asked, domain, tools_of(row), where)
+        prompt = Prompt.of(asked, domain, conversation.tools, where)
         before = tokens_of(prompt, tokenizer)
         try:
             whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)

@@ -2,28 +2,20 @@
 
 import hashlib
 import json
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from compressor.data.documents import (
-    columns_of,
-    messages_of,
-    require_template,
-    source_rows,
-    tools_of,
-    turns_of,
-    untaken,
-)
-from compressor.data.sources import JSON_SUFFIXES, TABLE_SUFFIX, Address, WeightedSource, domain_of
+from compressor.data.chats import PAIRS, read_row, require_template, untaken, warn_unread
+from compressor.data.rows import Row, source_rows
+from compressor.data.sources import Address, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.evaluation.generate import encode_prompt
 from compressor.model.tokenizer import has_chat_template, render_chat
 from compressor.progress import quiet_transformers
 
-ASKING = ("prompt", "instruction", "query")  # columns of a user's message
+ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
+ANSWERS = tuple(answer for _, answer in PAIRS)  # columns that nobody is asked with
 COLUMNS = tuple((name,) for name in ("prompt", "messages", "conversations", "text", *ASKING[1:]))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
@@ -79,14 +71,13 @@ def read_prompts(arguments: Sequence[str], *, limit: int | None = None, seed: in
     """
     found = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
-        rows, is_streamed = source_rows(WeightedSource(source, 1.0), seed, "prompts")
-        if Path(source).suffix not in (*JSON_SUFFIXES, TABLE_SUFFIX) and not is_streamed:
-            rows = _lines(rows)
+        read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
+        rows = _lines(read.rows) if read.is_prose else read.rows
         left_out, taken = LeftOut(f"prompts of {source}"), 0
-        most = OF_A_DATA_SET if limit is None and is_streamed else limit
+        most = OF_A_DATA_SET if limit is None and read.is_streamed else limit
         for where, row in rows:
             with left_out.each():
-                prompt = _prompt(row, Address.parse(source).column, domain, where)
+                prompt = _prompt(row, Address.parse(source).column, domain, where, left_out)
                 if prompt.id not in found:
                     found[prompt.id] = prompt
                     taken += 1
@@ -117,7 +108,7 @@ def usable_prompts(
     return tuple(found)
 
 
-def _lines(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _lines(rows: Iterable[Row]) -> Iterator[Row]:
     """The documents of a text file; where no blank line separates any, each of its lines is a prompt."""
     documents = list(rows)
     if len(documents) == 1 and isinstance(documents[0][1], str):
@@ -126,27 +117,19 @@ def _lines(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     return iter(documents)
 
 
-def _prompt(row: Any, column: str | None, domain: str, where: str) -> Prompt:
-    if isinstance(row, ItemError):
-        raise row
-    if isinstance(row, str):
-        return _of_text(row, domain, where)
-    if not isinstance(row, Mapping):
-        raise ItemError(f"{where}: a row should be an object such as {{'prompt': ...}}, it is {reprlib.repr(row)}")
-    (name,) = columns_of(row, COLUMNS if column is None else ((column,),), where)
-    turns = turns_of(row, name)
-    text = turns if isinstance(turns, str) else None
+def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: LeftOut) -> Prompt:
+    conversation = read_row(row, column, where, COLUMNS)
+    if column is None:
+        warn_unread(row, conversation, left_out, ANSWERS)
+    name, text = conversation.columns[0], conversation.text
     if text is not None and (name not in ASKING or not text.strip()):
         return _of_text(text, domain, where)
-    messages = messages_of(row, (name,), where)
+    messages = conversation.messages
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
     if not messages:
         raise ItemError(f"{where} has nothing before the assistant's answer; give it a user's message")
-    try:
-        return Prompt.of(messages, domain, tools_of(row), where, text)
-    except ValueError as error:
-        raise ItemError(f"{where}: its tools are not valid JSON ({error})") from error
+    return Prompt.of(messages, domain, conversation.tools, where, text)
 
 
 def _of_text(text: str, domain: str, where: str) -> Prompt:

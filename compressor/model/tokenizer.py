@@ -1,7 +1,11 @@
 """A checkpoint's tokenizer and chat template as stock transformers load them; a made-up one is refused."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,13 @@ def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"][:most])
 
 
+def opening_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer puts before a text by default, such as <s>; many put none."""
+    encoded = tokenizer("0", return_special_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return tuple(int(token) for token, _ in takewhile(lambda pair: pair[1], pairs))
+
+
 def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Whether any of a text's tokens is other than the one for what is unknown."""
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -86,6 +97,125 @@ def thinking_end(tokenizer: Any) -> str | None:
     return found or (THINKING_END if known else None)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """Return the text of a conversation; a template is a program, so that any exception may come."""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+PROBE, WORD = "Probe7", "Word9"  # which no template has
+USER = {"role": "user", "content": "Hello"}
+CALL_ID = "call12345"  # Mistral's templates want nine letters
+CONTENT_REPR = re.compile(rf"""['"]text['"]: ?['"]{WORD}""")
+ARGUMENT_REPR = re.compile(rf"'key': '{PROBE}'")
+TOOL = {"name": PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """The forms of messages that a chat template renders, found by rendering probes."""
+
+    strings: frozenset[str]  # roles whose content may be text
+    parts: frozenset[str]  # roles whose content may be a list of parts
+    json_arguments: bool  # a call's arguments have to be JSON text, not an object
+    silence: tuple[str | None, ...]  # contents of a message that calls tools and says nothing; none known: as given
+    wrapped_tools: bool  # a tool has to be {"type": "function", "function": {...}}
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message in a form that the template renders; raises ValueError where there is none."""
+        adapted, role, content = dict(message), message.get("role"), message.get("content")
+        if isinstance(content, str):
+            if role in self.parts and role not in self.strings:
+                adapted["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list):
+            adapted["content"] = [as_part(part) for part in content]
+            if role not in self.parts:
+                adapted["content"] = joined_text(adapted["content"])
+        elif content is not None:
+            raise ValueError(f"the content of a message is a {type(content).__name__}")
+        calls = message.get("tool_calls")
+        if calls and not content and self.silence and content not in self.silence:
+            adapted["content"] = self.silence[0]
+        if isinstance(calls, list) and self.json_arguments:
+            adapted["tool_calls"] = [encoded_call(call) for call in calls]
+        return adapted
+
+    def tools(self, tools: Any) -> Any:
+        """Return the tools of a chat in a form that the template renders."""
+        if not self.wrapped_tools or not isinstance(tools, list):
+            return tools
+        return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+def as_part(part: Any) -> Any:
+    """Return text as a part of a message's content, whatever its type is called; other parts stay."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type") in (None, "input_text", "output_text") and "text" in part:
+        return {"type": "text", "text": part["text"]}
+    return part
+
+
+def joined_text(parts: Sequence[Any]) -> str:
+    """Return the text of a message's parts, as servers join it; raises ValueError for a part that is no text."""
+    texts = list[str]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"it takes text alone, and the content has a part of type {kind!r}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def encoded_call(call: Any) -> Any:
+    """Return a tool call with its arguments as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+@lru_cache(maxsize=8)
+def chat_form(tokenizer: Any, template: str) -> ChatForm:
+    """Find the forms of messages that the tokenizer's chat template renders."""
+
+    def rendered(*messages: Any, **options: Any) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception:  # templates raise what they like at a form that they don't take
+            return ""
+
+    def calling(as_json: bool, content: str | None) -> dict[str, Any]:
+        arguments = {"key": PROBE}
+        function = {"name": "look", "arguments": json.dumps(arguments) if as_json else arguments}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+    shown = list[tuple[bool, str | None]]()
+    for as_json, content in product((False, True), (None, "")):
+        text = rendered(USER, calling(as_json, content))
+        if PROBE in text and "None" not in text and not ARGUMENT_REPR.search(text):
+            shown.append((as_json, content))
+    json_arguments = bool(shown) and shown[0][0]
+    silence = tuple(content for as_json, content in shown if as_json == json_arguments)
+    call = calling(json_arguments, silence[0] if silence else "")
+    answered = {"role": "tool", "tool_call_id": CALL_ID, "name": "look"}
+    strings, parts = set[str](), set[str]()
+    for role, before, message, after in (
+        ("system", (), {"role": "system"}, (USER,)),
+        ("user", (), {"role": "user"}, ()),
+        ("assistant", (USER,), {"role": "assistant"}, ()),
+        ("tool", (USER, call), answered, ()),
+    ):
+        if WORD in rendered(*before, {**message, "content": WORD}, *after):
+            strings.add(role)
+        text = rendered(*before, {**message, "content": [{"type": "text", "text": WORD}]}, *after)
+        if WORD in text and not CONTENT_REPR.search(text):
+            parts.add(role)
+    takes_bare = PROBE in rendered(USER, tools=[TOOL])
+    takes_wrapped = PROBE in rendered(USER, tools=[{"type": "function", "function": TOOL}])
+    return ChatForm(frozenset(strings), frozenset(parts), json_arguments, silence, takes_wrapped and not takes_bare)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **options: Any) -> str:
+    """Return the text of a conversation, in the form that the template takes.
+
+    A template is a program, so that any exception may come.
+    """
+    form = chat_form(tokenizer, str(tokenizer.chat_template))
+    adapted = [form.message(message) for message in messages]
+    return str(tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options))

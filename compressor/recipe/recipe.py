@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from compressor.data.sources import GIVEN, TEXT_SUFFIXES, Address, local_name, without_folders
+from compressor.data.sources import GIVEN, Address, has_text_suffix, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
@@ -391,7 +391,7 @@ def refuse_missing(path: Path, recipe: Recipe) -> None:
             raise CompressionError(f"{path} names the {what} {name!r}, which is no folder here; {remedy}")
     for source in map(str, recipe.calibration.data or ()):
         names = [Address.parse(text).name for text in (source, source.rpartition("=")[0])]
-        texts = [name for name in names if Path(name).suffix in TEXT_SUFFIXES]
+        texts = [name for name in names if has_text_suffix(name)]
         if texts and not any(map(os.path.exists, names)):
             raise CompressionError(f"{path} names the text {texts[0]}, which is not here; name it with --calibration")
 

@@ -23,6 +23,7 @@ from compressor.data.batches import (
     repeat_text,
     sample_positions,
 )
+from compressor.data.documents import Document
 from compressor.data.sources import divide
 from compressor.errors import CompressionError
 from tests import small
@@ -198,11 +199,11 @@ def test_short_sources_are_shared_out_and_said_so(tmp_path: Path, caplog: pytest
 def test_a_source_is_read_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def endless(*_: Any) -> Iterator[str]:
+    def endless(*_: Any) -> Iterator[Document]:
         number = 0
         while True:
             taken.append(number)
-            yield f"{number} {number + 1}"
+            yield Document(f"{number} {number + 1}")
             number += 2
 
     monkeypatch.setattr("compressor.data.documents.documents", endless)

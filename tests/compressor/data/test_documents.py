@@ -11,7 +11,7 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compressor.data.documents import as_rows, documents, pack
+from compressor.data.documents import Document, as_rows, documents, pack
 from compressor.data.sources import GivenTexts, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from tests import small
@@ -23,8 +23,9 @@ def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path: Path) -
     assert sorted(found.split("</s>")) == ["", "one\ntwo\n", "three\n"]
 
 
-def texts_of(source: str) -> list[str]:
-    return list(documents(WeightedSource(source, 1.0), 0, TOKENIZER))
+def texts_of(source: str | WeightedSource, tokenizer: Any = TOKENIZER) -> list[str]:
+    weighted = WeightedSource(source, 1.0) if isinstance(source, str) else source
+    return [document.text for document in documents(weighted, 0, tokenizer)]
 
 
 def data_set(folder: Path) -> Path:
@@ -75,7 +76,7 @@ def test_chats_are_rendered_by_the_models_template(row: dict[str, Any], text: st
         "{% for tool in tools or [] %}[{{ tool.name }}{{ tool.unused }}]{% endfor %}" + small.CHAT
     )
     path = write(tmp_path, json.dumps(row), "a.jsonl")
-    assert list(documents(WeightedSource(str(path), 1.0), 0, tokenizer)) == [text]
+    assert texts_of(str(path), tokenizer) == [text]
 
 
 def test_the_same_rows_are_the_same_text_from_every_kind_of_source(tmp_path: Path, offline: None) -> None:
@@ -130,17 +131,17 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.jsonl", "\ufeff".encode() + b"\n" * 9_999 + b"\xc3", "a.jsonl is not UTF-8 text .* at byte 10002"),
     ("a.jsonl", "[" * 99_999, "a.jsonl, line 1 is not valid JSON"),
     ("a.jsonl", "\n5\n", "a.jsonl, line 2: a row should be an object"),
-    ("a.jsonl", '[{"text": "a"}]', "a row should be an object"),
+    ("a.jsonl", '[{"text": "a"}]\n[{"text": "b"}]', "a row should be an object"),
     (
         "a.jsonl",
         '{"body": "a", "id": 1, "text": null}',
         r"has no text, messages, .*; it has body, id \(SOURCE#",
     ),
-    ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should hold messages"),
+    ("a.jsonl", '{"text": 5}', "line 1: text is 5, it should be text"),
     ("a.jsonl", '{"messages": [5]}', r"line 1: messages is \[5\], it should hold messages"),
     ("a.jsonl", '{"messages": []}', "line 1: messages is"),
-    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, .*, prompt with completion, .* or query with answers; it"),
-    ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1: completion is ' ', it should hold"),
+    ("a.jsonl", '{"prompt": "a"}', "line 1 has no text, .*, prompt with completion, .* or input with output; it"),
+    ("a.jsonl", '{"prompt": "a", "completion": " "}', "line 1 has an empty completion; give it some text"),
     ("a.jsonl", '{"text": "\\ud800"}', "half a character"),
     ("a.parquet", "no table", "file .*a.parquet cannot be read"),
 ]
@@ -164,7 +165,7 @@ def test_bad_data_is_refused(name: str, content: str | bytes, message: str, tmp_
 def test_a_line_or_document_without_end_is_refused(
     name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.data.documents.MOST_LETTERS", 200)
+    monkeypatch.setattr("compressor.data.rows.MOST_LETTERS", 200)
     with pytest.raises(CompressionError, match=message):
         run(write(tmp_path, content, name))
     longest = ["y" * 199, "y\n" * 99, "z"]
@@ -238,7 +239,7 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
         if ends:
             stream.append(END)
     stream = stream[: samples * length]
-    ids = pack(documents, tokenizer, samples * length)
+    ids = pack(map(Document, documents), tokenizer, samples * length).ids
     assert ids.tolist() == stream
     sequences = [stream[begin : begin + length] for begin in range(0, len(stream) - length + 1, length)] or [stream]
     batches = as_rows(ids, length).split(batch)
@@ -247,7 +248,8 @@ def test_packing_equals_a_naive_loop(documents: list[str], samples: int, length:
 
 
 def test_the_demo_is_evaluated_on_text_that_it_is_not_calibrated_with() -> None:
-    assert not set(texts_of("demo")) & set(documents(WeightedSource("demo", 1.0), 0, None, "heldout"))
+    heldout = documents(WeightedSource("demo", 1.0), 0, None, "heldout")
+    assert not set(texts_of("demo")) & {document.text for document in heldout}
 
 
 def test_public_data_sets_are_read_as_chats() -> None:
@@ -268,7 +270,7 @@ def test_public_data_sets_are_read_as_chats() -> None:
         },
         {"messages": "plain text"},
     ]
-    found = documents(WeightedSource("memory:x", 1.0, rows=tuple(rows)), 0, tokenizer)
+    found = texts_of(WeightedSource("memory:x", 1.0, rows=tuple(rows)), tokenizer)
     assert sorted(found) == sorted(
         [
             "<user>Sort.<assistant>sorted(x)0",

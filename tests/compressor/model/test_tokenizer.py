@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
-from compressor.data.documents import pack
+from compressor.data.documents import Document, pack
 from compressor.errors import CompressionError
 from compressor.evaluation.generate import encode_prompt, prepare
 from compressor.evaluation.tasks import EvaluationOptions
@@ -88,10 +88,10 @@ def test_text_that_a_tokenizer_does_not_know_is_refused(special: dict[str, str])
     tokenizer = words(**special)
     for strange in (["hello", "world"], ["hello"]):
         with pytest.raises(CompressionError, match="the tokenizer has no token for the text"):
-            pack(strange, tokenizer, 32)
+            pack(map(Document, strange), tokenizer, 32)
     with pytest.raises(CompressionError, match="the tokenizer has no token for the prompt"):
         encode_prompt(tokenizer, "hello", chat=False)
-    assert {5, 3, 4} < set(pack(["hello", "CAT", " "], tokenizer, 32).tolist())
+    assert {5, 3, 4} < set(pack(map(Document, ["hello", "CAT", " "]), tokenizer, 32).ids.tolist())
     assert encode_prompt(tokenizer, "CAT", chat=False) == (5, 3, 4)
 
 
@@ -102,7 +102,7 @@ def test_a_stream_without_end_is_not_read_for_ever() -> None:
         nonlocal taken
         while taken < 10**6:
             taken += 1
-            yield "hello " * 100
+            yield Document("hello " * 100)
 
     tokenizer = words()
     tokenizer.eos_token = None

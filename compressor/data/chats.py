@@ -1,0 +1,238 @@
+"""Text or chat of a row, from the columns that published data sets have."""
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
+from compressor.model.tokenizer import has_chat_template
+
+CHATS = ("messages", "conversations")  # which some data sets hold as JSON
+PAIRS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response")),
+    *(("query", "answers"), ("question", "answer"), ("question", "response"), ("input", "output")),
+)
+COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
+SYSTEM, DATA, HISTORY = ("system", "system_prompt"), ("input", "context"), "history"  # beside a chat
+OURS = frozenset({"id", "domain", "ended"})  # of the rows that `traces` writes
+MEDIA = {
+    **{"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"},
+    "image_url": "image",
+}
+CALLING = ("function_call", "tool_call", "tool_calls")  # turns that call tools, in ShareGPT's form
+ROLES = {  # ShareGPT's names
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"},
+    **dict.fromkeys(CALLING, "assistant"),
+    **{"observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a row says."""
+
+    columns: tuple[str, ...]  # that were read
+    messages: list[dict[str, Any]]
+    tools: Any = None
+    text: str | None = None  # of a row that holds one text; it is the user's message, too
+
+
+def read_row(
+    row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS
+) -> Conversation:
+    """Read the first of these combinations of columns that a row has, or the named column alone.
+
+    Beside a chat, its system prompt, earlier turns, and the data of an instruction are read. Raises `ItemError` for a
+    row without text, and for what is no chat.
+    """
+    if isinstance(row, ItemError):
+        raise row
+    if isinstance(row, str):
+        row = {"text": row}
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
+    names = columns_of(row, choices if column is None else ((column,),), where)
+    turns = [turns_of(row, name) for name in names]
+    only = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
+    if only is not None and (column is not None or names[0] in ("text", *CHATS) or not only.strip()):
+        return Conversation(names, [{"role": "user", "content": only}], text=only)
+    messages, beside = list[dict[str, Any]](), list[str]()
+    for name, value, role in zip(names, turns, ("user", "assistant"), strict=False):
+        if role == "user" and isinstance(value, str) and column is None:
+            beside = [other for other in DATA if other not in names and _is_text(row.get(other))]
+            value = "\n".join([value, *(row[other] for other in beside)])
+        messages += _messages(row, name, value, role, where)
+    if column is None:
+        before, columns = _before(row, messages[0].get("role") != "system", where)
+        messages, beside = before + messages, beside + columns
+    text = None if beside else only
+    return Conversation((*names, *beside), messages, _tools_of(row, where), text)
+
+
+def warn_unread(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
+    """Note a row's columns of text that were not read, to be named once."""
+    if isinstance(row, Mapping):
+        read = {*conversation.columns, *known, *OURS, "tools", *MEDIA}
+        left_out.unread |= {str(name) for name, value in row.items() if name not in read and _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
+    """The first of these combinations of columns that a row has; raises `ItemError` where it has none."""
+    names = next((names for names in choices if all(row.get(name) is not None for name in names)), None)
+    if names is None:
+        *others, last = (" with ".join(names) for names in choices)
+        sought = f"{', '.join(others)} or {last}" if others else repr(last)
+        present = ", ".join(str(name) for name, value in row.items() if value is not None)
+        raise ItemError(f"{where} has no {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
+    return names
+
+
+def turns_of(row: Mapping[str, Any], name: str) -> Any:
+    """What a column holds; of a chat as JSON, its messages."""
+    value = row[name]
+    if name in CHATS and isinstance(value, str) and value.lstrip().startswith("["):
+        return _parsed(value, list) or value
+    return value
+
+
+def _parsed(text: Any, kind: type) -> Any:
+    """Return the list or object that JSON text holds; None for any other value."""
+    if isinstance(text, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            return value if isinstance(value, kind) else None
+    return None
+
+
+def _before(row: Mapping[str, Any], without_system: bool, where: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what comes before a chat, and its columns: earlier turns, and the system prompt of a chat without one."""
+    columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
+    messages = [{"role": "system", "content": row[name]} for name in columns]
+    history = row.get(HISTORY)
+    if isinstance(history, list) and history:
+        columns.append(HISTORY)
+        for entry in history:
+            if isinstance(entry, list) and len(entry) == 2:
+                roles = zip(("user", "assistant"), entry, strict=True)
+                messages += [{"role": role, "content": content} for role, content in roles]
+            elif isinstance(entry, Mapping):
+                messages.append(_message(entry))
+            else:
+                raise ItemError(f"{where}: {HISTORY} should hold pairs of question and answer, or messages")
+    return messages, columns
+
+
+def _messages(row: Mapping[str, Any], name: str, turns: Any, role: str, where: str) -> list[dict[str, Any]]:
+    """Return the messages in a column; text is that role's."""
+    if _is_text(turns):
+        calls = _calls(turns) if role == "assistant" and row.get("tools") else None
+        return [_said(role, turns, calls)]
+    if isinstance(turns, str):
+        raise ItemError(f"{where} has an empty {name}; give it some text or remove it")
+    if not turns or not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        wanted = "be text" if name == "text" else "hold messages with role and content"
+        raise ItemError(f"{where}: {name} is {reprlib.repr(turns)}, it should {wanted}")
+    return [_message(turn) for turn in turns]
+
+
+def _said(role: str, content: Any, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Return a message that says something, or calls tools instead."""
+    return {"role": role, "content": "", "tool_calls": calls} if calls else {"role": role, "content": content}
+
+
+def _calls(text: Any) -> list[dict[str, Any]] | None:
+    """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
+    parsed = _parsed(text, list) or [_parsed(text, dict)]
+    if all(isinstance(call, Mapping) and "name" in call for call in parsed):
+        return [{"type": "function", "function": _called(call)} for call in parsed]
+    return None
+
+
+def _called(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a called function with its arguments as an object, where they are the JSON text of one."""
+    arguments = _parsed(function.get("arguments"), dict)
+    return {**function, "arguments": arguments} if arguments is not None else dict(function)
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with role and content, as ShareGPT's from and value are called, too."""
+    if "from" in turn and "role" not in turn:
+        name, value = str(turn["from"]), turn.get("value")
+        calls = _calls(value) if name in CALLING else None
+        return _said(ROLES.get(name, name), value, calls)
+    message = {"content": None, **_without_none(turn)}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_decoded(call) for call in calls]
+    return message
+
+
+def _decoded(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object."""
+    if not isinstance(call, Mapping):
+        return call
+    inner = call.get("function")
+    return {**call, "function": _called(inner)} if isinstance(inner, Mapping) else _called(call)
+
+
+def _tools_of(row: Mapping[str, Any], where: str) -> Any:
+    """Return the tools that a chat may call, which some data sets hold as JSON; None without any."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        parsed = _parsed(tools, list)
+        if parsed is None:
+            raise ItemError(f"{where}: its tools are no JSON list; mend or remove them")
+        tools = parsed
+    return _without_none(tools) or None
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without the None that a table has where other rows have a field."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def media_beside(row: Any) -> dict[str, Any]:
+    """Return the pictures, video and sound in columns of a row, by their kind."""
+    if not isinstance(row, Mapping):
+        return {}
+    present = {kind: row[name] for name, kind in MEDIA.items() if row.get(name) is not None}
+    return {kind: value for kind, value in present.items() if not isinstance(value, list | str) or value}
+
+
+def with_media(row: Any, column: str | None) -> bool:
+    """Return True if a row has pictures, video or sound: in columns of their own, or in its messages.
+
+    A column of text that is named is read alone.
+    """
+    if not isinstance(row, Mapping):
+        return False
+    names = [name for name in ((column,) if column else CHATS) if row.get(name) is not None]
+    if column is not None and (not names or isinstance(turns_of(row, column), str)):
+        return False
+    turns = [turn for name in names for turn in turns_of(row, name) if isinstance(turn, Mapping)]
+    contents = [content for turn in turns if isinstance(content := turn.get("content"), list)]
+    parts = (part for content in contents for part in content if isinstance(part, Mapping))
+    return bool(media_beside(row)) or any(str(part.get("type")) in MEDIA for part in parts)
+
+
+def require_template(tokenizer: Any, what: str) -> None:
+    """Refuse a chat where the tokenizer has no template; `what` begins the sentence."""
+    if not has_chat_template(tokenizer):
+        raise CompressionError(
+            f"{what}, but the model's tokenizer has no chat template; name a column of text, or put the template of "
+            "the instruct version beside the tokenizer"
+        )
+
+
+def untaken(where: str, error: Exception) -> ItemError:
+    """Return what is wrong with a chat that a template cannot take."""
+    return ItemError(f"{where}: the chat template cannot take its messages ({reason_of(error)})")
