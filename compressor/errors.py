@@ -47,6 +47,7 @@ class LeftOut:
     used: int = 0
     faults: int = 0
     first: list[ItemError] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)  # that were read
     unread: set[str] = field(default_factory=set)  # columns of text that were passed over
 
     @contextmanager

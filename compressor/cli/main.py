@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import compress, evaluate, gate, items, measure, outputs, traces
+from compressor.cli import compress, evaluate, gate, items, measure, outputs, text, traces
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
@@ -130,6 +130,7 @@ for command in (
     on_ranks(measure.compare),
     on_ranks(measure.attribute),
     on_ranks(gate.gate),
+    alone(text.text),
     alone(evaluate.evaluate),
     alone(traces.traces),
     alone(items.reference),

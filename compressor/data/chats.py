@@ -72,8 +72,9 @@ def read_row(
     return Conversation((*names, *beside), messages, _tools_of(row, where), text)
 
 
-def warn_unread(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
-    """Note a row's columns of text that were not read, to be named once."""
+def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
+    """Note a row's columns of text: those that were read, and those that were not, to be named once."""
+    left_out.columns |= {*conversation.columns}
     if isinstance(row, Mapping):
         read = {*conversation.columns, *known, *OURS, "tools", *MEDIA}
         left_out.unread |= {str(name) for name, value in row.items() if name not in read and _is_text(value)}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressor.data.chats import CHATS, read_row, require_template, untaken, warn_unread, with_media
+from compressor.data.chats import CHATS, note_columns, read_row, require_template, untaken, with_media
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import Address, WeightedSource
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
@@ -48,7 +48,7 @@ def _document(row: Any, column: str | None, tokenizer: Any, where: str, left_out
     """
     conversation = read_row(row, column, where)
     if column is None:
-        warn_unread(row, conversation, left_out)
+        note_columns(row, conversation, left_out)
     text = conversation.text
     is_chat = text is None or (isinstance(row, Mapping) and any(row.get(name) for name in CHATS))  # rendered already
     if text is None:

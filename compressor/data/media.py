@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.chats import media_beside, read_row, untaken, warn_unread
+from compressor.data.chats import media_beside, note_columns, read_row, untaken
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
@@ -143,7 +143,7 @@ def sequence_of(
     """
     conversation = read_row(row, column, where)
     if left_out is not None and column is None:
-        warn_unread(row, conversation, left_out)
+        note_columns(row, conversation, left_out)
     messages, chat = conversation.messages, conversation.text is None
     beside = [part for kind, values in media_beside(row).items() for part in _parts(kind, values)]
     messages = _placed(messages, beside, where)

@@ -15,7 +15,7 @@ from scipy.stats import t as student_t
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
-from compressor.data.chats import read_row, untaken, warn_unread
+from compressor.data.chats import note_columns, read_row, untaken
 from compressor.data.documents import read_tokens
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
@@ -140,7 +140,7 @@ def _given(
     row: Any, domain: str, tokenizer: Any, stops: Collection[int], where: str, left_out: LeftOut
 ) -> Forced:
     conversation = read_row(row, None, where, COLUMNS)
-    warn_unread(row, conversation, left_out)
+    note_columns(row, conversation, left_out)
     *asked, last = conversation.messages
     if last.get("role") != "assistant" or not asked:
         raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ class Watched(TemplateLM):
     """Of one of lm-eval's models: an `AnswerWatch` sees its answers."""
 
     spent = None  # each item is run once
+    tok_encode: Any  # of lm-eval's model
 
     def watch(self, watch: AnswerWatch) -> None:
         self.watcher = watch
@@ -88,7 +90,13 @@ class Watched(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
         self.watcher.start(len(requests))
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        encode = self.tok_encode
+        # the prefix token already opens each text, and a tokenizer that does so too would open it twice
+        self.tok_encode = partial(encode, add_special_tokens=False)
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        finally:
+            del self.tok_encode
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         self.watcher.start(len(requests))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressor.data.chats import PAIRS, read_row, require_template, untaken, warn_unread
+from compressor.data.chats import PAIRS, note_columns, read_row, require_template, untaken
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import Address, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
@@ -120,7 +120,7 @@ def _lines(rows: Iterable[Row]) -> Iterator[Row]:
 def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: LeftOut) -> Prompt:
     conversation = read_row(row, column, where, COLUMNS)
     if column is None:
-        warn_unread(row, conversation, left_out, ANSWERS)
+        note_columns(row, conversation, left_out, ANSWERS)
     name, text = conversation.columns[0], conversation.text
     if text is not None and (name not in ASKING or not text.strip()):
         return _of_text(text, domain, where)

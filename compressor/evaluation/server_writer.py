@@ -14,7 +14,7 @@ from compressor.evaluation.generate import ModelFacts, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.evaluation.server import AT_ONCE, Server, choice_of, served_facts
-from compressor.model.tokenizer import THINKING_END, has_chat_template, load_tokenizer, thinking_end
+from compressor.model.tokenizer import THINKING_END, encoded_call, has_chat_template, load_tokenizer, thinking_end
 from compressor.progress import Progress
 
 ENDED = ("stop", "tool_calls", "function_call")  # reasons to finish that are the model's own
@@ -48,7 +48,8 @@ class ServerWriter:
         def ask(each: Asked) -> Answer:
             (prompt, seed), question = each, dict[str, Any]()
             if is_chat(prompt, tokenizer, options.chat):
-                messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+                asked_messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+                messages = [_sent(message) for message in asked_messages]
                 tools = {"tools": prompt.tools} if prompt.tools else {}
                 path, question = "/chat/completions", {"messages": messages, **tools}
             else:
@@ -74,6 +75,12 @@ class ServerWriter:
         more |= self.server.plain
         sampling = {"temperature": options.temperature, "seed": int.from_bytes(number[:4]) >> 1, **more}
         return {"model": self.server.model, "max_tokens": options.max_new_tokens, **sampling}
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as servers take it, with the arguments of calls as JSON text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [encoded_call(call) for call in calls]} if isinstance(calls, list) else {**message}
 
 
 def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:

@@ -108,6 +108,12 @@ class OpenModel:
         """Rows of the token embedding."""
         return int(self.partial.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def positions(self) -> int | None:
+        """Positions that the model was made for; None where its config has no limit."""
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
 
 def open_model(source: ModelSource, dtype: str = "auto", device: str = "auto", resident: str = "no") -> OpenModel:
     """Open a checkpoint lazily; every way in which it can be unfit is a `CompressionError`.

@@ -6,6 +6,7 @@ Masks, position embeddings and per-layer arguments stay the stock code's busines
 """
 
 import copy
+import logging
 import tempfile
 from collections.abc import (
     Callable,
@@ -19,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from functools import cache
 from functools import partial as bind
 from itertools import pairwise
 from typing import Any
@@ -36,6 +38,8 @@ from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
+
+logger = logging.getLogger(__name__)
 
 TINY = torch.finfo(torch.float32).tiny
 BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
@@ -220,6 +224,8 @@ class Pass:
 
         Nothing stays loaded once the generator is exhausted or closed.
         """
+        lengths = [batch.shape[1] for batch in (*self.batches, *self.evaluation)]
+        _warn_beyond_positions(max(lengths, default=0), self.model.positions)
         lockstep, units = _Lockstep(self, visitors), self.model.architecture.units
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             try:
@@ -234,6 +240,14 @@ class Pass:
                         self.progress.advance(unit)
             finally:
                 lockstep.close()
+
+
+@cache
+def _warn_beyond_positions(length: int, positions: int | None) -> None:
+    """Warn, once, of sequences that are longer than the model was made for."""
+    if positions is not None and length > positions:
+        text = "sequences of %d tokens go beyond the %d positions that the model was made for; %s"
+        logger.warning(text, length, positions, "what comes after them may be nonsense")
 
 
 class _Lockstep:

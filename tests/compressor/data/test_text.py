@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from compressor.data.batches import PartSpec, Text, TextSpec, calibrate, read_text, repeat_text
+from compressor.data.documents import opened
 from compressor.data.sources import WeightedSource, divide
 from compressor.errors import CompressionError
-from tests.texts import VOCAB, Numbers, count_up, stream_of
+from tests import small
+from tests.texts import VOCAB, Numbers, count_up, run, stream_of, write
 
 PARTS = {"routers": PartSpec(20, 4, heldout=5, batch_size=3), "distill": PartSpec(31, 6, heldout=3, minimum=2)}
 
@@ -215,3 +219,48 @@ def test_too_little_text_for_a_step_is_refused(tmp_path: Path) -> None:
         read([source], samples=0, reserve=0, parts={"a": PartSpec(99, 6, minimum=16)})
     with pytest.raises(CompressionError, match=r"too short to hold a part of it out; .* or lower --samples"):
         read([WeightedSource(count_up(tmp_path, 1, 58), 1.0)], samples=99, reserve=0, heldout=0.0)
+
+
+def opened_tokenizer() -> Any:
+    """One token a byte; a text begins with <s>, as Llama's and Gemma's tokenizers make it."""
+    made = small.tokenizer(small.CHAT)
+    made._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def test_every_sequence_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
+    """Wherever it is cut: calibration, held out, reserved, parts; no opening stands twice, none is lost."""
+    texts = [letter * (7 + 5 * number) for number, letter in enumerate("abcdefghijklmnopqrst")]
+    path = write(tmp_path, "\n\n".join(texts))
+    parts = {"distill": PartSpec(3, 12), "routers": PartSpec(2, 20)}
+    text_spec = TextSpec((WeightedSource(str(path), 1.0),), 6, 16, heldout=0.2, reserve=2, parts=parts)
+    tokenizer = opened_tokenizer()
+    made = read_text(text_spec, tokenizer, small.VOCABULARY)
+    batches = [*made.fit.batches, *made.part("distill"), *made.part("routers")]
+    batches += [batch for each in (*made.fit.reserved, *made.heldout) for batch in each.batches]
+    rows = [row.tolist() for batch in batches for row in batch]
+    known = {tuple(tokenizer(f"{text}\n")["input_ids"]) for text in texts}
+    assert len(rows) > 13
+    for row in rows:
+        assert row[0] == 1 and (1, 1) not in pairwise(row)
+        first, *others = [list(part) for is_opening, part in groupby(row, lambda token: token == 1) if not is_opening]
+        whole = [(1, *part[:-1]) for part in others[:-1]]  # less the token that ends it
+        assert set(whole) <= known and len({*first[:-2]}) <= 1
+    assert read_text(text_spec, tokenizer, small.VOCABULARY).identity == made.identity
+
+
+def test_a_chat_is_opened_by_its_template_alone(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": letter * 30}]} for letter in "abcdef"]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)), "chats.jsonl")
+    tokenizer = opened_tokenizer()
+    plain = run(path, tokenizer, samples=6, length=16)
+    assert 1 not in torch.cat([batch.flatten() for batch in plain.batches])
+    tokenizer.chat_template = "{{ bos_token }}" + small.CHAT
+    for row in torch.cat(run(path, tokenizer, samples=6, length=16).batches).tolist():
+        assert row[0] == 1 and row[1] != 1
+
+
+def test_an_opening_that_a_cut_would_double_is_moved_up() -> None:
+    rows = torch.tensor([[7, 1, 8, 9], [1, 7, 8, 9], [7, 8, 1, 9]])
+    assert opened(rows, (1,)).tolist() == [[1, 8, 9, 7], [1, 7, 8, 9], [1, 8, 1, 9]]
+    assert opened(rows, ()).tolist() == rows.tolist()

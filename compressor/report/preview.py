@@ -1,0 +1,93 @@
+"""What calibration will read of a source: rows, columns, and the first documents token by token."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from compressor.data.batches import TextSpec, read_text
+from compressor.data.documents import HasMediaError, documents, pack
+from compressor.data.media import read_sequences
+from compressor.data.sources import MOST_TOKENS, WeightedSource
+from compressor.errors import LeftOut
+from compressor.progress import quiet_transformers
+
+ANY_VOCABULARY = 2**63
+Piece = tuple[str, bool]  # a token or a word, and whether it is a special token
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a source gives; a piece is a token, or a word where no tokenizer is named."""
+
+    source: str
+    rows: int
+    left_out: int
+    reasons: tuple[str, ...]
+    columns: tuple[str, ...]
+    unread: tuple[str, ...]
+    lengths: tuple[int, ...]  # of the first documents in the order of the seed, in pieces
+    shown: tuple[tuple[Piece, ...], ...]  # some of these documents
+    opening: tuple[str, ...] = ()  # special tokens that every sequence begins with
+    sha256: str = ""  # of the tokens that calibration reads
+
+
+class _Plain:
+    """A stand-in for the tokenizer of an unknown model, which shows a chat as roles and contents."""
+
+    chat_template = "role: content"
+
+    @staticmethod
+    def apply_chat_template(messages: Sequence[Any], **_: Any) -> str:
+        lines = list[str]()
+        for message in messages:
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            lines.append(f"{message.get('role')}: {message.get('content') or ''}{calls}")
+        return "\n".join(lines)
+
+
+def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
+    """Read each source as calibration would, and show its first `most` documents; the tokenizer may be None."""
+    return [_preview(replace(spec, sources=(entry,)), entry, tokenizer, most) for entry in spec.sources]
+
+
+def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -> Preview:
+    left_out = LeftOut(f"rows of {entry.source}", spec.strict)
+    known = _Plain() if tokenizer is None else tokenizer
+    opening, pieces = list[Piece](), list[tuple[Piece, ...]]()
+    try:
+        with quiet_transformers():
+            for document in islice(documents(entry, spec.seed, known, "calibration", left_out), spec.samples):
+                if tokenizer is None:
+                    pieces.append(tuple((word, False) for word in document.text.split()))
+                    continue
+                stream = pack([document], tokenizer, MOST_TOKENS)
+                opening = opening or _named(stream.opening, tokenizer)
+                pieces.append(tuple(_named(stream.ids.tolist(), tokenizer)))
+    except HasMediaError:
+        if tokenizer is None:
+            raise
+        rows = read_sequences(entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY).rows
+        left_out.used = len(rows)
+        pieces = [tuple(_named(row[0].tolist(), tokenizer)) for row in rows]
+    digest = "" if tokenizer is None else read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
+    return Preview(
+        entry.source,
+        left_out.used,
+        left_out.faults,
+        tuple(map(str, left_out.first)),
+        tuple(sorted(left_out.columns)),
+        tuple(sorted(left_out.unread)),
+        tuple(map(len, pieces)),
+        tuple(pieces[:most]),
+        tuple(text for text, _ in opening),
+        digest,
+    )
+
+
+def _named(ids: Sequence[int], tokenizer: Any) -> list[Piece]:
+    """Return the text of each token, and whether it is a special one."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+    return [(str(tokenizer.decode([token])), token in special) for token in ids]
