@@ -1,7 +1,7 @@
 """Files and folders that are there complete or not at all, made by one run at a time, and what may replace which.
 
-A run holds a hidden folder beside its output until it ends or is killed. --overwrite replaces what this tool wrote, by
-its records, or a folder of nothing but a checkpoint.
+A run holds a hidden folder beside its output until it ends or is killed, or inside an empty folder or a mount point, to
+which the content then moves. --overwrite replaces what this tool wrote, by its records, or nothing but a checkpoint.
 """
 
 import ctypes
@@ -28,7 +28,10 @@ AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
 LOCK = "lock"
+OUTPUT = "output"  # what is made
 REPLACED = "replaced"  # where an older output lies between the two renames that put a new one in its place
+ARRIVING = "arriving"  # an output whose content is on its way into a folder that stays
+LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
 RECORDS = ("compression.json", "onnx_export.json")  # what an output of this tool tells of itself
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
@@ -90,8 +93,18 @@ def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict"
 def replace_folder(made: Path, target: Path, old: Path) -> None:
     """Rename a finished folder into place; what it replaces then lies at `old`, and comes back when that fails.
 
-    Where the file system can, both change places in one step, so that `target` is there at every moment.
+    Where the file system can, both change places in one step, so that `target` is there at every moment. Of a folder
+    that was made inside `target`, the content moves.
     """
+    if target in made.parents:
+        try:
+            _move_content(target, old)
+            made.replace(made.with_name(ARRIVING))
+            _move_content(made.with_name(ARRIVING), target)
+        except BaseException:
+            _undo_move(made.parent, target)
+            raise
+        return
     if target.exists():
         made.replace(old)
         if _exchanged(old, target):
@@ -112,10 +125,64 @@ def _exchanged(one: Path, two: Path) -> bool:
     return rename is not None and rename(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(two), EXCHANGE) == 0
 
 
+def _work_name(folder: Path) -> str:
+    return f".{Path(os.path.abspath(folder)).name}.moe-compressor"
+
+
+def _content(folder: Path) -> list[Path]:
+    """What lies in a folder beside its work folder, in the order in which it comes there: config.json is the last."""
+    content = [path for path in folder.iterdir() if path.name not in (_work_name(folder), LOST)]
+    return sorted(content, key=lambda path: (path.name == "config.json", path.suffix == ".json", path.name))
+
+
+def _move_content(source: Path, target: Path) -> None:
+    """Move what lies in a folder into another one; what leaves the folder of the output does so in reverse order."""
+    target.mkdir(exist_ok=True)
+    content = _content(source)
+    for path in reversed(content) if source in target.parents else content:
+        path.replace(target / path.name)
+    if target in source.parents:
+        source.rmdir()
+
+
+def _undo_move(folder: Path, target: Path) -> None:
+    """Bring back to the work folder inside `target` what had left it, and to `target` what a new output replaced."""
+    if (folder / ARRIVING).exists():
+        _move_content(target, folder / ARRIVING)
+        (folder / ARRIVING).replace(folder / OUTPUT)
+    if (folder / REPLACED).exists():
+        _move_content(folder / REPLACED, target)
+
+
+def is_free(out: Path) -> bool:
+    """Return True if nothing is at `out`, or an empty folder. What a killed run left half moved is put back first."""
+    folder = work_folder(out)
+    if (folder / REPLACED).exists() or (folder / ARRIVING).exists():
+        with suppress(CompressionError), alone(out):  # unless another run holds it
+            pass
+    return not os.path.lexists(out) or _is_empty(out)
+
+
+def _is_empty(out: Path) -> bool:
+    return out.is_dir() and not out.is_symlink() and not _content(out)
+
+
+def _stays(folder: Path) -> bool:
+    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that can't be written to."""
+    table = Path("/proc/self/mountinfo")  # which has bind mounts, too
+    points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
+    mounted = os.path.ismount(folder) or os.path.realpath(folder) in points
+    return mounted or not os.access(folder.parent, os.W_OK | os.X_OK)
+
+
 def work_folder(out: Path) -> Path:
-    """The hidden sibling in which `out` is made."""
+    """The hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
     place = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
-    return place.parent / f".{place.name}.moe-compressor"
+    beside, inside = (folder / _work_name(place) for folder in (place.parent, place))
+    if place.is_symlink() or not place.is_dir():
+        return beside
+    begun = not beside.exists() and (inside.exists() or _is_empty(place))
+    return inside if begun or _stays(place) else beside
 
 
 def refuse_linked_folder(folder: Path) -> None:
@@ -127,8 +194,8 @@ def refuse_linked_folder(folder: Path) -> None:
 
 
 def check_parent(out: Path, what: str = "output folder") -> None:
-    """Refuse an output beside which nothing can be written."""
-    parent = Path(os.path.abspath(out)).parent
+    """Refuse an output where nothing can be written."""
+    parent = work_folder(out).parent
     if not parent.is_dir():
         raise CompressionError(f"{parent} is not a folder; create it or name another {what}")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -137,10 +204,10 @@ def check_parent(out: Path, what: str = "output folder") -> None:
 
 @contextmanager
 def alone(out: Path) -> Iterator[Path]:
-    """The hidden folder beside `out`, held by this run alone, which may ask for it again while it does.
+    """The `work_folder` of `out`, held by this run alone, which may ask for it again while it does.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
-    away comes back. Raises `CompressionError` while another run holds it, but not on a file system without locks.
+    away comes back, and the work of one that was killed after the last rename goes. Raises `CompressionError` while another run holds it, but not on a file system without locks.
     """
     folder = work_folder(out)
     if (mine := (folder, threading.get_ident())) in _held:
@@ -164,8 +231,7 @@ def alone(out: Path) -> Iterator[Path]:
             break
     _held.add(mine)
     try:
-        if (folder / REPLACED).exists() and not os.path.lexists(out):
-            (folder / REPLACED).replace(out)
+        _recover(folder, out)
         yield folder
     finally:
         _held.discard(mine)
@@ -174,6 +240,20 @@ def alone(out: Path) -> Iterator[Path]:
                 (folder / LOCK).unlink()
                 folder.rmdir()
         lock.release()
+
+
+def _recover(folder: Path, out: Path) -> None:
+    """Put back what a killed run was about to replace, or finish what it had only left to clear away."""
+    target, replaced = Path(os.path.abspath(out)), folder / REPLACED
+    is_inside = folder.parent == target
+    waiting = (folder / OUTPUT).exists() or (folder / ARRIVING).exists()
+    is_whole = not waiting if is_inside else os.path.lexists(target)
+    if replaced.exists() and is_whole:
+        clear(folder)
+    elif is_inside:
+        _undo_move(folder, target)
+    elif replaced.exists():
+        replaced.replace(target)
 
 
 def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
@@ -191,7 +271,7 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
     `overwrite` replaces a folder with a report of the first name, and nothing but files of these names.
     """
     check_parent(folder, "folder for the reports")
-    if not (folder.exists() or folder.is_symlink()):
+    if is_free(folder):
         return
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
@@ -205,7 +285,7 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
         known = first.is_file() and first.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     if folder.is_symlink() or not known:
         raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in names or not path.is_file()):
+    if others := sorted(path.name for path in _content(folder) if path.name not in names or not path.is_file()):
         raise CompressionError(f"{folder} holds {others[0]} beside {names[0]}, {remedy} or move that")
 
 
@@ -222,8 +302,8 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """
     check()
     target = Path(os.path.abspath(out))
-    with wrap_full_disk(target.parent), alone(out) as work:
-        fresh, old = work / "output", work / REPLACED
+    with wrap_full_disk(work_folder(out).parent), alone(out) as work:
+        fresh, old = work / OUTPUT, work / REPLACED
         try:
             for leftover in (fresh, old):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -276,7 +356,7 @@ def is_page(path: Path, made_by: str) -> bool:
 def refuse_replacing(out: Path) -> None:
     """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
     remedy = "so --overwrite will not replace it"
-    entries = [] if out.is_symlink() or not out.is_dir() else sorted(out.iterdir())
+    entries = [] if out.is_symlink() or not out.is_dir() else _content(out)
     checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
     if out.is_symlink() or not out.is_dir() or (entries and not _records(out) and not checkpoint):
         raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
@@ -296,7 +376,7 @@ def _strays(folder: Path) -> list[str]:
     records, strays = _records(folder), list[str]()
     carried = [name for record in records if isinstance(names := record.get("files"), list) for name in names]
     subfolders = {TEMPLATES, *entry_points(group="moe_compressor.exporters").names}  # that compress makes
-    for path in sorted(folder.iterdir()):
+    for path in sorted(_content(folder)):
         name = path.name
         if path.is_dir() and not path.is_symlink() and name in subfolders:
             strays += [f"{name}/{stray}" for stray in (_strays(path) if _records(path) else ())]

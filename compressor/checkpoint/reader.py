@@ -9,8 +9,9 @@ import mmap
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import filter as matching
 from fractions import Fraction
 from itertools import groupby
 from operator import attrgetter
@@ -151,9 +152,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MODEL_NAME = "model.onnx"
+WEIGHTS = "transformers_weights"  # the config's field that names them
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+INDEX_END = ".safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODELOPT = "hf_quant_config.json"  # what NVIDIA's modelopt says of its quantisation, not always in config.json, too
 NAME_ONE = "name a local checkpoint folder or a Hub id such as org/model"
@@ -168,40 +172,69 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
     return weight_map
 
 
-def _locate_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors by name; shards that are missing, hidden or outside the folder are refused."""
-    index_path = folder / INDEX_NAME
-    if index_path.is_file():
-        headers, tensors = dict[str, dict[str, TensorInfo]](), {}
-        for name, file in read_weight_map(index_path).items():
-            if not isinstance(file, str) or file not in headers:
-                if not isinstance(file, str) or Path(file).name != file or not file or file.startswith("."):
-                    raise CompressionError(
-                        f"{index_path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is "
-                        "refused"
-                    )
-                if not os.path.isfile(folder / file):  # False, too, where it is too long for a name
-                    raise CompressionError(
-                        f"{index_path} names the shard {file!r}, which is missing from {folder}; download it again"
-                    )
-                headers[file] = read_header(folder / file)
-            if name not in headers[file]:
-                raise CompressionError(
-                    f"{index_path} promises tensor {name!r} in {file!r}, which does not hold it; download both again"
-                )
-            tensors[name] = headers[file][name]
-        return tensors
-    if (folder / SINGLE_NAME).is_file():
-        return read_header(folder / SINGLE_NAME)
-    if any(True for pattern in PICKLE_PATTERNS for _ in folder.glob(pattern)):
-        fault = (
-            "holds its weights only as pickle files, which can run code when opened; convert them to safetensors first"
+def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
+    """Return the file of weights, or the index of several, that stock transformers chooses; None if there is none."""
+    chosen = config.get(WEIGHTS)
+    candidates = (SINGLE_NAME, INDEX_NAME) if chosen is None else (chosen,)
+    return next((name for name in candidates if name in names), None)
+
+
+def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
+    """Return the file of weights, or the index of several, that stock transformers loads from a folder or repository.
+
+    Others beside it don't count. Raises `CompressionError` where transformers would load something else, or nothing.
+    """
+    head = named_head(names, config)
+    if ADAPTER in names:
+        what = "is an adapter, not a model" if head is None else "has an adapter, which transformers adds to its weights"
+        raise CompressionError(f"{place} {what} ({ADAPTER}); merge it into the base model and save that first")
+    if parts := matching(names, "shard-*-model-*-of-*.safetensors"):
+        raise CompressionError(
+            f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers prefers to other "
+            "weights; save the whole model, or remove them"
         )
-    elif stray := sorted(path.name for path in folder.glob("*.safetensors")):
-        fault = f"has {stray[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}; download the missing file"
-    else:
-        fault = f"has no {SINGLE_NAME} and no {INDEX_NAME}; name the folder of a safetensors checkpoint"
-    raise CompressionError(f"{folder} {fault}")
+    if head is not None and head.endswith((".safetensors", INDEX_END)):
+        return head
+    if chosen := config.get(WEIGHTS):
+        fault = f"lacks the safetensors file {chosen!r} that {CONFIG} names ({WEIGHTS})"
+        raise CompressionError(f"{place} {fault}; download it, or remove the field")
+    stray = min(matching(names, "*.safetensors"), default=None)
+    pickles = [name for pattern in PICKLE_PATTERNS for name in matching(names, pattern)]
+    if stray is None and pickles:
+        fault = "holds its weights only as pickle files, which can run code when opened"
+        raise CompressionError(f"{place} {fault}; convert them to safetensors first")
+    fault = f"has {'' if stray is None else f'{stray} but '}neither {SINGLE_NAME} nor {INDEX_NAME}"
+    raise CompressionError(f"{place} {fault}; name a whole safetensors checkpoint")
+
+
+def head_of(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Return the file that `find_head` finds in a folder."""
+    return folder / find_head(str(folder), {path.name for path in folder.iterdir() if path.is_file()}, config)
+
+
+def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """All tensors by name; shards that are missing, hidden or outside the folder are refused."""
+    path = head_of(folder, config)
+    if not path.name.endswith(INDEX_END):
+        return read_header(path)
+    weight_map = read_weight_map(path)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file or file.startswith("."):
+            raise CompressionError(
+                f"{path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is refused"
+            )
+    tensors = dict[str, TensorInfo]()
+    for file in sorted(set(weight_map.values())):
+        if not os.path.isfile(folder / file):  # False, too, where it is too long for a name
+            raise CompressionError(f"{path} names the shard {file!r}, which is missing from {folder}; download it again")
+        header = read_header(folder / file)
+        absent = [name for name in weight_map if weight_map[name] == file and name not in header]
+        if absent:
+            raise CompressionError(
+                f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold it; download both again"
+            )
+        tensors |= header  # also what the index leaves out: transformers loads whole files, the last one counts
+    return tensors
 
 
 def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,12 +283,12 @@ class Checkpoint:
         if not folder.is_dir():
             raise CompressionError(f"{folder} is not a folder; {NAME_ONE}")
         refuse_links(folder)
-        if not (folder / "config.json").is_file():
-            raise CompressionError(f"{folder} has no config.json; name the folder of a transformers checkpoint")
+        if not (folder / CONFIG).is_file():
+            raise CompressionError(f"{folder} has no {CONFIG}; name the folder of a transformers checkpoint")
         self.folder = folder
-        self.raw_config = read_object(folder / "config.json")
+        self.raw_config = read_object(folder / CONFIG)
         self.quantization = quantization_of(folder, self.raw_config)
-        located = _locate_tensors(folder) if tensors is None else tensors
+        located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
         self.tensors = counted(located, self.quantization) if self.quantization else located
 
     def __contains__(self, name: str) -> bool:

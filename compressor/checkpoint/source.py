@@ -8,8 +8,9 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +19,22 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects, tqdm
 
 from compressor.checkpoint.reader import (
-    INDEX_NAME,
+    CONFIG,
+    INDEX_END,
     MODEL_NAME,
     MODELOPT,
     NAME_ONE,
-    PICKLE_PATTERNS,
     SINGLE_NAME,
     Checkpoint,
     TensorInfo,
+    find_head,
+    named_head,
     read_weight_map,
     refuse_links,
 )
 from compressor.distributed import here
 from compressor.errors import CompressionError, first_line, without_tokens
-from compressor.files import TEMPLATES
+from compressor.files import TEMPLATES, json_object
 from compressor.progress import Progress, Silent
 
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
@@ -68,7 +71,6 @@ def hub_fault(model: str, revision: str | None, error: Exception, file: str | No
 logger = logging.getLogger(__name__)
 
 Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
 CACHED = (CONFIG, MODEL_NAME)  # one of which the cache has of a model
 COMPANIONS = (
     *("*.json", "*.jinja", f"{TEMPLATES}/*"),
@@ -78,6 +80,7 @@ COMPANIONS = (
 CARD = "README.md"  # which names the licence
 NOT_COMPANIONS = (".md", ".index.json", ".safetensors", ".bin", ".onnx", ".py")
 STEP_BYTES = 10**6  # one step of the progress
+REQUESTS = 8  # for headers, at once
 TRIES = 3  # the Hub client itself goes on after most cuts, but not after a reset
 PAUSE_SECONDS = 1.0
 
@@ -99,8 +102,9 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     found = find_repository(model, revision, weights)
     if isinstance(found, Path):
         return found
-    head = weights_file(model, found.files, weights)
-    folder = fetch_small(found, revision, companions(found.files) or [head])
+    head = weights_file(found, revision, weights)
+    small = companions(found.files)
+    folder = fetch_small(found, revision, [head, *small] if head.endswith(INDEX_END) or not small else small)
     wanted = [found.files[name] for name in shard_names(found, folder, head)]
     missing = [file for file in wanted if _kept_size(folder, file) != file.size]
     if missing:
@@ -129,8 +133,9 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
         if folder is None:
             raise hub_fault(model, revision, error) from error
         names = {path.name for path in folder.iterdir()}
-        heads = (INDEX_NAME, SINGLE_NAME, *((MODEL_NAME,) if weights == "any" else ()))
-        head = next((name for name in heads if name in names), SINGLE_NAME)
+        config = json_object(folder / CONFIG) if CONFIG in names else {}
+        graph = MODEL_NAME if weights == "any" and MODEL_NAME in names else SINGLE_NAME
+        head = named_head(names, config) or graph
         if missing := [name for name in _placed(folder, head) if name not in names]:
             raise CompressionError(
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
@@ -140,35 +145,23 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
         return folder
 
 
-def weights_file(model: str, names: Collection[str], weights: Weights = "safetensors") -> str:
+def weights_file(found: Repository, revision: str | None, weights: Weights = "safetensors") -> str:
     """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
-    found = next((name for name in (INDEX_NAME, SINGLE_NAME) if name in names), None)
-    if found is not None and CONFIG in names:
-        return found
-    if ADAPTER in names:
-        raise CompressionError(f"{model} is an adapter, not a model; merge it into its base model and save that first")
-    if found is None and weights == "any" and MODEL_NAME in names:
+    names, place = found.files, f"{found.model} on the Hub"
+    config = json_object(fetch_small(found, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
+    if weights == "any" and MODEL_NAME in names and named_head(names, config) is None:
         return MODEL_NAME
+    head = find_head(place, names, config)
     if CONFIG not in names:
-        raise CompressionError(f"{model} has no {CONFIG} on the Hub; name the repository of a transformers checkpoint")
-    stray = min((name for name in names if name.endswith(".safetensors")), default=None)
-    if stray is None and any(fnmatchcase(name, pattern) for name in names for pattern in PICKLE_PATTERNS):
-        raise CompressionError(
-            f"{model} has no safetensors weights on the Hub; pickle checkpoints are refused, convert it first"
-        )
-    raise CompressionError(
-        f"{model} has {stray or 'no weights'} on the Hub, but neither {SINGLE_NAME} nor {INDEX_NAME}; name the "
-        "repository of a safetensors checkpoint"
-    )
+        raise CompressionError(f"{place} has no {CONFIG}; name the repository of a transformers checkpoint")
+    return head
 
 
 def companions(names: Collection[str]) -> list[str]:
     """The small files that are read or travel with the weights, in the order in which they are fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
     small = [name for name in matching if not name.endswith(NOT_COMPANIONS)]
-    return sorted(
-        {*small, *({CARD, INDEX_NAME} & {*names})}, key=lambda name: (name != CONFIG, name != INDEX_NAME, name)
-    )
+    return sorted({*small, *({CARD} & {*names})}, key=lambda name: (name != CONFIG, name))
 
 
 def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -> Path:
@@ -187,15 +180,15 @@ def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
     for name in names:
         if name not in found.files:
             raise CompressionError(
-                f"{found.model}: {INDEX_NAME} names the shard {name!r}, which is missing on the Hub; ask its owner to "
-                "upload it, or choose another --revision"
+                f"{found.model}: {head} names the shard {name!r}, which is missing on the Hub; ask its owner to upload "
+                "it, or choose another --revision"
             )
     return names
 
 
 def _placed(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
-    return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head == INDEX_NAME else [head]
+    return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head.endswith(INDEX_END) else [head]
 
 
 def _kept_size(folder: Path, file: RepoFile) -> int | None:
@@ -319,16 +312,18 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
     found = find_repository(model, revision)
     if isinstance(found, Path):
         return Checkpoint(found)
-    head, small = weights_file(model, found.files), (CONFIG, INDEX_NAME, MODELOPT)
-    folder = fetch_small(found, revision, [name for name in small if name in found.files])
-    shard_names(found, folder, head)
+    head = weights_file(found, revision)
+    small = [CONFIG, *({MODELOPT} & found.files.keys())]
+    folder = fetch_small(found, revision, [*small, head] if head.endswith(INDEX_END) else small)
+    files = shard_names(found, folder, head)
+    read = partial(HfApi().parse_safetensors_file_metadata, model, revision=found.commit)
     try:
-        metadata = HfApi().get_safetensors_metadata(model, revision=found.commit)
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            headers = [*pool.map(read, files)]
     except Exception as error:
         raise hub_fault(model, revision, error) from error
-    tensors = {
-        name: TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)
-        for file, content in metadata.files_metadata.items()
-        for name, info in content.tensors.items()
-    }
+    tensors = dict[str, TensorInfo]()
+    for file, header in zip(files, headers, strict=True):
+        for name, info in header.tensors.items():
+            tensors[name] = TensorInfo(name, file, info.dtype, tuple(info.shape), *info.data_offsets)
     return Checkpoint(folder, tensors)

@@ -22,6 +22,7 @@ from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.tokenizer import chat_form
+from compressor.model.own_code import load_stock
 from compressor.progress import quiet_transformers
 
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -65,14 +66,11 @@ class Sequences:
 
 def load_processor(folder: Path) -> Any:
     """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
-    from transformers import AutoProcessor
-
     remedy = "copy the original model's there, or calibrate on its text alone (SOURCE#column)"
     if not any((folder / name).is_file() for name in FILES):
         raise CompressionError(f"{folder} has no processor ({FILES[0]}), and the calibration has pictures; {remedy}")
     try:
-        with quiet_transformers():
-            processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+        processor = load_stock("AutoProcessor", folder)
     except Exception as error:  # processors raise what they like
         fault = f"{folder} has no usable processor for pictures ({reason_of(error)})"
         raise CompressionError(f"{fault}; install Pillow and torchvision, {remedy}") from error

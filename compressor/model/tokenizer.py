@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError, reason_of
-from compressor.progress import quiet_transformers
+from compressor.model.own_code import load_stock
 
 THINKING_END = "</think>"
 THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
@@ -24,11 +24,9 @@ LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in
 
 def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
     """The checkpoint's tokenizer; raises `CompressionError` if it has none, or one that knows no text."""
-    from transformers import AutoTokenizer
-
     try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # None would ask
+        tokenizer = load_stock("AutoTokenizer", folder)
+        tokenizer.name_or_path = str(folder)
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
     own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.reader import ADAPTER, TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
 from compressor.model.architecture import build_stored, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
+from compressor.model.own_code import files_beside, link_files, load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
@@ -22,15 +23,16 @@ GENERATION = "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
 OPTIONAL = ("chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-OBJECTS = (GENERATION, "tokenizer.json", *OPTIONAL, "adapter_config.json", *PROCESSORS)
+OBJECTS = (GENERATION, "tokenizer.json", *OPTIONAL, ADAPTER, *PROCESSORS)
+LOADERS = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor")
 REMEDY = "mend it, or remove it from the folder"
 
 
 def check_carried(folder: Path, original: Path | None = None) -> None:
     """Refuse a folder whose generation config, templates or tokenizer files stock transformers cannot load.
 
-    A tokenizer for which none of its optional files is at fault (it needs its own code or another package) passes,
-    unless the `original` folder's loads.
+    So is one whose tokenizer or processor needs its own code. A tokenizer for which none of its optional files is at
+    fault (it needs another package) passes, unless the `original` folder's loads.
     """
     from transformers import GenerationConfig
 
@@ -48,6 +50,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
                 GenerationConfig.from_pretrained(str(folder))
         except Exception as error:  # whatever its fields make it raise
             raise CompressionError(f"transformers cannot load {path} ({reason_of(error)}); {REMEDY}") from error
+    _refuse_needed_code(folder)
     if (fault := _tokenizer_fault(folder)) is None:
         return
     if culprit := _culprit(folder):
@@ -72,19 +75,43 @@ def _tokenizer_fault(folder: Path) -> BaseException | None:
     return None
 
 
+def _refuse_needed_code(folder: Path) -> None:
+    """Refuse a folder of which stock transformers loads less than its configs name code for."""
+    for path in naming_code(folder):
+        named = read_object(path).get("auto_map")
+        for kind, code in (named if isinstance(named, dict) else {LOADERS[0]: named}).items():
+            if fault := _loading_fault(kind, folder):
+                raise CompressionError(
+                    f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} ({code}), which is "
+                    f"neither run nor carried, and stock transformers loads none without it ({reason_of(fault)}); save "
+                    "it there in a stock form, such as a tokenizer.json, or move its files away and to the output"
+                )
+
+
+def _loading_fault(kind: str, folder: Path) -> BaseException | None:
+    """Why a tokenizer or processor does not load without its own code; None if it does, or wants another package."""
+    from transformers import ProcessorMixin
+
+    fault: BaseException | None = None
+    if kind == LOADERS[0]:
+        fault = _tokenizer_fault(folder)
+    elif kind in LOADERS:
+        try:
+            loaded = load_stock(kind, folder)
+            if kind == "AutoProcessor" and not isinstance(loaded, ProcessorMixin):
+                fault = CompressionError(f"a {type(loaded).__name__} in its place")
+        except Exception as error:  # whatever processors raise
+            fault = error
+    return None if isinstance(fault, ImportError) else fault
+
+
 def _culprit(folder: Path) -> Path | None:
     """The optional file of the tokenizer without which, and the ones before it, the rest loads."""
-    config = folder / "tokenizer_config.json"
-    if config.is_file() and "auto_map" in read_object(config):
-        return None  # of its own code, which is never run
-    left = {path.relative_to(folder): path for pattern in ("*", CHAT_TEMPLATES[1]) for path in folder.glob(pattern)}
+    left = files_beside(folder)
     for path in _found(folder, (*CHAT_TEMPLATES, *OPTIONAL)):
         del left[path.relative_to(folder)]
         with TemporaryDirectory() as scratch:
-            for place, source in left.items():
-                if source.is_file() and source.suffix != ".safetensors":
-                    (Path(scratch) / place).parent.mkdir(exist_ok=True)
-                    (Path(scratch) / place).symlink_to(source.resolve())
+            link_files(left, Path(scratch))
             if _tokenizer_fault(Path(scratch)) is None:
                 return path
     return None

@@ -10,10 +10,11 @@ from itertools import accumulate
 from operator import attrgetter, getitem
 from typing import Any
 
-from compressor.checkpoint.reader import MODELOPT
+from compressor.checkpoint.reader import MODELOPT, WEIGHTS
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
+from compressor.model.own_code import without_code
 from compressor.recipe.plan import CompressionPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
@@ -181,8 +182,8 @@ def config_with(
 
     Fields that count multi-token-prediction heads say how many are stored: `heads`.
     """
-    config = fields_set(raw, architecture.config, fields)
-    config.pop("auto_map", None)  # stock loading only: remote code does not travel
+    config = without_code(fields_set(raw, architecture.config, fields))
+    config.pop(WEIGHTS, None)  # the output's have the usual names
     for node, field in kernel_fields(config):  # not obeyed here, it would fetch code elsewhere
         del node[field]
     return _with_heads(config, architecture.config, heads)

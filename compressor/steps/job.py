@@ -3,7 +3,6 @@
 The layers of multi-token-prediction heads are cut like the others; what stands beside them is copied.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +22,9 @@ from compressor.model.inspection import stored_with
 from compressor.model.loading import PartialModel
 from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
+from compressor.model.own_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
+from compressor.records import read_object
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
@@ -36,20 +37,26 @@ NOT_CARRIED = (
     *(".py", ".md", ".index.json"),
 )
 # what says of another model how it was made and judged, or is made anew
-NOT_CARRIED_NAMES = {"config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json"}
+NOT_CARRIED_NAMES = {
+    *("config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json"),
+    "params.json",  # of consolidated weights
+}
 
 
-def carried_files(folder: Path) -> dict[str, Path]:
+def carried_files(folder: Path) -> dict[str, bytes | Path]:
     """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence.
 
-    None is hidden; raises `CompressionError` naming a file that is a link out of the folder.
+    None is hidden, and no config names code, which stays behind; raises `CompressionError` naming a file that is a link out of the folder.
     """
     refuse_links(folder)
-    found = {
+    found: dict[str, bytes | Path] = {
         path.name: path
         for path in _visible(folder)
         if path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
     }
+    for path in naming_code(folder):
+        if path.name in found:
+            found[path.name] = json_bytes(without_code(read_object(path)))
     return found | {f"{TEMPLATES}/{path.name}": path for path in _visible(folder / TEMPLATES)}
 
 
@@ -59,11 +66,7 @@ def _visible(folder: Path) -> list[Path]:
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
     """What is written beside the weights: what the source carries, and this config."""
-    return {**carried_files(model.source.folder), "config.json": _json_bytes(config)}
-
-
-def _json_bytes(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**carried_files(model.source.folder), "config.json": json_bytes(config)}
 
 
 def stored_partial(model: OpenModel) -> PartialModel:
@@ -184,7 +187,7 @@ def _with_renamed(
     if renames is None or MODELOPT not in files:
         return others
     content = renumbered_quantization(modelopt_file(model.checkpoint.folder), renames)
-    return {**others, MODELOPT: _json_bytes(content)}
+    return {**others, MODELOPT: json_bytes(content)}
 
 
 def make_job(

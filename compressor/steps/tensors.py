@@ -110,7 +110,13 @@ def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Ten
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
     if len(members) == 1 and members[0][1] == 1.0:
         return members[0][0]
-    return refuse_overflow(name, mix(members).to(members[0][0].dtype))
+    made = mix(members).to(members[0][0].dtype)
+    if not is_finite(made) and not all(is_finite(member) for member, _ in members):
+        raise CompressionError(
+            f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection bias that switches it "
+            "off does; use a strategy that drops experts, such as reap, or --protect it"
+        )
+    return refuse_overflow(name, made)
 
 
 def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A run's work folder: the output lies there until it is whole, and a run that was killed is resumed from it.
 
-.OUT.moe-compressor/
+.OUT.moe-compressor/ beside OUT, or inside where OUT is an empty folder or a mount point
     lock            held by the run
     journal.json    the run's key, and what each finished step decided and what came of it
     kept/           tensors that steps keep for a run that goes on after a kill
@@ -32,10 +32,11 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.files import (
     LOCK,
+    OUTPUT,
     REPLACED,
-    alone,
     check_parent,
     clear,
+    is_free,
     refuse_linked_folder,
     refuse_replacing,
     replace_folder,
@@ -115,7 +116,7 @@ class Workdir:
 
     @property
     def output(self) -> Path:
-        return self.folder / "output"
+        return self.folder / OUTPUT
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def held(out: Path) -> Iterator[Workdir]:
     A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
     another run holds it.
     """
-    with wrap_full_disk(Path(os.path.abspath(out)).parent), ranks.held(out) as folder:
+    with wrap_full_disk(work_folder(out).parent), ranks.held(out) as folder:
         try:
             yield Workdir(out, folder)
         except Exception:
@@ -141,12 +142,8 @@ def check_target(out: Path, overwrite: bool) -> None:
     """
     out = Path(os.path.abspath(out))
     check_parent(out)
-    refuse_linked_folder(folder := work_folder(out))
-    if (folder / REPLACED).exists() or ((folder / JOURNAL).exists() and not (folder / "output").exists()):
-        with suppress(CompressionError), alone(out):  # unless another run holds it; this puts a replaced output back
-            if out.exists() and (folder / REPLACED).exists():
-                clear(folder)  # killed after the last rename
-    if not (out.exists() or out.is_symlink()):
+    refuse_linked_folder(work_folder(out))
+    if is_free(out):
         return
     if not overwrite:
         raise CompressionError(f"{out} exists already; name another folder or pass --overwrite")
@@ -156,10 +153,10 @@ def check_target(out: Path, overwrite: bool) -> None:
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse a disk that cannot hold the output beside what is already there."""
     reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
-    out = Path(os.path.abspath(out))
-    free = shutil.disk_usage(out.parent).free + reusable
+    place = work_folder(out).parent
+    free = shutil.disk_usage(place).free + reusable
     if free < nbytes + SPARE_BYTES:
-        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {out.parent} has {free / 1e9:.2f} GB free"
+        sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free"
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
@@ -253,7 +250,7 @@ def publish(work: Workdir, overwrite: bool) -> None:
     replaced = work.folder / REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
     replace_folder(work.output, work.out, replaced)
-    directory = os.open(work.out.parent, os.O_RDONLY)
+    directory = os.open(work.folder.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

@@ -7,7 +7,6 @@ fit into memory, the graph's weights are mapped from their file.
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel, parent_and_name
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.own_code import without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.records import read_object, value_as
@@ -312,7 +312,7 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         files[COMPRESSION] = compression
     for name, source in files.items():
         (content / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, content / name)
+        (content / name).write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     result = asdict(summary)
     record = {
         "tool": TOOL,
@@ -322,5 +322,5 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "options": {name: value for name, value in asdict(options).items() if name not in UNRECORDED},
         **{name: result[name] for name in RECORDED},
     }
-    for name, values in (("config.json", plain_config(opened.checkpoint.raw_config)), (RECORD, record)):
+    for name, values in (("config.json", plain_config(without_code(opened.checkpoint.raw_config))), (RECORD, record)):
         (content / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

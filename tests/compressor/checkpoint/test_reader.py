@@ -76,7 +76,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
     "config too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "is not valid JSON"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
     "pickle only": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         "only as pickle files.*convert them to safetensors",
