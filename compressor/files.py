@@ -207,7 +207,8 @@ def alone(out: Path) -> Iterator[Path]:
     """The `work_folder` of `out`, held by this run alone, which may ask for it again while it does.
 
     What lies in it in the end is left to the next run with this output. An older output that a killed run had moved
-    away comes back, and the work of one that was killed after the last rename goes. Raises `CompressionError` while another run holds it, but not on a file system without locks.
+    away comes back, and what one killed after the last rename left is cleared. Raises `CompressionError` while another
+    run holds it, but not on a file system without locks.
     """
     folder = work_folder(out)
     if (mine := (folder, threading.get_ident())) in _held:

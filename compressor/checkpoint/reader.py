@@ -186,7 +186,8 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     """
     head = named_head(names, config)
     if ADAPTER in names:
-        what = "is an adapter, not a model" if head is None else "has an adapter, which transformers adds to its weights"
+        beside = "has an adapter, which transformers would add to its weights"
+        what = "is an adapter, not a model" if head is None else beside
         raise CompressionError(f"{place} {what} ({ADAPTER}); merge it into the base model and save that first")
     if parts := matching(names, "shard-*-model-*-of-*.safetensors"):
         raise CompressionError(
@@ -226,7 +227,9 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
     tensors = dict[str, TensorInfo]()
     for file in sorted(set(weight_map.values())):
         if not os.path.isfile(folder / file):  # False, too, where it is too long for a name
-            raise CompressionError(f"{path} names the shard {file!r}, which is missing from {folder}; download it again")
+            raise CompressionError(
+                f"{path} names the shard {file!r}, which is missing from {folder}; download it again"
+            )
         header = read_header(folder / file)
         absent = [name for name in weight_map if weight_map[name] == file and name not in header]
         if absent:

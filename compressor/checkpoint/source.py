@@ -188,7 +188,9 @@ def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
 
 def _placed(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
-    return sorted({str(file) for file in read_weight_map(folder / head).values()}) if head.endswith(INDEX_END) else [head]
+    if not head.endswith(INDEX_END):
+        return [head]
+    return sorted({str(file) for file in read_weight_map(folder / head).values()})
 
 
 def _kept_size(folder: Path, file: RepoFile) -> int | None:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, header_bytes, refuse_link, refuse_links
+from compressor.checkpoint.reader import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    head_of,
+    header_bytes,
+    refuse_link,
+    refuse_links,
+)
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import identity
@@ -76,7 +84,7 @@ def verify_folder(folder: Path) -> VerifiedFolder:
 def _verify_weights(folder: Path) -> dict[str, int]:
     """Check a checkpoint, one of ours by the experts that compression.json names.
 
-    Returns its files of weights with the bytes of their headers.
+    Returns its files of weights with the bytes of their headers, and the index that names them with all of its bytes.
     """
     experts, heads = None, True
     if (folder / COMPRESSION).is_file():
@@ -90,7 +98,9 @@ def _verify_weights(folder: Path) -> dict[str, int]:
         checked: Checkpoint = model.checkpoint
     else:
         checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
-    return {name: header_bytes(folder / name) for name in sorted({info.file for info in checked.tensors.values()})}
+    files = sorted({info.file for info in checked.tensors.values()})
+    head = head_of(folder, checked.raw_config)
+    return {head.name: head.stat().st_size} | {name: header_bytes(folder / name) for name in files}
 
 
 def _verify_graph(folder: Path) -> dict[str, int]:
@@ -238,7 +248,7 @@ def left_out(folder: Path, taken: Iterable[str]) -> tuple[str, ...]:
 
 def _beside(name: str) -> bool:
     """Whether a file's name says that it is a config, part of the tokenizer, a template or a licence."""
-    if name.startswith(".") or (name.endswith(".index.json") and name != INDEX_NAME):
+    if name.startswith(".") or name.endswith(".index.json"):
         return False
     return name.endswith(BESIDE) or (name.split(".")[0] in LICENCES and not name.endswith(".lock"))
 

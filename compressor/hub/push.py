@@ -17,6 +17,8 @@ from compressor.hub import repository as hub
 from compressor.hub.card import CARD, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
+from compressor.model.own_code import json_bytes, naming_code, without_code
+from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
@@ -159,8 +161,9 @@ def check_access(repo_id: str, private: bool) -> None:
 def _staged(
     found: VerifiedFolder, repo_id: str, gate: GateResult | None, report: str | Path | None
 ) -> dict[str, hub.Content]:
-    """What is pushed beside the folder's own files: the card with its pictures, and the gate that was required."""
-    staged: dict[str, hub.Content] = {}
+    """What is pushed beside the folder's own files, or in their place: card, pictures, gate, configs without code."""
+    coded = [path for path in naming_code(found.folder) if path.name in found.files]  # code itself is left out
+    staged: dict[str, hub.Content] = {path.name: json_bytes(without_code(read_object(path))) for path in coded}
     if report is not None:
         path = Path(report)
         staged[REPORT] = (path / REPORT if path.is_dir() else path).read_bytes()

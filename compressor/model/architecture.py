@@ -222,12 +222,29 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # config classes raise what they like
-        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason_of(error)}") from error
+        reason = _unknown_type(read_object(folder / "config.json")) or reason_of(error)
+        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
     choose_kernels(config)
     nodes = (config, config.get_text_config(decoder=True))
     if not any(getattr(node, "quantization_config", None) for node in nodes) and (found := quantization_of(folder, {})):
         config.quantization_config = found
     return config
+
+
+def _unknown_type(raw: Mapping[str, Any]) -> str | None:
+    """What to do about a model type that transformers does not know; None if it does."""
+    import transformers
+
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING:
+        return None
+    fault = f"transformers {transformers.__version__} has no model type {kind!r}"
+    for name in names if isinstance(names, list) else ():
+        config_class = getattr(getattr(transformers, str(name), None), "config_class", None)
+        if config_class is not None:
+            known = f"but {name}, which the config names, of type {config_class.model_type!r}"
+            return f"{fault}, {known}; write that as model_type in a copy of the checkpoint"
+    return f"{fault}, and code of the checkpoint's own (auto_map) is never run; only stock architectures are supported"
 
 
 def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:

@@ -4,7 +4,7 @@ A thread reads the next layer's stored tensors while this layer computes (`ReadA
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,15 @@ from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
 STAGE = 2**25  # bytes that are pinned at once
+WRAPPERS = {  # modules that other tools put around a model or a part of it
+    "module": "DataParallel or DeepSpeed",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "base_model.model": "peft",
+    "base_layer": "peft",
+}
+MLX = ".switch_mlp."  # in names of experts
+SAMPLES = 64  # names that are looked into
 SHARE = 2  # how many times what is read ahead must be free
 
 
@@ -172,6 +181,22 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     return KeyMap(targets, patterns, tuple(sorted(unknown)))
 
 
+def unwrapped(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what a tensor may be called in the stock model, and the tools whose wrappers its name would have."""
+    inner, tools = f".{name}", list[str]()
+    for wrapper, tool in WRAPPERS.items():
+        if f".{wrapper}." in inner:
+            inner = inner.replace(f".{wrapper}.", ".")
+            tools.append(tool)
+    if tools:
+        yield inner[1:], " and ".join(dict.fromkeys(tools))
+    parts = name.split(".")
+    for width in (1, 2):
+        for begin in range(len(parts) - width):
+            if not any(part.isdecimal() for part in parts[begin : begin + width]):
+                yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
+
+
 def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     """The module that owns a parameter or buffer, and the attribute's name there."""
     module_name, _, name = key.rpartition(".")
@@ -237,12 +262,40 @@ class PartialModel:
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        self._refuse_foreign_names()
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
         self._loaded, self.kept = set[str](), dict[str, Tensor]()
         self.ahead = ReadAhead(checkpoint, device)
         self._fill_constant_buffers()
+
+    def _refuse_foreign_names(self) -> None:
+        """Refuse a checkpoint of which no tensor fills the model, or one under names that other tools have made."""
+        folder, kind, targets = self.checkpoint.folder, type(self.model).__name__, self.keys.targets
+        if mlx := next((name for name in self.keys.unknown if MLX in name), None):
+            raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that was converted to MLX")
+        missing = self.empty.keys() - {*targets.values(), *self.tied}
+        if not missing:
+            return
+        sample = self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]
+        names = dict[str, tuple[str, str]]()
+        for name in sample:
+            for inner, tool in unwrapped(name):
+                names.setdefault(inner, (name, tool))
+        found = map_keys(names, self.model, self.conversions).targets
+        stock = next((inner for inner in names if found.get(inner) in missing), None)
+        if stock is not None:
+            name, tool = names[stock]
+            raise CompressionError(
+                f"{folder} has {name!r} where {kind} has {stock!r}, as {tool} would name it; save the model inside "
+                "with save_pretrained (for peft after merge_and_unload)"
+            )
+        if not targets:
+            raise CompressionError(
+                f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
+                f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
+            )
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
         """The same model, empty, in another dtype or on another device; itself if it is in both."""

@@ -1,4 +1,4 @@
-"""Code that a checkpoint's configs name: it is neither run nor carried, so the names are left out wherever they stand."""
+"""Code that a checkpoint's configs name: it is neither run nor carried, and its names are left out."""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +43,8 @@ def link_files(files: dict[Path, Path], folder: Path) -> None:
 
 def files_beside(folder: Path) -> dict[Path, Path]:
     """Return what lies in a folder and among its chat templates, by its place there."""
-    return {path.relative_to(folder): path for pattern in ("*", f"{TEMPLATES}/*.jinja") for path in folder.glob(pattern)}
+    found = [*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*.jinja")]
+    return {path.relative_to(folder): path for path in found}
 
 
 @contextmanager

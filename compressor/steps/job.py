@@ -24,8 +24,8 @@ from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.own_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
-from compressor.records import read_object
 from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
+from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
@@ -46,7 +46,8 @@ NOT_CARRIED_NAMES = {
 def carried_files(folder: Path) -> dict[str, bytes | Path]:
     """Files that travel with the weights: generation config, tokenizer, chat templates, processors, licence.
 
-    None is hidden, and no config names code, which stays behind; raises `CompressionError` naming a file that is a link out of the folder.
+    None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a file that is a link
+    out of the folder.
     """
     refuse_links(folder)
     found: dict[str, bytes | Path] = {
