@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -202,9 +203,15 @@ def test_killed_while_a_tensor_is_made(unit: str, number: int, tmp_path: Path, w
 SYSTEM_CALLS = ("replace", "pwrite", "fsync", "close", "open")
 
 
+def shown(folder: Path) -> dict[str, str]:
+    """The files of a folder that are not hidden, with their digests."""
+    return {name: digest for name, digest in tree(folder).items() if not name.startswith(".")}
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "empty"])
 @pytest.mark.parametrize("call", SYSTEM_CALLS)
 def test_killed_before_any_system_call(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+    call: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     real, counted = getattr(os, call), [0]
 
@@ -212,6 +219,8 @@ def test_killed_before_any_system_call(
         counted[0] += 1
         return real(*args, **named)
 
+    if exists:
+        (tmp_path / "count").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, counting)
         write(a_job(), tmp_path / "count")
@@ -220,6 +229,8 @@ def test_killed_before_any_system_call(
     for fatal in sorted({1, 2, total // 2, total - 1, total} & set(range(1, total + 1))):
         out = tmp_path / f"out-{fatal}"
         left = [fatal]
+        if exists:
+            out.mkdir()
 
         def killing(*args: Any, left: list[int] = left, **named: Any) -> Any:
             left[0] -= 1
@@ -232,8 +243,8 @@ def test_killed_before_any_system_call(
             write(a_job(), out)
 
         run_killed(work)
-        if out.exists():  # killed after the last rename
-            assert tree(out) == whole
+        if (out / "config.json").exists():  # killed after the last rename
+            assert shown(out) == whole
         write(a_job(), out, overwrite=True)
         assert tree(out) == whole and not work_folder(out).exists(), fatal
 
@@ -331,8 +342,12 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
 
 
 def test_an_existing_output_is_refused(tmp_path: Path) -> None:
-    for out in (tmp_path / "folder", tmp_path / "file", tmp_path / "link"):
-        _ = out.mkdir() if out.name == "folder" else out.touch() if out.name == "file" else out.symlink_to("nowhere")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "diary").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("folder", "file", "link"):
+        out = tmp_path / name
         with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
             write(a_job(), out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
@@ -508,3 +523,88 @@ def test_what_a_killed_run_added_is_not_taken_over(tmp_path: Path, whole: dict[s
     run_killed(lambda: write(a_job(verify=add), out))
     write(a_job(), out)
     assert tree(out) == whole
+
+
+# --- folders that stay ------------------------------------------------------------------------------------------------
+
+
+def forbid_siblings(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system say that nothing may be written beside `out`, as it never does to root."""
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out.parent and real(path, mode))
+
+
+def test_an_empty_folder_is_filled_and_nothing_is_made_beside_it(tmp_path: Path, whole: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir(0o750)
+    (out / "lost+found").mkdir()
+    before, seen = out.stat(), list[list[str]]()
+
+    def look(folder: Path) -> None:
+        seen.append(sorted(os.listdir(tmp_path)))
+        assert out in folder.parents and not (out / "config.json").exists()
+
+    write(a_job(verify=look), out)
+    assert shown(out) == whole and seen == [["out"]] == [os.listdir(tmp_path)]
+    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
+    with pytest.raises(CompressionError, match="exists already"):
+        write(a_job(), out)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_moment(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    """Killed at each rename, and in the repair that follows; the next run ends with the same bytes."""
+    out, real = tmp_path / "out", os.replace
+    forbid_siblings(out, monkeypatch)
+
+    def ends(fatal: int) -> bool:
+        def killing(source: Any, target: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            real(source, target)
+
+        def work() -> None:
+            os.replace = killing
+            write(a_job(), out, overwrite)
+
+        left = [fatal]
+        process = FORK.Process(target=work)
+        process.start()
+        process.join(30)
+        return process.exitcode == 0
+
+    for fatal in range(1, 1000):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        old = dict[str, str]()
+        if overwrite:
+            write(a_job(files={"config.json": b'{"old": 1}', "vocab.json": b"{}"}), out, key="old")
+            old = shown(out)
+        is_last = ends(fatal)
+        assert not (out / "config.json").exists() or shown(out) in (old, whole), fatal
+        ends(2)
+        assert not (out / "config.json").exists() or shown(out) in (old, whole), fatal
+        write(a_job(), out, overwrite=True)
+        assert tree(out) == whole and os.listdir(tmp_path) == ["out"], fatal
+        if is_last:
+            break
+    assert 15 < fatal < 999
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_mount_point_is_filled_and_replaced(kind: str, tmp_path: Path, whole: dict[str, str]) -> None:
+    out, inside = tmp_path / "out", tmp_path / "inside"
+    out.mkdir()
+    inside.mkdir()
+    how = ("-t", "tmpfs", "none") if kind == "tmpfs" else ("--bind", str(inside))
+    if subprocess.run(["mount", *how, str(out)], capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    try:
+        write(a_job(files={"config.json": b'{"old": 1}', "vocab.json": b"{}"}), out, key="old")
+        write(a_job(), out, overwrite=True)
+        assert tree(out) == whole and sorted(os.listdir(tmp_path)) == ["inside", "out"]
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
