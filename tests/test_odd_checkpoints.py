@@ -1,6 +1,7 @@
 """Checkpoints as they are found in the wild: other names, other files, extra tensors, sizes that collide."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import close_session
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import compressor
 from compressor import CompressionError
+from compressor.checkpoint.reader import INDEX_NAME, Checkpoint
+from compressor.checkpoint.source import fetch_headers, locate
 from compressor.model.architecture import discover
 from tests import small, zoo
+from tests.command_line import Run, refused
+from tests.hub import point, serve
 from tests.plans import disposition, plan_of
 from tests.reference import cut, realign
 
@@ -299,3 +305,168 @@ def test_two_parts_with_counts_of_their_own_are_refused(talker_experts: int, mes
     )
     with pytest.raises(CompressionError, match=message):
         discover(config)
+
+
+# ---- several weights in a folder ----
+
+
+def scaled(folder: Path, file: str, factor: float, names: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Write some of the model's tensors, times a factor, to another file; returns their names."""
+    tensors = {name: value * factor for name, value in tensors_of_base(folder).items() if names(name)}
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    return [*tensors]
+
+
+def tensors_of_base(folder: Path) -> Tensors:
+    return load_file(folder.parent / "base" / "model.safetensors")
+
+
+def write_index(folder: Path, places: dict[str, str], name: str = "model.safetensors.index.json") -> None:
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def beside_an_index(folder: Path) -> None:
+    write_index(folder, dict.fromkeys(scaled(folder, "part-1.safetensors", 2.0), "part-1.safetensors"))
+
+
+def stale_shards(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    scaled(folder, "model-00001-of-00002.safetensors", 2.0)
+    write_index(folder, dict.fromkeys(scaled(folder, "part-1.safetensors", 3.0), "part-1.safetensors"))
+
+
+def variants(folder: Path) -> None:
+    for name in ("model.fp16.safetensors", "consolidated.safetensors", "consolidated-1.safetensors"):
+        scaled(folder, name, 2.0)
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    (folder / "params.json").write_text("{}")
+    write_index(folder, {"x": "gone.safetensors"}, "model.fp16.safetensors.index.json")
+
+
+def half_an_index(folder: Path) -> None:
+    """Of two shards that hold more than the index says, and some of it twice."""
+    (folder / "model.safetensors").unlink()
+    first = scaled(folder, "part-1.safetensors", 2.0, lambda name: "layers.1" not in name)
+    second = scaled(folder, "part-2.safetensors", 3.0, lambda name: "layers.0" not in name)
+    write_index(folder, {first[0]: "part-1.safetensors", second[-1]: "part-2.safetensors"})
+
+
+def named_by_the_config(folder: Path) -> None:
+    scaled(folder, "other.safetensors", 2.0)
+    small.edit_json(folder / "config.json", lambda config: config.update(transformers_weights="other.safetensors"))
+
+
+def an_index_named_by_the_config(folder: Path) -> None:
+    places = dict.fromkeys(scaled(folder, "other-1.safetensors", 2.0), "other-1.safetensors")
+    write_index(folder, places, name := "other.safetensors.index.json")
+    small.edit_json(folder / "config.json", lambda config: config.update(transformers_weights=name))
+
+
+SEVERAL = (beside_an_index, stale_shards, variants, half_an_index, named_by_the_config, an_index_named_by_the_config)
+
+
+@pytest.mark.parametrize("change", SEVERAL, ids=lambda change: change.__name__)
+def test_the_weights_are_those_that_stock_transformers_loads(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder and from the Hub; the output holds them alone."""
+    zoo.save("mixtral", tmp_path / "base")
+    folder, out = Path(shutil.copytree(tmp_path / "base", tmp_path / "in")), tmp_path / "out"
+    change(folder)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    base = Checkpoint(folder)
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert torch.equal(base.read(name), stock.state_dict()[name])
+    with serve() as hub:
+        hub.serve("org/model", folder)
+        point(monkeypatch, hub.url, tmp_path / "cache")
+        assert fetch_headers("org/model").tensors.keys() == base.tensors.keys()
+        fetched = locate("org/model").folder
+        close_session()
+    weights = {path.name for path in fetched.glob("*.safetensors*")}
+    assert weights <= {info.file for info in base.tensors.values()} | {"other.safetensors.index.json", INDEX_NAME}
+    assert {name: info.file for name, info in Checkpoint(fetched).tensors.items()} == {
+        name: info.file for name, info in base.tensors.items()
+    }
+    check(stock, "num_local_experts", merge(folder, out))
+    assert {path.name for path in out.iterdir()} == {
+        *("model.safetensors", "config.json", "generation_config.json", "compression.json", "recipe.yaml")
+    }
+
+
+def test_parts_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "in")
+    (tmp_path / "in" / "shard-00001-model-00001-of-00001.safetensors").touch()
+    with pytest.raises(CompressionError, match=r"parts of a distributed checkpoint .*; save the whole model"):
+        merge(tmp_path / "in", tmp_path / "out")
+
+
+def test_an_adapter_beside_whole_weights_is_refused_as_stock_transformers_would_apply_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "in"
+    zoo.save("mixtral", folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    lora = peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(folder)
+    assert any("lora" in name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    with pytest.raises(CompressionError, match=r"has an adapter, which transformers would add .*; merge"):
+        merge(folder, tmp_path / "out")
+
+
+# ---- names of other tools ----
+
+
+def in_front(prefix: str) -> Callable[[str], str]:
+    return lambda name: prefix + name
+
+
+FOREIGN = {
+    "data parallel": (in_front("module."), "has 'lm_head.weight', as DataParallel or DeepSpeed would"),
+    "compiled": (in_front("_orig_mod."), "has 'lm_head.weight', as torch.compile"),
+    "both": (in_front("module._orig_mod."), "has 'lm_head.weight', as DataParallel or DeepSpeed and torch.compile"),
+    "peft": (in_front("base_model.model."), "has 'lm_head.weight', as peft would .*after merge_and_unload"),
+    "a layer compiled": (
+        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+        "has 'model.layers.1.block_sparse_moe.experts.0.w1.weight', as torch.compile",
+    ),
+    "inside another": (in_front("policy."), "has 'policy.lm_head.weight' where .* 'lm_head.weight', as another tool"),
+    "unknown": (in_front("blk0"), "no tensor of .* fills MixtralForCausalLM, for it has 'blk0lm_head.weight' where"),
+    "mlx": (
+        lambda name: name.replace("experts.0.", "switch_mlp."),
+        "has MLX's 'model.layers.0.block_sparse_moe.switch_mlp.w1.weight'; name the checkpoint that it was made of",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rename", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_names_of_other_tools_are_told_by_every_command(
+    rename: Callable[[str], str], message: str, tmp_path: Path, run: Run
+) -> None:
+    zoo.save("mixtral", tmp_path / "in")
+    rewrite(tmp_path / "in", lambda tensors: {rename(name): value for name, value in tensors.items()})
+    refused(run("inspect", tmp_path / "in"), message)
+    with pytest.raises(CompressionError, match=message):
+        merge(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_type_that_is_another_name_of_a_stock_one(tmp_path: Path) -> None:
+    """As kimi_k2's: with the remedy, the model is the stock one's."""
+    model, folder = zoo.save("deepseek_v3", tmp_path / "in"), tmp_path / "in"
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    small.edit_json(folder / "config.json", lambda config: config.update(model_type="kimi_k2", auto_map=code))
+    with pytest.raises(CompressionError, match=r"no model type 'kimi_k2', but DeepseekV3ForCausalLM.* 'deepseek_v3'"):
+        merge(folder, tmp_path / "out")
+    small.edit_json(folder / "config.json", lambda config: config.update(model_type="deepseek_v3"))
+    check(model, "n_routed_experts", merge(folder, tmp_path / "out"))
+    assert "auto_map" not in config_of(tmp_path / "out")
+
+
+def test_an_expert_that_its_selection_bias_switches_off_is_dropped_but_not_merged(tmp_path: Path) -> None:
+    zoo.save("deepseek_v3", tmp_path / "in")
+    small.edit_tensors(
+        tmp_path / "in",
+        lambda tensors: [value[3:4].fill_(-torch.inf) for name, value in tensors.items() if "correction_bias" in name],
+    )
+    with pytest.raises(CompressionError, match="correction_bias' holds infinity for an expert that is to be merged"):
+        merge(tmp_path / "in", tmp_path / "out")
+    compressor.compress(str(tmp_path / "in"), tmp_path / "out", strategy="aimer", experts=4)

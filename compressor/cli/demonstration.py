@@ -15,6 +15,7 @@ from compressor.data.demo import Item as Question
 from compressor.data.demo import demo_checkpoint, load_documents, load_items
 from compressor.errors import CompressionError
 from compressor.evaluation.items import Item
+from compressor.files import is_free
 from compressor.model.inspection import inspect
 from compressor.progress import Progress, quiet_transformers
 
@@ -52,7 +53,7 @@ def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trials, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
-    if output is not None and output.exists():
+    if output is not None and not is_free(output):
         raise CompressionError(f"{output} exists already; name a new folder")
 
     def measured(name: str, folder: Path, count: int) -> dict[str, Any]:

@@ -95,3 +95,19 @@ def test_reports_are_known_by_what_they_hold(name: str, tmp_path: Path) -> None:
     (folder / "more").mkdir()
     with pytest.raises(CompressionError, match="holds more beside"):
         check_folder(folder, (name, "more"), overwrite=True)
+
+
+def test_reports_fill_an_empty_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    before = folder.stat().st_ino
+    with pytest.raises(OSError, match="stop"):
+        _fill(tmp_path, OSError("stop"))
+    assert list(folder.iterdir()) == []
+    with whole_folder(folder, ("gate.json", "gate.md")) as made:
+        for name in ("gate.json", "gate.md"):
+            (made / name).write_text(name)
+        assert list(tmp_path.iterdir()) == [folder]
+    assert sorted(path.name for path in folder.iterdir()) == ["gate.json", "gate.md"] and folder.stat().st_ino == before
+    with pytest.raises(CompressionError, match="exists already"), whole_folder(folder, ("gate.json", "gate.md")):
+        pass

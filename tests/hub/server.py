@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote
+
+import pytest
 
 from tests.hub import cards
 from tests.hub.state import (
@@ -442,3 +444,13 @@ def serve(quota: int | None = None, tokens: Mapping[str, str] | None = None) -> 
         server.server_close()
         server.hang_up()
         thread.join()
+
+
+def point(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Make a server the Hub of this process, and a folder its cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -20,7 +20,7 @@ from compressor.evaluation.generate import prepare
 from compressor.steps.job import carried_files
 from tests import small
 from tests.command_line import Run
-from tests.hub import Fault, Hub, serve
+from tests.hub import Fault, Hub, point, serve
 from tests.hub.state import contents
 
 MODEL = "org/tiny-moe"
@@ -78,16 +78,6 @@ def main(hub: Hub) -> str:
 
 def asked_for(hub: Hub) -> list[str]:
     return [request.path for request in hub.requests]
-
-
-def point(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Make a server the Hub of this process, and a folder its cache."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 Serve = Callable[[Path], AbstractContextManager[Hub]]
@@ -234,7 +224,7 @@ def test_a_shard_that_is_not_there_is_told_before_any_is_fetched(tmp_path: Path,
 REFUSED = {
     "pickles": (("config.json", "pytorch_model.bin"), "only as pickle files"),
     "adapter": (("adapter_config.json", "adapter_model.safetensors"), "is an adapter, not a model"),
-    "adapter with a config": (("config.json", "adapter_config.json", "adapter_model.safetensors"), "is an adapter, not"),
+    "adapter with a config": (("config.json", "adapter_config.json", "adapter_model.safetensors"), "is an adapter"),
     "adapter beside weights": (("config.json", "adapter_config.json", "model.safetensors"), "has an adapter, which"),
     "no config": (("model.safetensors", "README.md"), "on the Hub has no config.json; name the repository"),
     "other names": (("config.json", "consolidated.safetensors"), "has consolidated.safetensors but neither"),

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import compressor
 from compressor.errors import CompressionError
+from compressor.model.tokenizer import load_tokenizer
 from compressor.model.verification import OBJECTS, check_carried
 from tests import small
 from tests.plans import plan_of
@@ -78,14 +79,58 @@ def test_a_plan_is_not_carried_out_and_nothing_exported_with_such_a_file(model: 
     assert [path.name for path in model.parent.iterdir()] == ["model"]
 
 
-def test_a_tokenizer_of_its_own_code_or_without_its_package_passes(model: Path) -> None:
+def test_a_tokenizer_without_its_package_passes(model: Path) -> None:
     (model / "tokenizer.json").rename(model / "own.model")
-    (model / CONFIG).write_text(json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["o.Own", None]}}))
-    assert not loads(model)
-    check_carried(model)
     (model / CONFIG).unlink()
     assert not loads(model)
     check_carried(model)
+
+
+OWN = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+CONFIGS = ("config.json", CONFIG, "generation_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_output_names_no_code_where_the_rest_loads_without(name: str, model: Path) -> None:
+    """Of whatever config; the source's tokenizer is then read as the output's will be."""
+    before = json.loads((model / name).read_text()) if (model / name).exists() else {"size": 3}
+    named = {**before, "auto_map": OWN, "inner": {"auto_map": OWN, "custom_pipelines": {}, "list": [{"auto_map": OWN}]}}
+    (model / name).write_text(json.dumps(named))
+    (model / "own.py").write_text("raise SystemExit")
+    (model / "vocab.json").write_text('{"auto_map": 5}')
+    out = model.parent / "out"
+    compressor.compress(str(model), out, strategy="model-centric", experts=4)
+    written = json.loads((out / name).read_text())
+    assert written["inner"] == {"list": [{}]} and "auto_map" not in written
+    assert name == "config.json" or written == {**before, "inner": {"list": [{}]}}
+    assert loads(out) and not (out / "own.py").exists()
+    assert json.loads((out / "vocab.json").read_text()) == {"auto_map": 5}
+    assert load_tokenizer(model).get_vocab() == AutoTokenizer.from_pretrained(out).get_vocab()
+
+
+def test_a_tokenizer_class_of_its_own_goes_where_its_file_is_enough(model: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model)("one two")["input_ids"]
+    small.edit_json(model / CONFIG, lambda config: config.update(tokenizer_class="Own", auto_map=OWN))
+    assert not loads(model) and load_tokenizer(model)("one two")["input_ids"] == ids
+    assert load_tokenizer(model).name_or_path == str(model)
+    compressor.compress(str(model), model.parent / "out", strategy="model-centric", experts=4)
+    assert AutoTokenizer.from_pretrained(model.parent / "out")("one two")["input_ids"] == ids
+
+
+@pytest.mark.parametrize("named", [OWN, OWN["AutoTokenizer"]], ids=["by kind", "legacy"])
+def test_a_tokenizer_that_needs_its_own_code_is_refused(named: object, model: Path) -> None:
+    (model / "tokenizer.json").rename(model / "own.model")
+    (model / CONFIG).write_text(json.dumps({"tokenizer_class": "Own", "auto_map": named}))
+    message = r"tokenizer_config.json names code .*tokenizer \(.*own.Own.*; save it there"
+    with pytest.raises(CompressionError, match=message):
+        compressor.compress(str(model), model.parent / "out", strategy="model-centric", experts=4)
+    assert [path.name for path in model.parent.iterdir()] == ["model"]
+
+
+def test_a_processor_that_needs_its_own_code_is_refused(model: Path) -> None:
+    (model / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "own.Processor"}}))
+    with pytest.raises(CompressionError, match=r"processor_config.json names code of its own for the processor"):
+        check_carried(model)
 
 
 def test_an_output_whose_tokenizer_does_not_load_as_the_sources_does_is_refused(sound: Path, model: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -553,10 +554,12 @@ def test_an_empty_folder_is_filled_and_nothing_is_made_beside_it(tmp_path: Path,
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_moment(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at each rename, and in the repair that follows; the next run ends with the same bytes."""
-    out, real = tmp_path / "out", os.replace
+    out, real, once = tmp_path / "out", os.replace, partial(write, shard_bytes=10**6)
+    once(a_job(), out)
+    whole = tree(out)
     forbid_siblings(out, monkeypatch)
 
     def ends(fatal: int) -> bool:
@@ -568,7 +571,7 @@ def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_mom
 
         def work() -> None:
             os.replace = killing
-            write(a_job(), out, overwrite)
+            once(a_job(), out, overwrite)
 
         left = [fatal]
         process = FORK.Process(target=work)
@@ -581,17 +584,17 @@ def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_mom
         out.mkdir()
         old = dict[str, str]()
         if overwrite:
-            write(a_job(files={"config.json": b'{"old": 1}', "vocab.json": b"{}"}), out, key="old")
+            once(a_job(files={"config.json": b'{"old": 1}', "vocab.json": b"{}"}), out, key="old")
             old = shown(out)
         is_last = ends(fatal)
         assert not (out / "config.json").exists() or shown(out) in (old, whole), fatal
         ends(2)
         assert not (out / "config.json").exists() or shown(out) in (old, whole), fatal
-        write(a_job(), out, overwrite=True)
+        once(a_job(), out, overwrite=True)
         assert tree(out) == whole and os.listdir(tmp_path) == ["out"], fatal
         if is_last:
             break
-    assert 15 < fatal < 999
+    assert 10 < fatal < 999
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "bind"])
