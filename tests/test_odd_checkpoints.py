@@ -430,7 +430,10 @@ FOREIGN = {
         "has 'model.layers.1.block_sparse_moe.experts.0.w1.weight', as torch.compile",
     ),
     "inside another": (in_front("policy."), "has 'policy.lm_head.weight' where .* 'lm_head.weight', as another tool"),
-    "unknown": (in_front("blk0"), "no tensor of .* fills MixtralForCausalLM, for it has 'blk0lm_head.weight' where"),
+    "unknown": (
+        lambda name: name.replace("weight", "w"),
+        "no tensor of .* fills MixtralForCausalLM, for it has 'lm_head.w' where the model has 'lm_head.weight'; name",
+    ),
     "mlx": (
         lambda name: name.replace("experts.0.", "switch_mlp."),
         "has MLX's 'model.layers.0.block_sparse_moe.switch_mlp.w1.weight'; name the checkpoint that it was made of",

@@ -245,11 +245,16 @@ class PartialModel:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        mlx = next((name for name in checkpoint if MLX in name), None)
+        if mlx is not None:
+            raise CompressionError(f"{checkpoint.folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
         self.model = build_stored(checkpoint, config, dtype)
         self.quantizer = dequantizer(config)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        self._refuse_foreign_names()
         self.has_single_experts = False  # that stock transformers knows fused alone
         if self.quantizer is not None:
             singles = single_experts(self.model, self.keys.unknown)
@@ -261,8 +266,6 @@ class PartialModel:
             refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
             self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
-        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
-        self._refuse_foreign_names()
         self._sources: dict[str, list[str]] = {}
         for name, target in self.keys.targets.items():
             self._sources.setdefault(target, []).append(name)
@@ -273,8 +276,6 @@ class PartialModel:
     def _refuse_foreign_names(self) -> None:
         """Refuse a checkpoint of which no tensor fills the model, or one under names that other tools have made."""
         folder, kind, targets = self.checkpoint.folder, type(self.model).__name__, self.keys.targets
-        if mlx := next((name for name in self.keys.unknown if MLX in name), None):
-            raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that was converted to MLX")
         missing = self.empty.keys() - {*targets.values(), *self.tied}
         if not missing:
             return
