@@ -39,6 +39,7 @@ from compressor.pathways.reference import (
     trusted_reference,
     write_reference,
 )
+from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
 from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, read_calibration, read_evaluation
@@ -212,7 +213,9 @@ def _planning(recipe: Recipe, device: str, progress: Progress | None, per_source
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if per_source:
             refuse_per_source(task.steps, recipe.calibration.data or ())
-        yield first_state(task, opened)
+        state = first_state(task, opened)
+        state.plan = replace(state.plan, servers=servers_after(task))
+        yield state
 
 
 def change(

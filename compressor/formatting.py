@@ -108,9 +108,9 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
-def joined(words: Sequence[str]) -> str:
+def joined(words: Sequence[str], last: str = "and") -> str:
     """['a', 'b', 'c'] -> 'a, b and c'."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def short(value: object, digits: int = 3) -> str:

@@ -41,7 +41,7 @@ class RunRecord:
     command: tuple[str, ...] | None = None  # None: not through the command line
     finished: str = ""  # UTC, ISO 8601; told when it is kept
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
-    base: str | None = None  # as `source`; None where it is the source
+    base: str | None = None  # that was named, as `source`; None without one
     heldout: Mapping[str, Any] | None = None  # `Judged` of the held-out text, where it has several sources
 
 

@@ -15,7 +15,7 @@ from compressor.evaluation.judged import heldout_blocks
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import Inspection
-from compressor.model.serving import Advice, Breach
+from compressor.model.serving import Breach, server_line
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
@@ -81,14 +81,6 @@ def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table
     parts = tuple(row(part.name, part) for part in report.parts)
     left = tuple(row(each.experts, each) for each in report.outcomes)
     return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
-
-
-def server_line(advice: Advice) -> str:
-    """In a line: the servers that run the number at full speed, and those that do not."""
-    against = ", ".join(dict.fromkeys(breach.server for breach in advice.breaches))
-    near = f" (nearest number for all: {advice.nearest})" if advice.nearest not in (None, advice.experts) else ""
-    fast = f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"
-    return f"Servers: {fast}" + (f"; not in {against}{near}" if against else "")
 
 
 def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> None:

@@ -25,7 +25,7 @@ from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.model.inspection import read_headers
-from compressor.model.opened import OpenModel, counts_below, open_checkpoint, open_model, unwarned
+from compressor.model.opened import OpenModel, counts_below, open_checkpoint, open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.task import content_of, of_stage, sources_of
 from compressor.progress import Progress, Silent
@@ -235,12 +235,11 @@ def compress_gated(
             attempts.append(Attempt(count, cached, accepts(cached)))
             return attempts[-1].accepted
 
-        with unwarned():
-            least = smallest(ready.counts, tries)
-            if least is not None and least != next(reversed(outcomes), None):
-                # it passed before the search was killed, and may not have come into its place
-                attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
-                passes(with_experts(recipe, least), least, trial_of(least))
+        least = smallest(ready.counts, tries)
+        if least is not None and least != next(reversed(outcomes), None):
+            # it passed before the search was killed, and may not have come into its place
+            attempts[:] = [attempt for attempt in attempts if attempt.experts != least]
+            passes(with_experts(recipe, least), least, trial_of(least))
     return Gated(outcomes[next(reversed(outcomes))] if outcomes else None, tuple(attempts))
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, 
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
-from compressor.model.serving import Advice, Served, advise, broken, warnings
+from compressor.model.serving import Advice, Served, advise
 
 logger = logging.getLogger(__name__)
 
@@ -246,25 +246,6 @@ def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
 def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:
     """What servers make of a model that keeps `experts` of its `layers`; `served` says the rest: top-k, width ..."""
     return advise(replace(served, experts=experts), counts_below(layers))
-
-
-@contextmanager
-def unwarned() -> Iterator[None]:
-    """No warnings of servers within: what tries many numbers would warn of each."""
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False
-
-
-def warn_of_servers(before: Served, after: Served, layers: Sequence[MoeLayer]) -> None:
-    """Warn of what servers do worse with a model after a cut or a split; `layers` are those that experts go from.
-
-    A split's `after` has the number, the top-k and the width that come of it, and its `layers` are the split ones.
-    """
-    for line in warnings(advice_on(after, layers, after.experts), broken(before)):
-        logger.warning("%s", line)
 
 
 def load_whole(folder: Path, **settings: Any) -> Any:

@@ -5,8 +5,7 @@ E is the number of routed experts in a layer, K the top-k, I the width of an exp
 topk_group the routing groups and how many of them a token may use.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -14,6 +13,12 @@ from typing import Literal, NamedTuple
 from compressor.formatting import joined
 
 Effect = Literal["fails", "wrong", "slower", "larger"]
+IN_WORDS: Mapping[Effect, str] = {
+    "wrong": "wrong answers",
+    "fails": "can fail",
+    "slower": "slower",
+    "larger": "larger",
+}  # the worst first
 About = Literal["experts", "top-k", "width", "head"]
 Evidence = Literal["read", "run", "reported"]  # in the source, in the source and seen, said by others alone
 
@@ -310,17 +315,16 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 
-def warnings(advice: Advice, before: Sequence[Rule] = ()) -> list[str]:
-    """One sentence for each server that `advice` speaks against, and one with the nearest number for all.
-
-    What is slower or larger by a rule that the source does not keep either (`before`) is left out.
-    """
-    alike = {(rule.server, rule.needs.words) for rule in before if rule.effect in ("slower", "larger")}
-    says = defaultdict[str, list[str]](list)
-    for breach in advice.breaches:
-        if (breach.server, breach.needs) not in alike:
-            says[breach.server].append(breach.says)
-    lines = [f"{server} {'; it '.join(parts)}" for server, parts in says.items()]
-    if lines and advice.nearest not in (None, advice.experts):
-        lines.append(f"the nearest number of experts that suits all servers is {advice.nearest}; see {PAGE}")
-    return lines
+def server_line(advice: Advice) -> str:
+    """In a line: the servers that run a model at full speed, and those that do not, by the worst that they do."""
+    effects = [*IN_WORDS]
+    worst = dict[str, Effect]()
+    for breach in sorted(advice.breaches, key=lambda breach: effects.index(breach.effect)):
+        worst.setdefault(breach.server, breach.effect)
+    fast = f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"
+    parts = [fast]
+    for effect, words in IN_WORDS.items():
+        servers = [server for server in worst if worst[server] == effect]
+        parts += [f"{words} in {', '.join(servers)}"] if servers else []
+    near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
+    return f"Servers: {'; '.join(parts)}" + (f" ({near}see moe-compress inspect)" if worst else "")

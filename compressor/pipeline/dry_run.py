@@ -126,7 +126,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         notes=tuple(note for need in task.needs for note in need.notes),
         before=replace(before, **asdict(Size.of(checkpoint.tensors.values()))),
         after=after,
-        servers=advice_on(served_model(task.seen), task.seen.architecture.layers, experts),
+        servers=servers_after(task),
         texts=texts,
         weights=model.partial.nbytes,
         layers_memory=2 * model.largest_layer,
@@ -147,6 +147,11 @@ def experts_left(task: Task) -> int:
             named = options["experts"] * parts if "experts" in options else None
             count = resolve_count([replace(each, experts=count) for each in layers], named, options.get("ratio"))
     return count
+
+
+def servers_after(task: Task) -> Advice:
+    """What servers make of the model at the end."""
+    return advice_on(served_model(task.seen), task.seen.architecture.layers, experts_left(task))
 
 
 def _size_after(task: Task, experts: int, changed: bool) -> Size:

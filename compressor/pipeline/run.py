@@ -253,7 +253,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
             outcome.peak_memory,
             None if terms.command is None else tuple(terms.command),
             acceptance=acceptance,
-            base=None if state.plan.base is None else state.base.source.name,
+            base=None if state.base is model else state.base.source.name,
             heldout=None if heldout is None else plain_json(heldout),
         )
         record_run(work.output, run_record)

@@ -17,7 +17,7 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head
-from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count, served_model, warn_of_servers
+from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count
 from compressor.progress import Progress
 from compressor.recipe.plan import ENERGY, CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
@@ -272,8 +272,6 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
         refuse_shared_experts(model)
     spec = None if planned else spec_of(prune, model, parts)  # a plan's strategy need not be installed
     experts = kept_count(prune, model, parts)
-    after = replace(served_model(model), experts=experts)
-    warn_of_servers(served_model(model.whole or model), after, model.architecture.layers)
     notes: tuple[str, ...] = ()
     if parts > 1:
         kept = f"Keep {experts} of {model.architecture.experts} sub-experts in each layer"

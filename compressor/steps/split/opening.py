@@ -23,12 +23,13 @@ from compressor.data.batches import Calibration
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import here
 from compressor.errors import CompressionError
+from compressor.formatting import joined
 from compressor.memory import give_back
 from compressor.model.architecture import MoeLayer, build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, resolve_count, served_model
-from compressor.model.serving import LLAMA_CPP, SERVERS, broken, said
+from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import CLUSTERS, ENERGY, HEAPR, KL, MOST_PARTS, WEIGHTS, check_split
@@ -288,20 +289,32 @@ def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
         return 1, ""  # the number is refused when it is checked
     servers = {*SERVERS} - ({LLAMA_CPP} if GGUF not in model.formats else set())
     known = {(rule.server, rule.needs.words) for rule in broken(replace(served_model(model), experts=kept))}
-    all_widths, refused = sorted({*widths(build_meta(model.config)).values()}), list[str]()
+    all_widths = sorted({*widths(build_meta(model.config)).values()})
+    uneven = dict[int, list[str]]()  # numbers of parts that a width of experts does not make
+    worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
+    chosen = 1
     for parts in PARTS:
         if odd := [width for width in all_widths if width % (parts * WIDTH)]:
-            refused.append(f"{odd[0]} neurons do not make {parts} parts of a multiple of {WIDTH}")
+            uneven.setdefault(odd[0], []).append(str(parts))
             continue
         try:
             served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
         except CompressionError as error:
             return 1, str(error)
         worse = [rule for rule in broken(served) if (rule.server, rule.needs.words) not in known]
-        if not (against := [f"{rule.server} {said(rule, served)}" for rule in worse if rule.server in servers]):
-            return parts, "; ".join([*refused, "it loses less than whole experts, and no server does worse with them"])
-        refused.append(f"with {parts} parts {against[0]}")
-    return 1, "; ".join(refused)
+        against = [rule for rule in worse if rule.server in servers]
+        if not against:
+            chosen = parts
+            break
+        worse_in.setdefault(against[0], f"with {parts} parts {against[0].server} {said(against[0], served)}")
+    reasons = [
+        f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
+        for width, numbers in uneven.items()
+    ]
+    reasons += worse_in.values()
+    if chosen > 1:
+        reasons.append("it loses less than whole experts, and no server does worse with them")
+    return chosen, "; ".join(reasons)
 
 
 def partitioned(

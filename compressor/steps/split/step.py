@@ -57,12 +57,8 @@ class Split(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own where it is named: else neurons are measured on what others read, or on their weights."""
-        from compressor.model.opened import served_model, warn_of_servers
-
         if self.by != "energy" and self.calibration is None and all(step.name == self.name for step in steps):
             raise CompressionError(f"--split-by {self.by} needs text on which neurons fire; pass --calibration")
-        if not any(step.name == "prune" for step in steps):  # which warns of what it leaves
-            warn_of_servers(served_model(model.whole or model), served_model(model), model.architecture.layers)
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
         return Needs(text=self.calibration is not None and not planned, passes=int(self.parts != 1), notes=notes)
 
