@@ -1,5 +1,7 @@
 """The packages that compressing doesn't need; each is installed by an extra of moe-compressor."""
 
+from importlib.util import find_spec
+
 from compressor.errors import CompressionError
 
 EXTRAS = {
@@ -14,13 +16,17 @@ EXTRAS = {
     "gguf": "gguf",
     "compressed_tensors": "quantized",
 }
+TASKS = ("lm_eval", "accelerate")  # for tasks of lm-eval
+ONNX = ("onnx", "onnxscript", "onnxruntime")  # to export
 
 
 def require(*packages: str) -> None:
-    """Raise `CompressionError` naming the extra if a package can't be imported; call it before anything long starts."""
+    """Raise `CompressionError` naming the extra if a package isn't installed; nothing is imported.
+
+    A command calls it first, before it imports what computes.
+    """
     for package in packages:
-        try:
-            __import__(package)
-        except ImportError as error:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
             missing = f"{package.replace('_', '-')} is missing"
-            raise CompressionError(f"{missing}; pip install 'moe-compressor[{EXTRAS[package]}]'") from error
+            raise CompressionError(f"{missing}; pip install 'moe-compressor[{EXTRAS[package]}]'")

@@ -4,26 +4,27 @@ All are called by all ranks together. The attribution is run once for all plans 
 """
 
 import logging
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from compressor.attribution import measure
-from compressor.attribution.figures import Attribution
-from compressor.attribution.graph import RELATIVE, centralities, ranking, routing_graph
-from compressor.attribution.hubs import find_hubs
 from compressor.distributed import here
 from compressor.extras import require
-from compressor.steps.prune.planning import Planner
+
+if TYPE_CHECKING:  # a recipe names protectors, and is read without torch
+    from torch import Tensor
+
+    from compressor.attribution.figures import Attribution
+    from compressor.steps.prune.planning import Planner
 
 logger = logging.getLogger(__name__)
 
 
-def hubs(planner: Planner) -> list[tuple[str, int]]:
+def hubs(planner: "Planner") -> list[tuple[str, int]]:
     """Experts module and number of the routing hubs at the default threshold, the strongest first.
 
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
     """
+    from compressor.attribution.hubs import find_hubs
+
     attribution = _attribution(planner)
     experts: list[tuple[str, int]]
     experts = here().broadcast(lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)])
@@ -32,9 +33,11 @@ def hubs(planner: Planner) -> list[tuple[str, int]]:
     return experts
 
 
-def central(planner: Planner, count: int) -> list[tuple[str, int]]:
+def central(planner: "Planner", count: int) -> list[tuple[str, int]]:
     """The `count` experts of highest centrality in the routing graph, see `graph.centralities`."""
     require("networkx")
+    from compressor.attribution.graph import RELATIVE, centralities, ranking, routing_graph
+
     attribution = _attribution(planner)
 
     def first() -> list[tuple[str, int]]:
@@ -48,8 +51,10 @@ def central(planner: Planner, count: int) -> list[tuple[str, int]]:
     return experts
 
 
-def rank_change(planner: Planner) -> dict[str, Tensor]:
+def rank_change(planner: "Planner") -> dict[str, "Tensor"]:
     """AARV summed over the later routers, [E] float64, by experts module."""
+    import torch
+
     changes = {
         layer.name: torch.zeros(layer.experts, dtype=torch.float64) for layer in planner.model.architecture.layers
     }
@@ -59,7 +64,9 @@ def rank_change(planner: Planner) -> dict[str, Tensor]:
     return changes
 
 
-def _attribution(planner: Planner) -> Attribution:
+def _attribution(planner: "Planner") -> "Attribution":
+    from compressor.attribution import measure
+
     attribution: Attribution = planner.once(
         "attribution", lambda fit: measure.attribute(planner.model, fit, planner.progress, planner.seed)
     )

@@ -29,6 +29,7 @@ from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import held, here, refuse_several
 from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.recipe.step import Step, TextOptions
 from compressor.steps.distill.step import Distill
 from compressor.steps.routers.step import Routers
@@ -56,14 +57,17 @@ def plan(
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
+    outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
+    if not is_gguf:
+        recipe = recipe_of(model, flags, settings)
+        for step in recipe.steps:
+            require(*step.packages)
     from compressor.cli.rendering import show_dry_run
     from compressor.data.sources import parse_sources, short_names
     from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_files, source_files, write_plans
 
-    outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
     if not is_gguf:
-        recipe = recipe_of(model, flags, settings)
         sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
         if dry_run:
             return show_dry_run(compressor.dry_run(recipe), running.as_json)
@@ -91,11 +95,15 @@ def apply(
     model: Annotated[str | None, flag("Source model, if it has moved, or its GGUF file.")] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
-    from compressor.cli import rendering
     from compressor.gguf_files.header import is_gguf
 
+    of_gguf = is_gguf(model)
+    if of_gguf:
+        require("gguf")
+    from compressor.cli import rendering
+
     with progress_bars(running.as_json) as progress:
-        if is_gguf(model):
+        if of_gguf:
             refuse_several("a GGUF file")
             written = compressor.apply_gguf(
                 plan_file, str(model), output, overwrite=running.overwrite, progress=progress
@@ -118,8 +126,6 @@ def compress(
     dry_run: DryRun = False,
 ) -> None:
     """Make a model smaller by a recipe's steps, or by split, prune and correct."""
-    from compressor.cli import exporting, rendering
-
     if output is None and not dry_run:
         raise CompressionError("Missing option '--output' / '-o'; see moe-compress compress --help")
     if takes_gguf(context, model, imatrix, CHOOSING):
@@ -129,6 +135,9 @@ def compress(
             summary = compressor.compress_gguf(str(model), output, **chosen)
         return show_gguf_summary(summary, running.as_json)
     recipe = recipe_of(model, flags, settings)
+    require(*recipe.packages)
+    from compressor.cli import exporting, rendering
+
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:

@@ -10,6 +10,7 @@ from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Reading, f
 from compressor.cli.terminal import print_report, reporting
 from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
+from compressor.extras import require
 from compressor.recipe.recipe import BehaviourOptions, validated
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def evaluate(
     cache_dir: Annotated[Path | None, flag("Folder of answers to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Compare how two models behave: what they write to the same prompts, whether they end, and whether they loop."""
+    if output is not None:
+        require("jinja2")
     from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
     from compressor.evaluation.conditions import check_confidence
 

@@ -28,6 +28,7 @@ from compressor.distributed import here, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.evaluation.options import ServerOptions
+from compressor.extras import TASKS, require
 from compressor.files import default_folder
 from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
@@ -73,11 +74,13 @@ def gate(
     embedding: Annotated[str | None, flag(f"How the reference set embeds prompts (default: {OWN}).", ROUTING)] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
+    judged = {"prompts", "text", "answers"} & options.keys()
+    if tasks or demo or not judged:
+        require(*TASKS)
     from compressor.cli.rendering import show_gate
     from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
 
-    judged = {"prompts", "text", "answers"} & options.keys()
     usual = () if judged and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
     named = listed(tasks, "--tasks") or usual
     requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}

@@ -13,6 +13,7 @@ from compressor.cli.terminal import print_report
 from compressor.distributed import refuse_several
 from compressor.document.blocks import Facts, Heading, Text
 from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.formatting import counted, human_bytes, human_count, ranges
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
@@ -34,6 +35,7 @@ def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, 
         if imatrix is not None:
             raise CompressionError("--imatrix goes with a GGUF file; name one as the model, or leave it out")
         return False
+    require("gguf")
     refuse_several("a GGUF file")
     options = {option.name: option.opts[0] for option in context.command.params}
     if other := sorted(options[name] for name in given(context) - {*known, "model", "output", "json", "overwrite"}):

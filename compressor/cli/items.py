@@ -21,6 +21,7 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting
 from compressor.comoe.options import TARGETS, ComoeConfig, TuningOptions
+from compressor.extras import TASKS, require
 from compressor.recipe.step import Options
 
 
@@ -37,6 +38,11 @@ class ItemFlags(Options):
     limit: int | None = Field(None, description="Items of each task, the first ones (default: all).")
     include_path: Path | None = Field(None, description="A folder with lm-eval task files of your own.")
     strict: bool = Field(False, description="End at an item that cannot be used, instead of leaving it out.")
+
+    def check_packages(self) -> None:
+        """Refuse tasks without lm-eval."""
+        if self.tasks:
+            require(*TASKS)
 
     def arguments(self, file: str) -> dict[str, Any]:
         """Arguments of a function that reads items, with its name for their file."""
@@ -60,6 +66,7 @@ def reference(
     ] = "own",
 ) -> None:
     """Ask a model items and keep those that it answers right, each with the experts it is routed to."""
+    items.check_packages()
     from compressor.cli.rendering import written_line
     from compressor.pathways.reference import reference_blocks
     from compressor.records import plain_json
@@ -96,6 +103,8 @@ def train(
 
     The adapters are written as safetensors with a config and a log. The same command goes on where a killed one was.
     """
+    items.check_packages()
+    require("accelerate")  # for transformers' Trainer
     from compressor.cli.rendering import written_line
     from compressor.comoe.report import training_blocks
     from compressor.records import plain_json
@@ -126,6 +135,9 @@ def evaluate(
 
     The most probable choice counts; without choices, what the model generates.
     """
+    items.check_packages()
+    if output is not None:
+        require("matplotlib", "jinja2")
     from compressor.cli.rendering import written_line
     from compressor.comoe.report import NAMES, evaluation_blocks, write_evaluation
     from compressor.records import plain_json

@@ -33,7 +33,9 @@ from compressor.distributed import here
 from compressor.document.blocks import Table
 from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names
+from compressor.steps.prune.step import protecting_packages
 
 LISTS = ("steps", "strategies", "exporters", "optimizers")
 
@@ -45,10 +47,12 @@ def inspect(
     experts: Annotated[int | None, flag("Show the sizes with this many experts left.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
-    from compressor.cli import rendering
     from compressor.cli.gguf_files import show_gguf_inspection, takes_gguf
 
-    if takes_gguf(context, model, None, ("experts",)):
+    of_gguf = takes_gguf(context, model, None, ("experts",))
+    from compressor.cli import rendering
+
+    if of_gguf:
         return show_gguf_inspection(compressor.inspect_gguf(model, experts), running.as_json)
     rendering.show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
@@ -92,6 +96,7 @@ def compare(
     seed: Seed = 0,
 ) -> None:
     """Compare strategies on a model and text, or sizes: one calibration pass, many plans, one table."""
+    require("matplotlib", *protecting_packages(protect))
     from compressor.cli.rendering import show_comparison, show_sizes
     from compressor.report.comparison_report import NAMES, write_files, write_reports
     from compressor.report.sizes_report import size_blocks
@@ -153,6 +158,8 @@ def attribute(
     seed: Seed = 0,
 ) -> None:
     """Attribute router scores to earlier components, and find the hub experts; nothing is compressed."""
+    if output is not None:
+        require("matplotlib", "networkx")
     from compressor.attribution.report import NAMES, findings, write_attribution
     from compressor.cli.rendering import show_attribution
 

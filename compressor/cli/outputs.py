@@ -25,15 +25,19 @@ from compressor.cli.options import (
 from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
 from compressor.evaluation.options import GenerationOptions
+from compressor.extras import ONNX as ONNX_PACKAGES
+from compressor.extras import require
 from compressor.files import alone
 from compressor.formatting import readable
 from compressor.hub.repository import AGAIN
 from compressor.recipe.recipe import OutputOptions
+from compressor.run_record import COMPRESSION
 
 if TYPE_CHECKING:
     from compressor.hub.push import PushSummary
 
 INTERRUPTED = 130
+GRAPH = "model.onnx"
 ONNX = "ONNX"
 
 
@@ -63,6 +67,7 @@ def export(
 
     keep-list takes a plan file, too.
     """
+    require(*(ONNX_PACKAGES if format == "onnx" else ()))
     from compressor.checkpoint.source import locate
     from compressor.cli.exporting import export_checkpoint, find_exporter
     from compressor.cli.rendering import show_export
@@ -92,6 +97,9 @@ def generate(
     options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": ("sampling_top_k", "top_k")})],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
+    folder = Path(model)
+    if (folder / GRAPH).is_file() and not next(folder.glob("model*safetensors*"), None):
+        require("onnxruntime")
     from compressor.evaluation.generate import prepare
 
     chosen = GenerationOptions(**options, device=running.device, dtype=running.dtype, revision=running.revision)
@@ -153,6 +161,7 @@ def report(
     figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
 ) -> None:
     """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
+    require("matplotlib", "jinja2")
     from compressor.report.data import report_data
     from compressor.report.measuring import kept_measures, measure
     from compressor.report.page import check_report, write_report
@@ -202,6 +211,10 @@ def push(
     ] = None,
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf auth login`)."""
+    if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
+        require("onnx")
+    if (checkpoint / COMPRESSION).is_file() and not (checkpoint / "README.md").is_file():
+        require("matplotlib")  # for the pictures of the card that is written
     from compressor.cli.rendering import published, push_blocks
     from compressor.hub.push import push as publish
 

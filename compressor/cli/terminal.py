@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from compressor.distributed import held, here, process_group, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
-from compressor.extras import require
 from compressor.files import check_folder
 from compressor.formatting import one_line
 from compressor.progress import Silent
@@ -82,7 +81,6 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool) -> Iterator[Any]:
     """Progress bars while the folder for reports of these names, if one is wanted, is checked and held by this run."""
     if output is not None:
-        require("matplotlib", "networkx", "jinja2")
         here().broadcast(lambda: check_folder(output, names, overwrite))
     with held(output) if output else nullcontext(), progress_bars(quiet) as progress:
         yield progress

@@ -22,7 +22,7 @@ from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
-from compressor.extras import require
+from compressor.extras import TASKS, require
 from compressor.model.opened import DTYPES
 from compressor.progress import quiet_transformers
 
@@ -150,7 +150,7 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Find and load the tasks; a tag stands for its tasks, a group stays one with several parts."""
     if not options.tasks:  # a gate of conditions on behaviour alone
         return ()
-    require("lm_eval", "accelerate")
+    require(*TASKS)
     owners, tasks = dict[str, str](), list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)

@@ -12,7 +12,6 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.extras import require
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
@@ -130,7 +129,6 @@ def push(
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:
     """Refuse what cannot be meant, before anything is read."""
-    require("matplotlib")  # for the card's pictures
     if not is_hub_id(repo_id) or repo_id.count("/") != 1:
         raise CompressionError(f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as org/model")
     if create_pr and tag is not None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from compressor.data.sources import GIVEN, Address, has_text_suffix, local_name, without_folders
 from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
+from compressor.extras import ONNX, TASKS
 from compressor.formatting import known_names
 from compressor.model.in_memory import LoadedModel
 from compressor.recipe.step import Options, Step, TextOptions
@@ -203,6 +204,18 @@ class Recipe(ModelOptions):
     steps: tuple[Step, ...] = ()
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Optional packages that a run of it imports, so that a missing one is named before anything is read."""
+        packages = [package for step in self.steps for package in step.packages]
+        if self.gate is not None and self.gate.tasks:
+            packages += TASKS
+        if "onnx" in self.output.formats:
+            packages += ONNX
+        if self.output.push_to_hub is not None:
+            packages.append("matplotlib")  # for the card's pictures
+        return tuple(packages)
 
     @field_validator("steps", mode="plain")
     @classmethod

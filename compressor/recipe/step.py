@@ -153,6 +153,11 @@ class Step(Options):
         names = [name for name in type(self).model_fields if name != "calibration"]
         super().__init__(**dict(zip(names, values, strict=False)), **named)
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Optional packages that it imports; a command refuses to start without them."""
+        return ()
+
     def resolved(self, model: "OpenModel", steps: "Sequence[Step]") -> Self | None:
         """The step with every option resolved for the source `model`; None if nothing is to be done."""
         return self

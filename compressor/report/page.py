@@ -32,7 +32,6 @@ from compressor.evaluation.conditions import SIGNS
 from compressor.evaluation.gate_report import gate_blocks
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import heldout_blocks
-from compressor.extras import require
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.recipe.document import changed, entries, first_of, step_blocks, step_line
@@ -333,7 +332,6 @@ def _judged(gate: GateResult) -> str:
 
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
     """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for the figures."""
-    require("matplotlib", "jinja2")
     check_parent(page_file, "place for the report")
     if page_file.is_dir():
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")

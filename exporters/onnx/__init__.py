@@ -22,7 +22,7 @@ from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.entry_points import option
 from compressor.errors import CompressionError, reason_of
 from compressor.evaluation.evaluate import fits_whole
-from compressor.extras import require
+from compressor.extras import ONNX, require
 from compressor.files import TOOL, new_folder
 from compressor.formatting import human_bytes
 from compressor.memory import give_back
@@ -189,7 +189,7 @@ class GraphFile:
 
 
 def require_packages() -> None:
-    require("onnx", "onnxscript", "onnxruntime")
+    require(*ONNX)
 
 
 def export(

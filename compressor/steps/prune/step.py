@@ -35,6 +35,11 @@ def protector_of(protect: Any) -> Protector | None:
     return lambda planner: find(planner, int(count))
 
 
+def protecting_packages(protect: Any) -> tuple[str, ...]:
+    """Return the optional packages that a protector imports."""
+    return ("networkx",) if isinstance(protect, str) and protect.startswith("graph:") else ()
+
+
 def _check_protect(protect: Any) -> Any:
     protector_of(protect)
     return protect
@@ -78,6 +83,10 @@ class Prune(Step):
         description="Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than "
         "theirs is refused) or drop (default: keep where the layout is known).",
     )
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return protecting_packages(self.protect)
 
     def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
         from compressor.steps.prune.protecting import with_list

@@ -66,6 +66,10 @@ class Quantize(Step):
             raise ValueError("tune trains what gptq has rounded to integers; give method gptq and int3 or int2")
         return self
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("compressed_tensors",)
+
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
         from compressor.steps.quantize.matrices import refuse_unreadable
