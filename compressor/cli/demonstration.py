@@ -1,8 +1,11 @@
 """The demo: compress the embedded checkpoint with several strategies and measure what each costs."""
 
+import multiprocessing
+import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.items import Item
 from compressor.files import is_free
 from compressor.model.inspection import inspect
+from compressor.model.serving import Advice
 from compressor.progress import Progress, quiet_transformers
 
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -45,34 +49,63 @@ def score(
     return {skill: each.accuracy for skill, each in found.items()}, loss
 
 
-def run_demo(experts: int, output: Path | None, progress: Progress, quick: bool = False) -> list[dict[str, Any]]:
-    """Measure the demo model, then each strategy's compression of it; `output` keeps the compressed models.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A model of the demo: the original without a strategy, or what a strategy makes of it in `folder`."""
 
-    Loss is in nats per held-out token. With `quick` it is one strategy, on a tenth of the questions and texts.
+    name: str
+    folder: Path
+    experts: int
+    every: int = 1  # of so many questions and texts one is asked
+    strategy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measured(trial: Trial, source: Path) -> tuple[dict[str, Any], Advice | None]:
+    """Compress, if the trial has a strategy, and measure; also returns what servers make of it.
+
+    One thread computes: the model is so small that two would wait for each other.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trials, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
+    torch.set_num_threads(1)
+    servers = None
+    if trial.strategy is not None:
+        choice: dict[str, Any] = {"experts": trial.experts, "strategy": trial.strategy, "options": {**trial.options}}
+        servers = compress(str(source), trial.folder, samples=SAMPLES, **TEXT, **choice).servers
+    size = Size.of(Checkpoint(trial.folder).tensors.values())
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(trial.folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(trial.folder)
+    texts = [text for text, _ in load_documents("heldout")[:: trial.every]]
+    accuracy, loss = score(model, tokenizer, load_items()[:: trial.every], texts)
+    row = {"name": trial.name, "experts": trial.experts, **asdict(size), "loss": loss, "accuracy": accuracy}
+    return row, servers
+
+
+def run_demo(
+    experts: int, output: Path | None, progress: Progress, quick: bool = False
+) -> tuple[list[dict[str, Any]], Advice | None]:
+    """Measure the demo model and each strategy's compression of it; `output` keeps the compressed models.
+
+    Each core has a process that makes and measures one model after the other. Loss is in nats per held-out token. With
+    `quick` it is one strategy, on a tenth of the questions and texts. Also returns what servers make of the last.
+    """
+    strategies, every = (STRATEGIES[:1], 10) if quick else (STRATEGIES, 1)
     if output is not None and not is_free(output):
         raise CompressionError(f"{output} exists already; name a new folder")
-
-    def measured(name: str, folder: Path, count: int) -> dict[str, Any]:
-        size = Size.of(Checkpoint(folder).tensors.values())
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        texts = [text for text, _ in load_documents("heldout")[::every]]
-        accuracy, loss = score(model, tokenizer, load_items()[::every], texts)
-        return {"name": name, "experts": count, **asdict(size), "loss": loss, "accuracy": accuracy}
-
     with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
-        rows = [measured("original", source, inspect(str(source)).experts)]
         folder = Path(scratch) if output is None else output
-        for strategy, options in trials:
+        folder.mkdir(parents=True, exist_ok=True)
+        trials = [Trial("original", source, inspect(str(source)).experts, every)]
+        for strategy, options in strategies:
             label = " ".join([strategy, *(f"({value})" for value in options.values())])
-            target = folder / strategy
-            target.parent.mkdir(parents=True, exist_ok=True)
-            choice: dict[str, Any] = {"experts": experts, "strategy": strategy, "options": options}
-            compress(str(source), target, samples=SAMPLES, progress=progress, **TEXT, **choice)
-            rows.append(measured(label, target, experts))
-    return rows
+            trials.append(Trial(label, folder / strategy, experts, every, strategy, options))
+        workers = min(os.cpu_count() or 1, len(trials))
+        progress.start("compress and measure", len(trials))
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            futures = [pool.submit(measured, trial, source) for trial in reversed(trials)]  # the longest first
+            for future in as_completed(futures):
+                progress.advance(future.result()[0]["name"])
+        rows, servers = zip(*(future.result() for future in reversed(futures)), strict=True)
+    return list(rows), servers[-1]

@@ -31,10 +31,12 @@ from compressor.cli.sizes import Bytes, For, size_options
 from compressor.cli.terminal import print_report, progress_bars, reporting
 from compressor.distributed import here
 from compressor.document.blocks import Table
+from compressor.document.blocks import Text as Line
 from compressor.entry_points import EXPORTERS, STEPS, working
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names
+from compressor.model.serving import server_line
 from compressor.steps.prune.step import protecting_packages
 
 LISTS = ("steps", "strategies", "exporters", "optimizers")
@@ -258,7 +260,7 @@ def demo(
     from compressor.cli.demonstration import run_demo
 
     with progress_bars(running.as_json) as progress:
-        rows = run_demo(experts, output, progress, quick)
+        rows, servers = run_demo(experts, output, progress, quick)
     title = "The demo model before and after: loss in nats per held-out token, mean accuracy on held-out questions"
     columns = ("model", "experts", "parameters", "bytes", "loss", "accuracy")
     sizes, by_skill = list[tuple[str, ...]](), list[tuple[str, ...]]()
@@ -267,4 +269,5 @@ def demo(
         sizes.append((row["name"], *size, f"{row['loss']:.3f}", f"{fmean(row['accuracy'].values()):.1%}"))
         by_skill.append((row["name"], *(f"{accuracy:.1%}" for accuracy in row["accuracy"].values())))
     skills = Table("Accuracy by skill (chance is 25%)", ("model", *rows[0]["accuracy"]), tuple(by_skill))
-    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills])
+    lines = [] if servers is None else [Line(server_line(servers))]
+    print_report(running.as_json, rows, [Table(title, columns, tuple(sizes)), skills, *lines])

@@ -109,6 +109,8 @@ def test_the_command_moves_routers_alone_and_says_what_it_took(run: Run, models:
     (told,) = [step["result"] for step in json.loads(result.out)["steps"]]
     assert told["after"] < told["before"] and len(told["steps"]) == 2
     assert tree(outs[0]) == tree(outs[1]) and names(tmp_path) == ["one", "two"]
+    in_place = calibrate(run, models, out)
+    assert f"  moe-compress gate {models / 'model'} {out}\n" in in_place.out
     before, after = (load_file(folder / "model.safetensors") for folder in (models / "smaller", outs[0]))
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert before.keys() == after.keys() and changed and all(key.endswith("gate.weight") for key in changed)
