@@ -29,6 +29,7 @@ from compressor.evaluation.traces import Traces, write_traces
 from compressor.files import alone, check_folder, default_folder
 from compressor.model.in_memory import LoadedModel, given
 from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
+from compressor.model.serving import Advice
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing
 from compressor.pathways.reference import (
@@ -72,6 +73,7 @@ logger = logging.getLogger(__name__)
 
 # sources by name, or texts: a `datasets.Dataset`, or strings and dicts such as {"messages": [...]}
 Calibrating: TypeAlias = str | Path | Iterable[Any] | TextOptions | None
+Announce: TypeAlias = Callable[[Advice], None]
 ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel  # a folder, a Hub id, or a model in memory
 
 
@@ -184,18 +186,25 @@ def apply(
     return run(recipe, terms, plan=loaded, device=device, progress=progress, observer=RunStats())
 
 
-def plan(recipe: Recipe, *, device: str = "auto", progress: Progress | None = None) -> Plan:
-    """Decide what a recipe's first stage does with every expert; nothing is written."""
-    with _planning(recipe, device, progress) as state:
+def plan(
+    recipe: Recipe, *, device: str = "auto", progress: Progress | None = None, announce: Announce | None = None
+) -> Plan:
+    """Decide what a recipe's first stage does with every expert; nothing is written.
+
+    `announce` gets what servers make of the output.
+    """
+    with _planning(recipe, device, progress, announce) as state:
         if state.steps[0].order is None:
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
         return state.plan
 
 
-def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress | None = None) -> list[Plan]:
+def plan_per_source(
+    recipe: Recipe, *, device: str = "auto", progress: Progress | None = None, announce: Announce | None = None
+) -> list[Plan]:
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
-    with _planning(recipe, device, progress, per_source=True) as state:
+    with _planning(recipe, device, progress, announce, per_source=True) as state:
         prune, number = state.step_of("prune"), state.number_of("prune")
         if state.text is None:
             raise CompressionError(
@@ -207,15 +216,17 @@ def plan_per_source(recipe: Recipe, *, device: str = "auto", progress: Progress 
 
 
 @contextmanager
-def _planning(recipe: Recipe, device: str, progress: Progress | None, per_source: bool = False) -> Iterator[State]:
+def _planning(
+    recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None, per_source: bool = False
+) -> Iterator[State]:
     assert recipe.model is not None
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if per_source:
             refuse_per_source(task.steps, recipe.calibration.data or ())
-        state = first_state(task, opened)
-        state.plan = replace(state.plan, servers=servers_after(task))
-        yield state
+        if announce is not None:
+            announce(servers_after(task))
+        yield first_state(task, opened)
 
 
 def change(

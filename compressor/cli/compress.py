@@ -28,8 +28,10 @@ from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import held, here, refuse_several
+from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.model.serving import Advice, server_line
 from compressor.recipe.step import Step, TextOptions
 from compressor.steps.distill.step import Distill
 from compressor.steps.routers.step import Routers
@@ -73,18 +75,22 @@ def plan(
             return show_dry_run(compressor.dry_run(recipe), running.as_json)
         outputs += source_files(output, short_names([entry.source for entry in sources]))
     here().broadcast(lambda: check_files(outputs, running.overwrite))
+    servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if is_gguf:
             plans = [compressor.plan_gguf(str(model), **choosing(flags, imatrix))]
         elif per_source:
-            plans = compressor.plan_per_source(recipe, device=running.device, progress=progress)
+            plans = compressor.plan_per_source(
+                recipe, device=running.device, progress=progress, announce=servers.append
+            )
         else:
-            plans = [compressor.plan(recipe, device=running.device, progress=progress)]
+            plans = [compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)]
         if here().is_first:
             check_files(outputs, running.overwrite)  # planning takes a while
             write_plans(outputs, plans)
     content = [each.to_dict() for each in plans]
-    blocks = (block for each, path in zip(plans, outputs, strict=True) for block in plan_blocks(each, path))
+    blocks = [block for each, path in zip(plans, outputs, strict=True) for block in plan_blocks(each, path)]
+    blocks += [Line(server_line(advice)) for advice in servers]
     print_report(running.as_json, content if len(content) > 1 else content[0], blocks)
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 
 from compressor.document.blocks import Block, Table, Text, plain_words
 from compressor.formatting import counted, one_line, short
-from compressor.model.serving import server_line
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import Plan
 
@@ -43,8 +42,7 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
     steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
     decided = [step.to_dict() for step in planned.steps if step.plan is not None]
     described = (block for entry in decided for block in make_step(entry["name"], entry["options"]).describe(entry))
-    servers = [] if planned.servers is None else [Text(server_line(planned.servers))]
-    return Table(title, columns, tuple(rows)), *described, *steps, *servers
+    return Table(title, columns, tuple(rows)), *described, *steps
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:

@@ -17,7 +17,6 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.files import alone, json_object, replacing
 from compressor.formatting import distinct
-from compressor.model.serving import Advice
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
@@ -65,7 +64,6 @@ class Plan:
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
     base: Source | None = None  # what the result is compared with and trained toward, where that is not the source
-    servers: Advice | None = field(default=None, compare=False, repr=False)  # of a new plan; no file has it
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
