@@ -94,6 +94,7 @@ def compress(
     device: str = "auto",
     resident: str = "auto",
     max_shard_bytes: int | None = None,
+    evaluate: bool = True,
     overwrite: bool = False,
     accept: Callable[[Path], None] | None = None,
     terms: str | None = None,
@@ -107,6 +108,7 @@ def compress(
     with its `tokenizer`. That one stays as it is and where it is, and computes there; a copy of its weights lies in the
     temporary folder meanwhile. Without `steps` those of `default_steps(**options)` are taken: `experts=12`,
     `ratio=0.25`, `strategy="reap"`, `correct="tune"` and so on.
+    Output and base are compared on held-out text unless `evaluate` is false.
     `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that;
     where the output of this very request is in place already, nothing is written or accepted; with `accept` that
     needs `terms`, which say what it does.
@@ -128,7 +130,7 @@ def compress(
             base_revision=base_revision,
             dtype=dtype,
             resident=resident,
-            output={"max_shard_bytes": max_shard_bytes},
+            output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
     return run(
         recipe,
@@ -168,6 +170,7 @@ def apply(
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
+    evaluate: bool = True,
     device: str = "auto",
     resident: str = "auto",
     command: Sequence[str] | None = None,
@@ -178,7 +181,8 @@ def apply(
     written.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    changed: dict[str, Any] = {"output": {"max_shard_bytes": max_shard_bytes}, "resident": resident}
+    output = {"max_shard_bytes": max_shard_bytes, "evaluate": evaluate}
+    changed: dict[str, Any] = {"output": output, "resident": resident}
     if model is not None:
         changed |= {"model": given(model, tokenizer), "revision": None}
     recipe = Recipe.of({**dict(recipe_of_plan(loaded)), **changed}, "the plan")

@@ -42,7 +42,6 @@ class RunRecord:
     finished: str = ""  # UTC, ISO 8601; told when it is kept
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # of multi-token-prediction heads, by experts module
     base: str | None = None  # that was named, as `source`; None without one
-    heldout: Mapping[str, Any] | None = None  # `Judged` of the held-out text, where it has several sources
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -121,7 +121,7 @@ def _placeholder(argument: Any) -> str:
 def _spelt(option: Any) -> str:
     """`--output`, `-o` FILE as in the help."""
     value = "" if option.is_flag else f" {_value(option)}"
-    return ", ".join(f"`{name}{value}`" for name in option.opts)
+    return ", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts))
 
 
 def _value(option: Any) -> str:

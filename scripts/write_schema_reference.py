@@ -30,6 +30,9 @@ TITLES = (  # of each object, with the file and the definition that describe it
     ("An entry of `layers`", "plan", "layer"),
     ("An entry of `groups`", "plan", "group"),
     ("compression.json", "compression", None),
+    ("`heldout`", "compression", "heldout"),
+    ("An entry of `domains`", "compression", "domain"),
+    ("Its `loss`, `kl` and `flips`", "compression", "paired"),
 )
 
 

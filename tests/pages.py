@@ -77,7 +77,8 @@ def options(command: str | None = None) -> set[str]:
     commands = group().commands
     named = commands.values() if command is None else [commands[command]]
     chosen = [each for one in named for each in getattr(one, "commands", {"": one}).values()]
-    return {option for each in chosen for entry in each.params for option in entry.opts} | {"--help", "--version"}
+    known = [entry for each in chosen for entry in each.params]
+    return {option for entry in known for option in (*entry.opts, *entry.secondary_opts)} | {"--help", "--version"}
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:

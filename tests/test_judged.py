@@ -1,6 +1,8 @@
 """`evaluate` and the gate on text by domain and on the base's answers, with a domain that a calibration left out."""
 
 import json
+import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from scipy.stats import t as student
+from torch.nn.functional import cross_entropy, log_softmax
+from transformers import AutoModelForCausalLM
 
 from compressor.hub.card import card_text
 from compressor.model.opened import load_whole
@@ -196,11 +201,10 @@ def test_what_cannot_be_judged_is_said_in_a_sentence(
 
 
 def test_a_run_on_several_sources_names_the_one_that_suffers(run: Run, models: Path, tmp_path: Path) -> None:
-    """Held-out text of each source is compared with the base after a step that holds some out."""
+    """Held-out text of each source is compared with the base."""
     sources = [f"{models / 'letters.txt'}=0.8", f"{models / 'digits.txt'}=0.2"]
     arguments = compressing(models, tmp_path / "out", *sources)
-    arguments[arguments.index("none")], arguments[arguments.index("reap")] = "ridge", "count-guided"
-    arguments[arguments.index("--samples") + 1] = 100
+    arguments[arguments.index("reap")] = "count-guided"
     result = run(*arguments)
     assert result.status == 0, result.err
     assert "Held-out text by source" in result.out and "The domain digits suffers" in result.out
@@ -213,3 +217,116 @@ def test_a_run_on_several_sources_names_the_one_that_suffers(run: Run, models: P
     heldout = json.loads(again.out)["heldout"]
     assert [each["domain"] for each in heldout["domains"]] == ["letters", "digits"]
     assert [each["domain"] for each in heldout["suffering"]] == ["digits"]
+
+
+ROWS = [f"{n * 7919 % 100_003} quick brown foxes jump over {n * 104_729 % 1_299_709} lazy dogs {n}" for n in range(120)]
+
+
+def cutting(models: Path, out: Path, text: Path, *more: Any, correct: str = "ridge") -> list[Any]:
+    ways = ["--experts", 2, "--strategy", "reap", "--correct", correct]
+    sizes = ["--samples", 16, "--sequence-length", 64, "--calibration", text]
+    return ["compress", models / "base", "-o", out, *ways, *sizes, *more]
+
+
+def rows_in(folder: Path, rows: list[str]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_ends_with_what_stock_models_give_on_text_behind_the_calibration(
+    run: Run, models: Path, tmp_path: Path
+) -> None:
+    arguments = cutting(models, tmp_path / "out", rows_in(tmp_path, ROWS))
+    made = run(*arguments, "--json")
+    assert made.status == 0, made.err
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())["heldout"]
+    (found,) = record["domains"]
+    assert json.loads(made.out)["heldout"] == record and record["note"] == ""
+
+    shuffled, stream = list(ROWS), list[int]()
+    random.Random(0).shuffle(shuffled)
+    for row in shuffled:
+        stream += [*small.tokenizer()(row, add_special_tokens=False)["input_ids"], END]
+    tokens = torch.tensor(stream[16 * 64 : (16 + 48) * 64]).view(48, 64)
+    assert (found["sequences"], found["tokens"]) == (48, 48 * 63)
+    with torch.no_grad():
+        base, output = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(tokens).logits[:, :-1].double()
+            for folder in (models / "base", tmp_path / "out")
+        )
+    loss = [cross_entropy(each.mT, tokens[:, 1:], reduction="none").mean(1) for each in (base, output)]
+    kl = (log_softmax(base, -1).exp() * (log_softmax(base, -1) - log_softmax(output, -1))).sum(-1).mean(1)
+    flips = (base.argmax(-1) != output.argmax(-1)).double().mean(1)
+    changes = {"loss": loss[1] - loss[0], "kl": kl, "flips": flips}
+    assert float(kl.mean()) > 1e-4 and float(flips.mean()) > 0.01
+    assert found["loss"]["base"] == pytest.approx(float(loss[0].mean()), abs=2e-6)
+    for name, change in changes.items():
+        assert found[name]["change"] == pytest.approx(float(change.mean()), abs=2e-6)
+        assert found[name]["standard_error"] == pytest.approx(float(change.std()) / 48**0.5, abs=2e-6)
+
+    half = student.isf(0.025, 47) * found["loss"]["standard_error"]
+    losses = found["loss"]
+    words = f"{losses['base']:.4f} → {losses['compressed']:.4f}", f"{losses['change']:+.4f} ± {half:.4f}"
+    for shown in (run(*arguments).out, card_text(tmp_path / "out", "owner/name").text):
+        assert f"{words[0]} ({words[1]}) nats per token" in " ".join(shown.split())
+    assert run("report", tmp_path / "out", "-o", tmp_path / "report.html").status == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(word in page.partition("</header>")[0] for word in words)
+
+
+def test_comparing_changes_no_weight_and_no_plan(run: Run, models: Path, tmp_path: Path) -> None:
+    text = rows_in(tmp_path, ROWS)
+    for out, more in (("with", ()), ("without", ("--no-evaluate",))):
+        assert run(*cutting(models, tmp_path / out, text, *more)).status == 0
+    records = [json.loads((tmp_path / out / "compression.json").read_text()) for out in ("with", "without")]
+    assert records[0].pop("heldout") and records[0] == records[1]
+    for name in ("model.safetensors", "recipe.yaml"):
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
+    plan = ("plan", *cutting(models, tmp_path / "plan.json", text)[1:])
+    assert run(*plan).status == 0 and run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
+    applied = tmp_path / "applied" / "compression.json"
+    assert applied.read_bytes() == (tmp_path / "with" / "compression.json").read_bytes()
+
+
+def test_a_plan_that_needs_no_text_any_more_is_compared_where_it_is_still_there(
+    run: Run, models: Path, tmp_path: Path
+) -> None:
+    text = rows_in(tmp_path, ROWS)
+    arguments = cutting(models, tmp_path / "made", text, correct="none")
+    plan = ["plan", *cutting(models, tmp_path / "plan.json", text, correct="none")[1:]]
+    assert run(*arguments).status == 0 and run(*plan).status == 0
+    assert run("apply", tmp_path / "plan.json", "-o", tmp_path / "applied").status == 0
+    applied = tmp_path / "applied" / "compression.json"
+    assert applied.read_bytes() == (tmp_path / "made" / "compression.json").read_bytes()
+    text.unlink()
+    moved = run("apply", tmp_path / "plan.json", "-o", tmp_path / "moved")
+    assert moved.status == 0 and re.search("not compared on held-out text: .*rows.jsonl does not exist", moved.err)
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("made", "moved")]
+    assert weights[0] == weights[1]
+
+
+def test_text_that_is_too_short_or_not_read_is_no_fault(run: Run, models: Path, tmp_path: Path) -> None:
+    short = run(*cutting(models, tmp_path / "short", rows_in(tmp_path, ROWS[:5]), correct="none"))
+    assert short.status == 0 and "sequences to compare on, fewer than 8; give more text" in short.err
+    sizes = ("--sequence-length", 16, "--samples", 100)
+    little = run(*cutting(models, tmp_path / "little", rows_in(tmp_path, ROWS[:25]), *sizes))
+    assert little.status == 0, little.err
+    assert "Held-out text (10 sequences)" in little.out and "had too little text for this alone" in little.out
+    none = ["compress", models / "base", "-o", tmp_path / "none", "--experts", 4, "--strategy", "model-centric"]
+    done = run(*none, "--correct", "none")
+    assert done.status == 0 and "eld-out text" not in done.out + done.err
+    for out in ("short", "none"):
+        assert "heldout" not in json.loads((tmp_path / out / "compression.json").read_text())
+
+
+@pytest.mark.parametrize("more", [("--format", "mone"), ("--quantize", "int8"), ("--split", 2)], ids=str)
+def test_outputs_of_every_kind_are_compared(more: tuple[Any, ...], run: Run, models: Path, tmp_path: Path) -> None:
+    arguments = cutting(models, tmp_path / "out", rows_in(tmp_path, ROWS), *more, correct="none")
+    if "mone" in more:  # which takes neither a strategy nor --correct none
+        del arguments[arguments.index("--strategy") : arguments.index("none") + 1]
+    made = run(*arguments, "--json")
+    assert made.status == 0, made.err
+    (found,) = json.loads(made.out)["heldout"]["domains"]
+    tokens, losses = found["tokens"], found["loss"]
+    assert tokens == 48 * 63 and 0 < found["kl"]["change"] < 5 and losses["base"] != losses["compressed"]

@@ -13,6 +13,7 @@ from compressor.cli.options import (
     CALIBRATION,
     STEP,
     TEXT,
+    Comparing,
     Making,
     Model,
     Out,
@@ -44,7 +45,13 @@ Source = Annotated[
 Base = Annotated[str, flag("Model that the checkpoint was made from: a folder or a Hub id.")]
 DryRun = Annotated[bool, flag("Print what would be done, and write nothing.")]
 OPTIONS = recipe_options()
-OF_OUTPUTS = ("gate.", "output.push_to_hub", "output.private", "output.max_shard_bytes")  # which a plan is without
+OF_OUTPUTS = (  # which a plan is without
+    "gate.",
+    "output.push_to_hub",
+    "output.private",
+    "output.max_shard_bytes",
+    "output.evaluate",
+)
 
 
 def plan(
@@ -61,7 +68,7 @@ def plan(
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
     outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
     if not is_gguf:
-        recipe = recipe_of(model, flags, settings)
+        recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         for step in recipe.steps:
             require(*step.packages)
     from compressor.cli.rendering import show_dry_run
@@ -98,6 +105,7 @@ def apply(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by `moe-compress plan`.")],
     output: Out,
     running: Writing,
+    comparing: Comparing,
     model: Annotated[str | None, flag("Source model, if it has moved, or its GGUF file.")] = None,
 ) -> None:
     """Carry out a plan and write the smaller checkpoint."""
@@ -115,7 +123,7 @@ def apply(
                 plan_file, str(model), output, overwrite=running.overwrite, progress=progress
             )
             return show_gguf_summary(written, running.as_json)
-        outcome = compressor.apply(plan_file, output, model=model, **running.making(progress))
+        outcome = compressor.apply(plan_file, output, model=model, **comparing, **running.making(progress))
     rendering.show_outcome(outcome, running.as_json)
 
 
@@ -193,6 +201,7 @@ def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], agai
         output: Out,
         text: Annotated[TextOptions, [each for each in TEXT if each[0] in fields]],
         running: Running,
+        comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],
         options: Annotated[dict[str, Any], options_of(step, STEP, names=names)],
         seed: Seed = 0,
@@ -204,10 +213,10 @@ def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], agai
         revision = {"base_revision" if against_base else "revision": running.revision}
         settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
         if dry_run:
-            recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], **settings)
+            recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], output=comparing, **settings)
             return show_dry_run(compressor.dry_run(recipe), running.as_json)
         with progress_bars(running.as_json) as progress:
-            more = {**settings, **running.making(progress)}
+            more = {**settings, **comparing, **running.making(progress)}
             outcome = compressor.change(step.name, checkpoint, output, options=options, text=text, **more)
         show_outcome(outcome, running.as_json)
 

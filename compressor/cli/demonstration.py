@@ -72,7 +72,7 @@ def measured(trial: Trial, source: Path) -> tuple[dict[str, Any], Advice | None]
     servers = None
     if trial.strategy is not None:
         choice: dict[str, Any] = {"experts": trial.experts, "strategy": trial.strategy, "options": {**trial.options}}
-        servers = compress(str(source), trial.folder, samples=SAMPLES, **TEXT, **choice).servers
+        servers = compress(str(source), trial.folder, samples=SAMPLES, evaluate=False, **TEXT, **choice).servers
     size = Size.of(Checkpoint(trial.folder).tensors.values())
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(trial.folder, dtype=torch.float32)

@@ -231,7 +231,8 @@ def _models(
         with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
             choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
-            compressor.compress(str(source), target, samples=2 * SAMPLES, progress=progress, **TEXT, **choice)
+            choice |= {"samples": 2 * SAMPLES, "evaluate": False}
+            compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
             yield str(source), str(target)
 
 

@@ -21,7 +21,16 @@ from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
-from compressor.recipe.recipe import RESIDENT, BehaviourOptions, GateOptions, ModelOptions, Recipe, Resident, validated
+from compressor.recipe.recipe import (
+    RESIDENT,
+    BehaviourOptions,
+    GateOptions,
+    ModelOptions,
+    OutputOptions,
+    Recipe,
+    Resident,
+    validated,
+)
 from compressor.recipe.step import TextOptions
 
 Parameter = inspect.Parameter
@@ -120,11 +129,13 @@ def options_of(
         text, called = entry.text, names.get(field, field)
         if mention and entry.default is not False and entry.default not in (None, {}, ()):
             shown = ",".join(entry.default) if isinstance(entry.default, tuple) else entry.default
+            shown = "yes" if shown is True else shown
             first, dot, more = text.rstrip(".").partition(". ")
             text = f"{first} (default: {shown}){dot}{more}."
         for number, name in enumerate((called,) if isinstance(called, str) else called):
             spelt = f"--{name.replace('_', '-')}"
-            both = f"{spelt}/--no-{spelt[2:]}" if entry.annotation == bool | None else spelt
+            two_ways = entry.annotation == bool | None or entry.default is True
+            both = f"{spelt}/--no-{spelt[2:]}" if two_ways else spelt
             several = {"metavar": "<str>"} if kind == list[str] else {}
             option: Any = Annotated[kind | None, flag(text, panel, both, hidden=number > 0, **several)]
             options.append((field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
@@ -227,6 +238,7 @@ Printing = Annotated[Running, options_of(Running, RUNNING, ("as_json",))]
 Writing = Annotated[Running, options_of(Running, RUNNING, ("overwrite", "as_json"))]
 Making = Annotated[Running, options_of(Running, RUNNING, ("device", "overwrite", "as_json"))]
 Fetching = Annotated[Running, options_of(Running, RUNNING, ("revision", "overwrite", "as_json"))]
+Comparing = Annotated[dict[str, Any], options_of(OutputOptions, RUNNING, ("evaluate",))]
 Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub id such as org/model.")]
 Out = Annotated[Path, flag("Where to write.")]
 Seed = Annotated[

@@ -1,7 +1,8 @@
 """Text of one or several weighted sources: calibration batches, named parts for other steps, and what is held out.
 
 Each source is tokenised once, as one row of token ids, which is cut in this order: the calibration's sequences, the
-last of them held out; the sequences reserved for evaluation; the parts; and further held-out sequences.
+last of them held out; the sequences reserved for evaluation; the parts; further held-out sequences; and, where any
+text is left, those that the finished output is evaluated on. These last ones change nothing of the others.
 """
 
 import hashlib
@@ -131,6 +132,7 @@ class TextSpec:
     batch_size: int = BATCH_SIZE
     strict: bool = False  # whether a row that cannot be read ends the run
     emphasis: Emphasis = PLAIN
+    evaluation: int = 0  # sequences behind all others, as far as the text goes; not part of a plan's identity
 
     def __post_init__(self) -> None:
         samples, length, sources, reserve = self.samples, self.sequence_length, len(self.sources), self.reserve
@@ -189,7 +191,9 @@ class Text:
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
     _parts: Mapping[str, tuple[tuple[Tensor, ...], ...]]  # by name: each source's batches [B, L]
     _heldout: tuple[EvaluationSet, ...]  # one for each source, maybe empty
+    _evaluation: tuple[EvaluationSet, ...]  # likewise
     emphasis: Emphasis = PLAIN  # of all that is fitted to it
+    short: tuple[str, ...] = ()  # sources of whose evaluation steps have read a part
 
     @property
     def names(self) -> frozenset[str]:
@@ -205,6 +209,11 @@ class Text:
         """Held-out sequences of each source that has any, for all evaluations of the whole model."""
         return tuple(each for each in self._heldout if each.batches)
 
+    @property
+    def evaluation(self) -> tuple[EvaluationSet, ...]:
+        """Sequences of each source that no step has read; of a `short` one with those that are held out, too."""
+        return tuple(each for each in self._evaluation if each.batches)
+
     def only(self, source: int) -> "Text":
         """The text of one source alone, with an identity that names it."""
         return Text(
@@ -212,7 +221,9 @@ class Text:
             {**self.identity, "only": self.fit.source_names[source]},
             {name: (batches[source],) for name, batches in self._parts.items()},
             (self._heldout[source],),
+            (self._evaluation[source],),
             self.emphasis,
+            self.short,
         )
 
 
@@ -227,8 +238,10 @@ class _Cut:
     rest: Tensor
     wanted: tuple[tuple[int, int], ...]  # sequences and tokens of each part
     further: Rows  # held out, behind the parts
+    evaluation: Rows  # behind everything else
     parts: tuple[Rows, ...] = ()
     opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
+    is_short: bool = False  # for what was asked for evaluation
 
     @property
     def tokens_wanted(self) -> int:
@@ -236,7 +249,7 @@ class _Cut:
 
     def open_sequences(self) -> None:
         """Begin each sequence of text as the model saw texts begin, wherever it was cut."""
-        for name in ("fit", "held", "reserved", "further"):
+        for name in ("fit", "held", "reserved", "further", "evaluation"):
             setattr(self, name, self._opened(getattr(self, name)))
         self.parts = tuple(self._opened(rows) for rows in self.parts)
 
@@ -304,21 +317,25 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     sequences = [divided(part.sequences) for part in spec.parts.values()]
     held = _heldout_counts([(count, length) for count in samples], spec.heldout)
     tails = divided(spec.heldout_wanted if sum(held) < spec.heldout_wanted else 0)
+    evaluated = divided(spec.evaluation)
     cuts = list[_Cut]()
     for number, entry in enumerate(spec.sources):
         calibrating = (samples[number] + reserve[number]) * length
         fit = reserved = torch.empty(0, length, dtype=torch.long)
         lengths = (part.length for part in spec.parts.values())
         wanted = tuple((counts[number], tokens) for counts, tokens in zip(sequences, lengths, strict=True))
-        cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit)
+        cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit, fit)
         behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
+        most = calibrating + behind + evaluated[number] * spec.heldout_length
         try:
-            stream = read_tokens(entry, tokenizer, calibrating + behind, spec.seed, vocabulary, strict=spec.strict)
+            stream = read_tokens(entry, tokenizer, most, spec.seed, vocabulary, strict=spec.strict)
         except HasMediaError:
-            own = samples[number], reserve[number], held[number], tails[number]
+            own = samples[number], reserve[number], held[number], tails[number], evaluated[number]
             cuts.append(_cut_sequences(spec, entry, tokenizer, vocabulary, own, [each[number] for each in sequences]))
             continue
-        ids, cut.opening = stream.ids, stream.opening
+        cut.opening = stream.opening
+        ids, left = stream.ids[: calibrating + behind], stream.ids[calibrating + behind :]
+        cut.evaluation = as_rows(left, spec.heldout_length) if left.numel() >= spec.heldout_length else reserved
         if calibrating:
             rows = as_rows(ids[:calibrating], length)
             cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
@@ -329,6 +346,8 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
         counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
         for cut, count in zip(cuts, counts, strict=True):
             cut.fit, cut.held = _split_last(cut.source.source, cut.fit, count)
+    for cut, count in zip(cuts, evaluated, strict=True):
+        cut.is_short = len(cut.evaluation) < count
     if spec.parts:
         plain = [number for number, cut in enumerate(cuts) if isinstance(cut.fit, Tensor)]
         for number, tail in zip(plain, _tails(spec, cuts, plain, tails), strict=True):
@@ -351,17 +370,18 @@ def _cut_sequences(
     entry: WeightedSource,
     tokenizer: Any,
     vocabulary: int,
-    counts: tuple[int, int, int, int],
+    counts: tuple[int, int, int, int, int],
     parts: Sequence[int],
 ) -> _Cut:
     """A source with pictures, whose rows are sequences of their own; too few are shared out in proportion.
 
-    `counts` are those of the calibration, reserved, held out of the calibration, and held out in all.
+    `counts` are those of the calibration, reserved, held out of the calibration, held out in all, and for evaluation.
     """
-    samples, reserve, held, tail = counts
+    samples, reserve, held, tail, evaluated = counts
     wanted = (samples, reserve, *parts, max(0, tail - held))
-    own = (entry, tokenizer, sum(wanted), spec.sequence_length, spec.seed, vocabulary)
-    sequences = read_sequences(*own, strict=spec.strict)
+    own = (entry, tokenizer, sum(wanted) + evaluated, spec.sequence_length, spec.seed, vocabulary)
+    read = read_sequences(*own, strict=spec.strict)
+    sequences, left = read[: sum(wanted)], read[sum(wanted) :]
     if len(sequences) < sum(wanted):
         logger.warning(
             "calibration data %s is short: it has %d of %d sequences asked for",
@@ -370,7 +390,7 @@ def _cut_sequences(
     bounds = pairwise([0, *accumulate(divided(len(sequences), wanted, entry.source))])
     fit, reserved, *trained, further = (sequences[begin:end] for begin, end in bounds)
     rest, none = torch.empty(0, dtype=torch.long), Sequences()
-    return _Cut(entry, fit, none, reserved, rest, (), further, tuple(trained))
+    return _Cut(entry, fit, none, reserved, rest, (), further, left, tuple(trained))
 
 
 def _tails(spec: TextSpec, cuts: Sequence[_Cut], plain: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
@@ -442,16 +462,19 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         if not count:
             logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
     heldout = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
+    evaluated = [[cut.evaluation, *((cut.held, cut.further) if cut.is_short else ())] for cut in cuts]
+    evaluation = _evaluation_sets(names, evaluated, spec.batch_size)
+    short = tuple(own.name for own, cut in zip(heldout, cuts, strict=True) if cut.is_short and own.batches)
+    more = heldout, evaluation, spec.emphasis, short
     if not spec.parts:
-        return Text(fit, fit.identity, {}, heldout, spec.emphasis)
+        return Text(fit, fit.identity, {}, *more)
     parts, digests = dict[str, tuple[tuple[Tensor, ...], ...]](), dict[str, Any]()
     for place, (name, part) in enumerate(spec.parts.items()):
         rows = [cut.parts[place] for cut in cuts]
         parts[name] = tuple(own.split(part.batch_size) for own in rows)
         digests[name] = _counted(rows)
-    evaluated = _counted([rows for cut in cuts for rows in (cut.held, cut.further)])
-    identity = _identity(spec, cuts, True)
-    return Text(fit, {**identity, "parts": digests, "heldout_text": evaluated}, parts, heldout, spec.emphasis)
+    held_out = _counted([rows for cut in cuts for rows in (cut.held, cut.further)])
+    return Text(fit, {**_identity(spec, cuts, True), "parts": digests, "heldout_text": held_out}, parts, *more)
 
 
 def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
@@ -545,9 +568,12 @@ def _refuse_difference(stored: Mapping[str, Any], made: Mapping[str, Any], where
             )
 
 
-def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, batch_size: int = BATCH_SIZE) -> Text:
+def repeat_text(
+    identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, batch_size: int = BATCH_SIZE, evaluation: int = 0
+) -> Text:
     """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
-    made = read_text(TextSpec.from_identity(identity, batch_size), tokenizer, vocabulary)
+    spec = replace(TextSpec.from_identity(identity, batch_size), evaluation=evaluation)
+    made = read_text(spec, tokenizer, vocabulary)
     entries = identity["sources"]
     for entry, old in zip(made.identity["sources"], entries, strict=True):
         if entry["sha256"] != old.get("sha256"):

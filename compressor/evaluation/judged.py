@@ -81,15 +81,46 @@ class Judged:
     together: DomainFigures | None  # None of a single domain
     suffering: tuple[Suffering, ...]
     confidence: float = CONFIDENCE
+    note: str = ""  # what the text lacks
 
     @property
     def rows(self) -> tuple[DomainFigures, ...]:
+        """Every domain, then all together."""
         return self.domains if self.together is None else (*self.domains, self.together)
+
+    @property
+    def overall(self) -> DomainFigures:
+        """Figures of all text."""
+        return self.domains[0] if self.together is None else self.together
 
 
 def heldout_blocks(found: Judged) -> tuple[Block, ...]:
-    """What the held-out text of a run showed, by source."""
-    return judged_blocks(found, "Held-out text by source, compared with the base")
+    """Output and base on a run's held-out text, in a line; of several sources a table, too."""
+    (loss, rise, kl, flips), sequences = overall_words(found.overall), found.overall.sequences
+    line = (
+        f"Held-out text ({sequences:,} sequences): loss of the base and of the output {loss} ({rise}) nats "
+        f"per token, KL from the base {kl}, another greedy token at {flips} of positions (±: 95% interval)"
+    )
+    blocks: list[Block] = [Text(line)]
+    if found.together is not None:
+        blocks += judged_blocks(found, "Held-out text by source, compared with the base")
+    if found.note:
+        blocks.append(Text(found.note))
+    return tuple(blocks)
+
+
+def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
+    """Loss of base and output, its rise, KL and flips, with two-sided 95% intervals by Student's t over sequences."""
+    from scipy.stats import t  # which takes a while
+
+    width = float(t.isf(0.025, row.sequences - 1))
+    loss, kl, flips = row.loss, row.kl, row.flips
+    return (
+        f"{loss.base:.4f} → {loss.compressed:.4f}",
+        f"{loss.change:+.4f} ± {width * loss.standard_error:.4f}",
+        f"{kl.change:.4f} ± {width * kl.standard_error:.4f}",
+        f"{flips.change:.1%} ± {width * flips.standard_error:.1%}",
+    )
 
 
 def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:

@@ -19,6 +19,7 @@ from compressor.steps.job import output_size
 from compressor.steps.state import OWN, part_name
 
 CHANGES = ("correct", "distill")  # steps that write experts anew, in a plain dtype
+EVALUATION = "to compare output and base on, a pass of each"
 COPIES = 4  # of the hidden states, with a correction: inputs and outputs of a layer as it was, and as it is
 ORIGINALS = 2  # more, toward the base's own hidden states
 
@@ -44,7 +45,7 @@ class TextNeed:
     samples: int
     sequence_length: int
     heldout: float
-    parts: tuple[tuple[str, int, int], ...]  # of steps, and what is held out for them: sequences, and tokens of each
+    parts: tuple[tuple[str, int, int], ...]  # of steps, and what is held out: sequences, and tokens of each
 
     @property
     def tokens(self) -> int:
@@ -56,6 +57,7 @@ class TextNeed:
         """What a spec asks for; `steps` are the names of those that its parts are for."""
         parts = [(steps[name], part.sequences, part.length) for name, part in spec.parts.items()]
         parts += [("held out", spec.heldout_wanted, spec.heldout_length)] if parts else []
+        parts += [(EVALUATION, spec.evaluation, spec.heldout_length)] if spec.evaluation else []
         sources = tuple(entry.source for entry in spec.sources)
         return cls(sources, spec.samples, spec.sequence_length, spec.heldout, tuple(parts))
 

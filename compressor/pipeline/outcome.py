@@ -79,7 +79,7 @@ class Outcome:
     packed: bool = False  # the output is quantised
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
-    heldout: Judged | None = None  # on held-out text, where that has several sources
+    heldout: Judged | None = None  # base and output on held-out text; None where no text is read, or without evaluation
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
@@ -179,6 +179,7 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
             "files": sorted(files),
             "plan_digest": outcome.plan.digest(),
             "plan": content,
+            **({} if outcome.heldout is None else {"heldout": plain_json(outcome.heldout)}),
         }
     ).encode()
 
@@ -247,7 +248,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
             zeroed_fields=tuple(map(str, content.get("zeroed_fields") or ())),
             packed=is_packed(folder),
             acceptance=run.acceptance if run else {},
-            heldout=read_as(Judged, run.heldout) if run and run.heldout else None,
+            heldout=read_as(Judged, content["heldout"]) if content.get("heldout") else None,
             versions=dict(content.get("versions") or plan.versions),
             command=run.command if run else None,
             gate=gate_of(folder, gate),

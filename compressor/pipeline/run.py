@@ -2,7 +2,7 @@
 
 settle steps, refuse what cannot be ─► is the output in place? ─► hold the work folder ─► read text once
 ─► each stage: decide (plan), refit in order, write layer files ─► or change the whole model
-─► assemble ─► verify ─► accept (gate, formats) ─► rename into place ─► record
+─► assemble ─► verify ─► evaluate ─► accept (gate, formats) ─► rename into place ─► record
 """
 
 import logging
@@ -16,24 +16,24 @@ from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import here
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.domains import judged
 from compressor.evaluation.evaluator import FEWEST, Evaluator
 from compressor.evaluation.judged import Judged
 from compressor.files import alone, clear, work_folder
+from compressor.formatting import joined
 from compressor.memory import PeakMemory
-from compressor.model.architecture import head_of
 from compressor.model.mtp import Head
-from compressor.model.opened import OpenModel, open_alike
+from compressor.model.opened import OpenModel, open_alike, open_model
 from compressor.model.verification import check_carried
 from compressor.pipeline.outcome import Outcome, fault_of, is_packed, read_outcome, record_of, servers_of
-from compressor.pipeline.task import Task, first_state, open_run, prepare
+from compressor.pipeline.task import Task, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import LayerAt, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.records import plain_json, read_as, read_object
+from compressor.records import plain_json, read_as, read_object, spelled
 from compressor.run_record import (
     COMPRESSION,
     RunRecord,
@@ -43,6 +43,7 @@ from compressor.run_record import (
     report_in_place,
     request_key,
 )
+from compressor.steps.constants.mone import Substituting, read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job
@@ -57,6 +58,7 @@ from compressor.steps.workdir import (
     is_written,
     publish,
     put_tensors,
+    write_file,
     write_stage,
 )
 
@@ -213,9 +215,9 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         servers=servers_of(task.seen, whole),
     )
     label = model.source.label if task.before is None else task.before.source.label
+    files = [name for name in stage.job.files if name != "config.json"]
 
     def assembled() -> None:
-        files = [name for name in stage.job.files if name != "config.json"]
         own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}  # and all steps so far
         base = {} if state.plan.base is None else {"base": state.plan.base.label}
         recipe = recipe_of_plan(state.plan).model_copy(update=own | base)
@@ -225,11 +227,13 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
 
     with state.clock.phase("write"):
         here().broadcast(assembled)
+    outcome = replace(outcome, heldout=_judged(task, state, work.output))
+    if outcome.heldout is not None:
+        here().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     fit = None if state.text is None else state.text.fit
     changed = stage is not first or any(step.order is None for step in task.steps)
     heads = first.heads if stage.heads else ()
     acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
-    heldout = _by_source(state, work.output)
     if terms.accept is not None:
         for each in (model, state.base, state.model):  # a gate may load whole models
             each.partial.stream()
@@ -241,7 +245,6 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         packed=is_packed(work.output),
         loader_fault=fault_of(work.output),
         acceptance=acceptance,
-        heldout=heldout,
     )
     if here().is_first:  # recorded before the rename, for a run that is killed right after it
         identity = None if state.text is None else state.text.identity
@@ -254,7 +257,6 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
             None if terms.command is None else tuple(terms.command),
             acceptance=acceptance,
             base=None if state.base is model else state.base.source.name,
-            heldout=None if heldout is None else plain_json(heldout),
         )
         record_run(work.output, run_record)
         if state.observer is not None:
@@ -264,24 +266,41 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     return outcome
 
 
-def _by_source(state: State, folder: Path) -> Judged | None:
-    """How far the output is from the base on the held-out text of each source; None where there are no two of them.
+def _judged(task: Task, state: State, folder: Path) -> Judged | None:
+    """How far the output is from the base on held-out text; None where no text is read, or without evaluation.
 
-    The base's answers that steps have asked for are used again.
+    What cannot be compared ends no run: a warning says why.
     """
-    sets = () if state.text is None else state.text.heldout
-    enough = len(sets) > 1 and sum(len(batch) for each in sets for batch in each.batches) >= FEWEST
-    if not enough or state.plan.stage.constants is not None or head_of(state.base.partial.model) is None:
+    if not task.recipe.output.evaluate:
         return None
-    assert state.text is not None
-    known = state.shared.get(str(state.text.identity["sha256"]))
-    evaluator = known[0] if known else Evaluator(state.base, sets)
-    output = open_alike(ModelSource(str(folder), None, folder), state.base)
-    with state.clock.phase("compare by source"):
-        (figures,) = evaluator.measure(output, progress=state.progress, phase="compare by source")
-    with suppress(CompressionError):  # of figures that are not finite
-        return judged(figures, dict(enumerate(evaluator.names)))
-    return None
+    try:
+        with state.clock.phase("read text"):
+            text = evaluation_text(task, state.texts)
+        if text is None:
+            return None
+        evaluator = Evaluator(state.base, text.evaluation)
+        if evaluator.sequences < FEWEST:
+            fault = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
+            raise CompressionError(f"{fault}; give more text, or lower --samples or --sequence-length")
+        settings, constants = (state.base.dtype_name, str(state.base.partial.device)), None
+        if state.plan.stage.constants is None:
+            output = open_model(ModelSource(str(folder), None, folder), *settings)
+        else:
+            output, found = read_constants(folder, *settings)
+            constants = Substituting(output, [found])
+        with state.clock.phase("evaluate"):
+            (figures,) = evaluator.measure(output, constants, progress=state.progress)
+        names = map(without_tokens, evaluator.names)  # of files, which go into the record
+        compared = judged(figures, dict(enumerate(names)))
+    except CompressionError as error:
+        logger.warning("output and base are not compared on held-out text: %s", error)
+        return None
+    short = [without_tokens(name) for name in evaluator.names if name in text.short]
+    if short:
+        few = f"{joined(short)} had too little text for this alone"
+        compared = replace(compared, note=f"{few}: among its sequences are held-out ones by which steps have chosen.")
+    rounded = plain_json(compared, lambda value: spelled(round(value, 6)))
+    return read_as(Judged, rounded)
 
 
 def make_all(state: State) -> Stage:

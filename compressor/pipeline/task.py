@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
     EvaluationSet,
@@ -282,13 +283,18 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
 
 
 def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
-    """The text of the run, and those of steps that have one of their own by their number, as far as any is read."""
+    """The text of the run, and those of steps that have one of their own by their number, as far as any is read.
+
+    The first of them is the one that the output is evaluated on.
+    """
+    evaluated = EVALUATED if task.recipe.output.evaluate else 0
     shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
     own = [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.steps) if step.calibration]
     wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, task.recipe.calibration, shared), *own]
     for number, options, parts in wanted:
         if (spec := text_spec(task, options, parts)) is not None:
-            yield number, spec
+            yield number, replace(spec, evaluation=evaluated)
+            evaluated = 0
 
 
 def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
@@ -315,12 +321,24 @@ def read_texts(task: Task) -> Texts:
         if task.plan is not None:
             repeated = task.plan.calibration if number is None else task.plan.steps[number].text
         if repeated is not None:
-            text = repeat_text(repeated, tokenizer, task.model.vocabulary)
+            text = repeat_text(repeated, tokenizer, task.model.vocabulary, evaluation=spec.evaluation)
         else:
             text = read_text(spec, tokenizer, task.model.vocabulary)
         here().assert_same_on_all(text.identity["sha256"], "calibration text")
         texts[number] = text
     return texts.get(None), {number: text for number, text in texts.items() if number is not None}
+
+
+def evaluation_text(task: Task, texts: Texts) -> Text | None:
+    """The text that the output is evaluated on: the first that is read, or the one that the carried out plan names."""
+    run, own = texts
+    if run is not None or own:
+        return run or own[min(own)]
+    named = () if task.plan is None else (task.plan.calibration, *(step.text for step in task.plan.steps))
+    identity = next(filter(None, named), None)
+    if identity is None:
+        return None
+    return repeat_text(identity, load_tokenizer(task.model.source.folder), task.model.vocabulary, evaluation=EVALUATED)
 
 
 def first_plan(task: Task, text: Text | None) -> Plan:

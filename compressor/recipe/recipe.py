@@ -158,6 +158,9 @@ class OutputOptions(Options):
         "subfolder onnx. mone replaces dropped experts by constants, which vLLM serves. Exporters add formats.",
     )
     max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes; a tensor is never cut.")
+    evaluate: bool = Field(  # which changes no weight, so that no recipe of an output holds it
+        True, exclude=True, description="Compare the output with its base on held-out text: loss, KL and flips."
+    )
     push_to_hub: str | None = Field(  # what publishes an output is no part of its recipe
         None,
         exclude=True,

@@ -31,7 +31,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.conditions import SIGNS
 from compressor.evaluation.gate_report import gate_blocks
 from compressor.evaluation.gate_verdict import GateResult
-from compressor.evaluation.judged import heldout_blocks
+from compressor.evaluation.judged import heldout_blocks, overall_words
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.recipe.document import changed, entries, first_of, step_blocks, step_line
@@ -124,11 +124,9 @@ def sizes(data: Report) -> tuple[Table]:
 
 
 def heldout(data: Report) -> list[Block]:
-    """Loss, KL and flips on the held-out text of each source."""
+    """Loss, KL and flips on held-out text, of each source where there are several."""
     if data.heldout is None:
-        return [
-            Text("Nothing is known by source: the text has one, no text was held out, or another machine knows it.")
-        ]
+        return [Text("Output and base were not compared: the run read too little text, or was told not to.")]
     return [*heldout_blocks(data.heldout)]
 
 
@@ -286,7 +284,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block
     ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
     ("steps", "Router calibration and distillation", "distillation", steps),
-    ("heldout", "Held-out text by source", None, heldout),
+    ("heldout", "Held-out text", None, heldout),
     ("hubs", "Hubs and protected experts", None, hubs),
     ("gate", "Accuracy gate", "gate", gate),
     ("cost", "Time and memory", None, cost),
@@ -313,10 +311,15 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     if (gate := data.gate) is not None:  # a routed model is not the checkpoint as stock loaders run it
         routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
         verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), _judged(gate) + routed
+    quality: tuple[Words, str] = "not compared", "with the base"
+    if data.heldout is not None:
+        loss, rise, kl, flips = overall_words(data.heldout.overall)
+        quality = loss, f"{rise} nats per token; KL {kl}; flips {flips}"
     tiles: dict[str, tuple[Words, str]] = {
         "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
         "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
+        "Held-out loss": quality,
         "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
         "Accuracy gate": verdict,
     }

@@ -163,6 +163,31 @@ def test_each_document_is_tokenised_once(tmp_path: Path) -> None:
     assert used <= 3 * len(read_documents) < used + 6  # documents of three tokens
 
 
+def test_text_to_evaluate_on_lies_behind_all_else_and_changes_none_of_it(tmp_path: Path) -> None:
+    sources = [WeightedSource(count_up(tmp_path, number, 2000), 1.0) for number in (1, 2)]
+    without, made = read(sources), read(sources, evaluation=10)
+    assert made.identity == without.identity and made.fit.identity == without.fit.identity and not without.evaluation
+    assert repeat_text(made.identity, Numbers(), VOCAB, evaluation=10).identity == made.identity
+    for number, own in zip((1, 2), made.evaluation, strict=True):
+        parts = [batch for name in made.names for batch in made.part(name)]
+        used = flat([*made.fit.batches, *reserved_batches(made), *heldout_batches(made), *parts], number)
+        stream = stream_of(str(tmp_path / f"s{number}.txt"))
+        behind = stream[len(set(used)) :]  # as nothing is read twice
+        assert set(used).isdisjoint(behind) and flat(own.batches, number) == behind[: 5 * 4] and not made.short
+
+
+def test_short_text_is_evaluated_on_what_is_held_out_of_it(tmp_path: Path) -> None:
+    for tokens, left in ((12 * 8 + 20, 2), (60, 0)):
+        made = read([WeightedSource(count_up(tmp_path, 1, tokens), 1.0)], reserve=0, parts={}, evaluation=10)
+        (own,) = made.evaluation
+        kept = flat(heldout_batches(made), 1)
+        assert len(kept) >= 8 and made.short == (own.name,)
+        assert flat(own.batches, 1)[left * 8 :] == kept and len(flat(own.batches, 1)) == left * 8 + len(kept)
+        assert repeat_text(made.identity, Numbers(), VOCAB).identity == made.identity
+    whole = {"reserve": 0, "parts": {}, "heldout": 0.0, "evaluation": 10}
+    assert read([WeightedSource(count_up(tmp_path, 1, 60), 1.0)], **whole).evaluation == ()  # nothing is held out of it
+
+
 def test_one_source_of_several(tmp_path: Path) -> None:
     sources = [WeightedSource(count_up(tmp_path, number, 900), 1.0 + number) for number in range(2)]
     made = read(sources)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.model.opened import OpenModel
+from compressor.pipeline.dry_run import EVALUATION
 from tests import small, zoo
 from tests.command_line import Run
 
@@ -88,11 +89,11 @@ def test_a_run_leaves_the_shapes_that_were_shown(way: str, tmp_path: Path, run: 
     (read,) = content["texts"]
     assert read["samples"] * read["sequence_length"] == 256
     if way == "recipe":
-        assert read["parts"] == [["routers", 16, 16], ["held out", 48, 16]]
+        assert read["parts"] == [["routers", 16, 16], ["held out", 48, 16], [EVALUATION, 48, 16]]
         assert content["steps"][1]["passes"] == 2
     if way == "auto":
         assert content["servers"] == json.loads(done.out)["servers"]
-    tokens = {"auto": 6 * 256, "recipe": 48 * 16}.get(way, 256)
+    tokens = 48 * (16 if way == "recipe" else 32)  # of the evaluation, and of auto's six times 256
     assert content["activations"] == tokens * 32 * 4  # hidden size 32, float32
 
 
