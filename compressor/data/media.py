@@ -21,8 +21,8 @@ from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
-from compressor.model.tokenizer import chat_form
 from compressor.model.own_code import load_stock
+from compressor.model.tokenizer import chat_form
 from compressor.progress import quiet_transformers
 
 FILES = ("processor_config.json", "preprocessor_config.json")
