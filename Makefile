@@ -2,14 +2,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+PINS = --constraint constraints.txt
+TORCH ?= torch
 
-.PHONY: demo test test-all lint docs
+.PHONY: demo test test-fast test-latest test-all lint docs
 demo: $(VENV)/installed
 	$(VENV)/bin/moe-compress demo
 
 # The same every time: no random seed, and hypothesis derandomised (the profile `fast` of tests/conftest.py).
-test: lint docs
+test: lint docs test-fast
+
+test-fast: $(VENV)/installed
 	PYTHONHASHSEED=0 $(PYTEST) -m "not full"
+
+# The fast tests with today's newest releases, as users get them; TORCH=torch==2.13.0, say, chooses torch's.
+test-latest:
+	rm -rf .venv-latest
+	$(MAKE) test-fast VENV=.venv-latest PINS=
 
 # What computes plans is tested once more as a processor without vector instructions would; reading them differs nowhere.
 DECIDING = tests/strategies tests/compressor/test_tolerance.py tests/compressor/steps/prune
@@ -30,6 +39,6 @@ docs: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet $(PINS) $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet $(PINS) --editable ".[dev]"
 	touch $@

@@ -37,6 +37,7 @@ COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX
 EXACT = "exact"
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
+RUNTIME_FAULT = re.compile(r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?")
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}  # defaults that do not build
 INDEX_HEADS = 32  # as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
 HEADER = """# Architectures
@@ -149,6 +150,8 @@ def _notes(opened: OpenModel) -> str:
         notes.append("dense layers")
     if any("vision" in layer.name for layer in architecture.layers):
         notes.append("vision experts too")
+    if architecture.family.removesuffix("_text") in zoo.LOOPED:
+        notes.append("its layers run several times, so only what needs no calibration")
     notes += _beside(opened)
     fields = vars(opened.config) | vars(opened.config.get_text_config())
     heads = sorted(key for key, value in fields.items() if announces_head(key) and isinstance(value, int))
@@ -195,7 +198,7 @@ def _onnx(place: Path, out: Path) -> str:
         try:
             found = onnx.export(place, out, onnx.ExportOptions(past=past))
         except CompressionError as error:
-            reason = str(error).removesuffix("; nothing was written")
+            reason = RUNTIME_FAULT.sub(r"\1: ", str(error).removesuffix("; nothing was written"))
             continue
         others = sorted({route.route for route in found.fallen_back})
         parts = [bound(found.verification.largest_difference), *([] if past else ["no cache"]), *others]

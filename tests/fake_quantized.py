@@ -57,8 +57,15 @@ def expert_matrices(experts: Any, expert: int) -> list[list[Tensor]]:
     return [[*inner.chunk(2)] if experts.is_concatenated else [inner[0::2], inner[1::2]], [down]]
 
 
-def dense(model: nn.Module) -> dict[str, nn.Linear]:
+STORED_OTHERWISE = {  # than as one tensor called weight, by the config's model type
+    "lara_mini": r"linear_attn\.in_proj_",
+    "inkling2_loop_text": "_message_gate",
+}
+
+
+def dense(model: Any) -> dict[str, nn.Linear]:
     """Linear layers of attention and MLP in decoder layers, by name: no router, no gate of one output, no head."""
+    otherwise = STORED_OTHERWISE.get(model.config.model_type, "vision")
     return {
         name: module
         for name, module in model.named_modules()
@@ -67,7 +74,7 @@ def dense(model: nn.Module) -> dict[str, nn.Linear]:
         and not ROUTERS.search(name)
         and module.out_features > 1
         and "weight" not in name
-        and not re.search("vision|visual|audio", name)
+        and not re.search(f"vision|visual|audio|{otherwise}", name)
     }
 
 

@@ -39,6 +39,8 @@ def logits(run: Pass, *visitors: LayerVisitor) -> dict[int, Tensor]:
     found = dict[int, Tensor]()
 
     class Keeping(LayerVisitor):
+        repeatable = True
+
         def finished(self, batch: int, output: Any) -> None:
             found[batch] = output.logits.clone()
 

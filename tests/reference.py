@@ -102,9 +102,9 @@ def _routers(model: nn.Module) -> dict[str, nn.Module]:
 
 def forced_logits(model: PreTrainedModel, small: PreTrainedModel, plan: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Logits of the large model whose routers are made to choose as those of a small one, made by a drop, do."""
-    seen: dict[str, tuple[Any, ...]] = {}
+    seen: dict[str, list[tuple[Any, ...]]] = {name: [] for name in _routers(small)}  # of each call
     handles = [
-        router.register_forward_hook(lambda module, args, output, name=name: seen.update({name: output}))
+        router.register_forward_hook(lambda module, args, output, name=name: seen[name].append(output))
         for name, router in _routers(small).items()
     ]
     zoo.logits(small, ids)
@@ -113,7 +113,7 @@ def forced_logits(model: PreTrainedModel, small: PreTrainedModel, plan: Mapping[
 
     def choose(name: str, output: tuple[Any, ...]) -> tuple[Any, ...]:
         module = weights[model.get_parameter(f"{name}.down_proj").data_ptr()]  # the same under a tied name
-        _, shares, index, *rest = seen[name]
+        _, shares, index, *rest = seen[name].pop(0)
         return (output[0], shares, torch.tensor(kept[module])[index].to(index.dtype), *rest)
 
     handles += [

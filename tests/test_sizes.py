@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
+from compressor.model.inputs import cache_argument
 from compressor.report.sizes import cache_bytes
 from tests import small, zoo
 from tests.command_line import Run, names, refused
@@ -104,7 +105,7 @@ def test_a_limit_beyond_both_ends_is_one_sentence(home: Path, run: Run, tmp_path
 def test_keys_and_values_take_what_the_stock_cache_does(name: str) -> None:
     model, tokens = zoo.build(name), 6
     cache = DynamicCache(config=model.config)
-    model(input_ids=zoo.tokens(model, 1, tokens), past_key_values=cache)
+    model(input_ids=zoo.tokens(model, 1, tokens), **{cache_argument(model): cache})
     nbytes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     assert cache_bytes(model.config, tokens, torch.float32) == sum(nbytes)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(nbytes)

@@ -41,6 +41,7 @@ REFUSED = {  # why, by family
             "beam", "exaone_moe", "mimo_v2_flash", "deepseek_v3", "axk1", "dots1", "glm4_moe", "glm4_moe_lite",
             "solar_open", "mistral4", "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note", "nemotron_h",
             "kimi_linear", "bailing_hybrid", "glm4v_moe", "glm5_next", "mistral_large4", "deepseek_v3-n_group4",
+            "hy_v4_vl",
         ),
         GROUPS,
     ),

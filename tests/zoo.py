@@ -39,6 +39,7 @@ REPRESENTATIVE = {  # one of every layout
     "deepseek_v4",
     "ernie4_5_vl_moe",
 }
+LOOPED = {"inkling2_loop"} & FAMILIES.keys()  # families whose layers run several times in a forward
 KEPT = ("bias", "scale", "norm", "A_log")  # parameters, of 2 dimensions too, that stay near what the code chose
 
 

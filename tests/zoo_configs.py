@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import transformers
+
 FIRST_TOKEN = 16
+AVAILABLE = frozenset(dir(transformers))  # names of its classes: newer families are missing from older releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,11 @@ SAM: dict[str, Any] = {"hidden_size": 16, "output_channels": 16, "num_hidden_lay
 
 
 def _family(name: str, stem: str, count: str, base: dict[str, Any], /, **config: Any) -> None:
-    """Register a family; `stem` Xyz is for XyzForCausalLM and XyzConfig, unless `family` says otherwise."""
+    """Register a family that transformers has; `stem` Xyz is for XyzForCausalLM and XyzConfig, unless `family` says
+    otherwise."""
     fields = {"model_class": f"{stem}ForCausalLM", "config_class": f"{stem}Config"} | config.pop("family", {})
-    FAMILIES[name] = Family(name=name, count_field=count, config=base | config, **fields)
+    if fields["model_class"] in AVAILABLE:
+        FAMILIES[name] = Family(name=name, count_field=count, config=base | config, **fields)
 
 
 def _image_text(name: str, stem: str, count: str, base: dict[str, Any], /, **config: Any) -> None:
@@ -221,6 +226,10 @@ _family("qwen4_exp", "Qwen4Exp", "num_experts", HEAD_DIM | EXPERTS | LINEAR, hea
     layer_types=["linear_attention", "linear_attention", "indexed_attention"],
     rope_parameters={**ROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
         "partial_rotary_factor": 0.5}, family={"config_class": "Qwen4ExpTextConfig", "experts_modules": 3})
+_family("lara_mini", "LaraMini", "num_experts", HEAD_DIM | EXPERTS | LINEAR, num_hidden_layers=4,
+    shared_expert_intermediate_size=40, sliding_window=8, tie_word_embeddings=False,
+    layer_types=["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    family={"experts_modules": 4})
 _family("kimi_linear", "KimiLinear", "num_experts", LATENT | EXPERTS | GROUPS | SHARED | DENSE_FIRST,
     q_lora_rank=None, layer_types=["linear_attention", "linear_attention", "full_attention"],
     linear_head_dim=16, linear_num_heads=2)
@@ -245,6 +254,12 @@ _family("inkling2", "Inkling2", "n_routed_experts", HEAD_DIM | ROUTED, intermedi
     sliding_window_size=8, d_rel=4, rel_extent=16,
     layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"], route_scale=2.0,
     n_layers_per_attn_res_block=2, family={"config_class": "Inkling2TextConfig", "experts_modules": 3})
+_family("inkling2_loop", "Inkling2Loop", "n_routed_experts", HEAD_DIM | ROUTED, num_hidden_layers=4,
+    unpadded_vocab_size=90, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+    sliding_window_size=8, d_rel=4, rel_extent=16,
+    layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"], route_scale=2.0,
+    n_layers_per_attn_res_block=1, loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=2,
+    loop_gate_rank=8, family={"config_class": "Inkling2LoopTextConfig", "experts_modules": 4})
 
 # ---- whole image-text models ----
 _image_text("qwen3_vl_moe", "Qwen3VLMoe", "text_config.num_local_experts", VISION_IDS,
@@ -274,6 +289,12 @@ _image_text("glm5_next", "Glm5Next", "text_config.n_routed_experts", IMAGE_IDS, 
         "index_kpool": 2, "linear_head_dim": 16, "linear_num_heads": 2, "hc_mult": 2,
         "hc_sinkhorn_iters": 3, "indexer_types": ["full", "full", "full"],
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]})
+_image_text("hy_v4_vl", "HYV4VL", "text_config.n_routed_experts", IMAGE_IDS,
+    vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "out_hidden_size": 32, "patch_size": 4, "max_image_size": 16},
+    text_config=LATENT | ROUTED | GROUPS | SHARED | INDEXER | DENSE_FIRST | {
+        "indexer_types": ["full", "full", "shared"], "hc_mult": 2,
+        "rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}})
 _image_text("mistral_large4", "MistralLarge4", "text_config.n_routed_experts", {}, image_token_index=3,
     vision_config={"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16,
         "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16},

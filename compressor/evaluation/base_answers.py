@@ -130,6 +130,8 @@ class _Answer:
 class _Asking(LayerVisitor):
     """Keeps the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
 
+    repeatable = True
+
     def __init__(self, last: str, wanted: Sequence[_Answer]) -> None:
         self.last, self.wanted = last, wanted
         self.states: dict[int, Tensor] = {}

@@ -16,6 +16,7 @@ from compressor.devices import pick_device
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 from compressor.model.architecture import build_stored, load_config, model_class
+from compressor.model.inputs import cache_argument
 from compressor.model.opened import load_dequantised, pick_dtype
 from compressor.progress import quiet_transformers
 
@@ -40,6 +41,7 @@ class StockDecoder:
         self._seen: list[int] = []
         self._cache: Any = None
         self._known = inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model)
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int]) -> Tensor:
@@ -54,11 +56,11 @@ class StockDecoder:
         }
         output = self._model(
             input_ids=torch.tensor([fresh], device=device),
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
             **{name: value for name, value in wanted.items() if name in self._known},
         )
-        self._cache = getattr(output, "past_key_values", None)
+        self._cache = getattr(output, self._cache_name, None)
         logits: Tensor = output.logits[0, -1].float().cpu()
         return logits
 

@@ -312,6 +312,7 @@ class Riding(LayerVisitor):
     When the pass has ended, `figures` are those of each variant, or of the base, from all ranks.
     """
 
+    repeatable = True
     evaluator: Evaluator
     places: tuple[tuple[int | None, int], ...]
     first: int = 0

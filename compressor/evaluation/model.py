@@ -209,6 +209,8 @@ def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answe
 class _Answers(LayerVisitor):
     """Takes the answers where a batch reaches the head, which is shown the scored positions alone."""
 
+    repeatable = True
+
     def __init__(self, batches: Sequence[Sequence[Input]]) -> None:
         self.batches, self.found = batches, dict[int, Answer]()
         self.chosen = False

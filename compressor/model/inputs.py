@@ -1,5 +1,6 @@
 """What the stock forward is given: token ids, and what a processor makes of pictures or sound beside them."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,12 @@ class Inputs(Tensor):
     def before_text(self) -> Tensor:
         """Mask [1, L] of the tokens whose next one is text, or that are the last."""
         return ~torch.cat([self.media[:, 1:], torch.zeros_like(self.media[:, :1])], 1)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which the stock forward takes its cache, and its output holds it."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

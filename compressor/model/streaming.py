@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from functools import partial as bind
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -154,6 +154,7 @@ class LayerVisitor:
     """
 
     at: Place
+    repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
 
     def loaded(self, unit: str) -> None:
         """A layer has been loaded, and every batch has come as far as it."""
@@ -290,7 +291,7 @@ class _Lockstep:
         _release_embedding(self.partial)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
-        following = dict(pairwise(self.units))
+        following, passed = dict(pairwise(self.units)), set[str]()
         idle = iter(self.units if self.own is not None and not places else ())  # ranks keep in step
 
         def replay(numbers: Iterable[int]) -> None:
@@ -303,6 +304,9 @@ class _Lockstep:
                 raise CompressionError(
                     f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
                 )
+            if unit in passed and not all(visitor.repeatable for visitor in self.visitors):
+                raise self._another_run(unit)
+            passed.add(unit)
             self.partial.load(self.partial.keys_under(unit))
             self.place.layer = unit
             if self.waiting - {unit} and (successor := following.get(unit)):
@@ -324,6 +328,8 @@ class _Lockstep:
         for number in self.run.finishing:
             if number in self.runs:
                 output = self._resume(number)
+                if isinstance(output, str):  # it stands before a layer, after the last one
+                    raise self._another_run(output)
                 for visitor in self.visitors:
                     visitor.finished(number, output)
 
@@ -337,6 +343,12 @@ class _Lockstep:
         for name in (*self.units, *self.blocks):
             self.model.get_submodule(name).__dict__.pop("forward", None)
         self.partial.release("")
+
+    def _another_run(self, unit: str) -> CompressionError:
+        return CompressionError(
+            f"{type(self.model).__name__} runs {unit} more than once in a forward, so it cannot be calibrated or "
+            "measured layer by layer; use a strategy that needs no calibration, such as model-centric"
+        )
 
     def _first_places(self) -> list[str]:
         """Let every batch come to its first decoder layer; on the way one block of a tower is loaded at a time."""

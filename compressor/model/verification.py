@@ -185,5 +185,5 @@ def _verify_quantized(checkpoint: Checkpoint, config: Any, known: Collection[str
     have = set(partial.keys.targets.values())
     converted = {target for entry in partial.conversions for target in entry.target_patterns[1:]}
     for key in partial.empty:
-        if key not in have and key not in partial.tied and not any(key.endswith(target) for target in converted):
+        if key not in have and key not in partial.tied and not any(target in key for target in converted):
             raise CompressionError(f"no written tensor fills {key!r}")

@@ -158,6 +158,8 @@ def unit_of(key: str, units: Sequence[str]) -> str | None:
 class _Observer(LayerVisitor):
     """Gives each batch its mask and positions, shows every loaded layer, and keeps the logits in the cases."""
 
+    repeatable = True
+
     def __init__(self, partial: PartialModel, cases: Sequence[Case], shown: Shown | None) -> None:
         self.partial, self.cases, self.shown = partial, [*cases], shown
 

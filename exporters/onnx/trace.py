@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from compressor.errors import CompressionError, reason_of
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
+from compressor.model.inputs import cache_argument
 from compressor.model.loading import PartialModel, set_tensor
 from compressor.progress import quiet_transformers
 from exporters.onnx.moe import round_experts
@@ -36,7 +37,7 @@ SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shap
 SAMPLE_LENGTH = 3
 CHUNKS = 2.5  # of a layer that works in chunks; from one or fewer, a trace would learn that there is one
 LARGEST_CHUNK = 1024  # of a recurrent layer; longer ones are windows of attention
-RENAMED = {"keys": "key", "values": "value"}
+RENAMED = {"keys": "key", "values": "value", "cache": CACHE}
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 STOCK = "transformers.models."
 SMALL = 8192  # elements: with larger constants the optimiser computes nothing
@@ -118,7 +119,7 @@ def fresh_cache(model: Any) -> Any:
 
 
 def graph_name(path: str) -> str:
-    """past_key_values.layers.3.keys -> past_key_values.3.key; other states keep their own names."""
+    """past_key_values.layers.3.keys or cache.layers.3.keys -> past_key_values.3.key; other states keep their names."""
     return ".".join(RENAMED.get(part, part) for part in path.split(".") if part != "layers")
 
 
@@ -160,6 +161,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     """
     from transformers.exporters.utils import get_leaf_tensors
 
+    argument = cache_argument(model)
     new = sample_length(model.config)
     if not past:
         return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), {})
@@ -169,14 +171,14 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
         cache = fresh_cache(model)
         try:
             with mode or contextlib.nullcontext():
-                model(**model_inputs(model, tokens[:, :length]), use_cache=True, past_key_values=cache)
+                model(**model_inputs(model, tokens[:, :length]), use_cache=True, **{argument: cache})
         except Exception as error:  # models raise what they like
             raise CompressionError(
                 f"{type(model).__name__} does not run with a cache ({reason_of(error, 160)}); export it with --no-past"
             ) from error
         caches.append(cache)
         samples.append(model_inputs(model, tokens[:, length:], length))
-    one, two = (get_leaf_tensors({CACHE: cache}) for cache in caches)
+    one, two = (get_leaf_tensors({argument: cache}) for cache in caches)
     if set(one) != set(two) or not one:
         name = type(model).__name__
         raise CompressionError(f"the cache of {name} is not made of tensors alone; export it with --no-past")
@@ -185,7 +187,7 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
         for name, value in vars(layer).items():
             filled = tree_map_only(FakeTensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), value)
             setattr(layer, name, filled)
-    return TraceInputs({**samples[0], CACHE: caches[0]}, tensors)
+    return TraceInputs({**samples[0], argument: caches[0]}, tensors)
 
 
 @contextlib.contextmanager
@@ -224,7 +226,7 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     dynamic = torch.export.Dim.AUTO
     shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in inputs.sample}
     if inputs.cache:
-        shapes[CACHE] = [dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()]
+        shapes[cache_argument(model)] = [dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset, optimize=False)
     try:
         with _quiet(), _symbolic_minimum(model):

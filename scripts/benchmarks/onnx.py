@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from compressor.model.inputs import cache_argument
 from exporters.onnx import FORMATS, ExportOptions, export
 from scripts.benchmarks.frame import head, options, qwen3_moe, random_model, row
 
@@ -60,12 +61,13 @@ def torch_steps(model: Any, kinds: int) -> dict[str, Callable[[], Any]]:
     from transformers import DynamicCache
 
     cache, one, many = DynamicCache(config=model.config), cycle(draw(CACHED).T[:kinds]), draw(PREFILLED)
+    past = {cache_argument(model): cache}
     with torch.inference_mode():
-        model(draw(CACHED), past_key_values=cache)
+        model(draw(CACHED), **past)
 
     @torch.inference_mode()
     def decode() -> Any:
-        logits = model(next(one)[None], past_key_values=cache, use_cache=True).logits
+        logits = model(next(one)[None], **past, use_cache=True).logits
         cache.crop(-1)
         return logits
 

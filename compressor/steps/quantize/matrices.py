@@ -191,6 +191,7 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         if key.startswith(inside)
         and not key.startswith(routers)
         and key.endswith(".weight")
+        and name.endswith(".weight")
         and isinstance(module := modules[key.removesuffix(".weight")], nn.Linear)
         and module.out_features > 1
         and keys.patterns[name] is None

@@ -17,7 +17,7 @@ from compressor.model.streaming import Forward, LayerVisitor, Pass, Replay, Spil
 from tests import zoo
 from tests.opened import batches, logits, note_spills, of_two_layers, opened, plain_calls, watch
 
-EVERY = pytest.mark.parametrize("name", zoo.sweep())
+EVERY = pytest.mark.parametrize("name", zoo.sweep(but=zoo.LOOPED))
 SOME = pytest.mark.parametrize("name", ["mixtral", "mixtral-tied", "zaya", "qwen3_next", "gemma4"])
 
 
@@ -315,3 +315,17 @@ def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) ->
     found = logits(Pass(model, [one, two], evaluation=[three]))
     assert list(found) == [2]
     torch.testing.assert_close(found[2], stock(input_ids=three).logits, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", sorted(zoo.LOOPED))
+def test_layers_that_run_twice_give_the_stock_logits_and_are_refused_to_what_sees_each_once(
+    name: str, tmp_path: Path
+) -> None:
+    stock, model = opened(name, tmp_path)
+    parts = batches(stock, (1, 2))
+    found = logits(Pass(model, parts, to_end=True))
+    for number, tokens in enumerate(parts):
+        torch.testing.assert_close(found[number], stock(input_ids=tokens).logits, rtol=0, atol=2e-6)
+    with pytest.raises(CompressionError, match=r"runs model\.layers\.1 more than once .* needs no calibration"):
+        Pass(model, parts).run(Calling(passed=lambda unit: None))
+    assert loaded(model.partial) == set()

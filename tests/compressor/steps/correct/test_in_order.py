@@ -45,7 +45,7 @@ from tests.ordered import (
 from tests.plans import by_hand
 from tests.reference import cut, realign
 
-EVERY = pytest.mark.parametrize("name", zoo.sweep(but=SHARED))
+EVERY = pytest.mark.parametrize("name", zoo.sweep(but={*SHARED, *zoo.LOOPED}))
 LOGITS = 1e-5
 TUNE = Correct("tune", steps=3, tokens=20)
 
