@@ -249,7 +249,7 @@ def forget(*files: str) -> Callable[[Path], Any]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "unknown type": (edit("config.json", model_type="nope", architectures=None), "model type `nope`"),
+    "unknown type": (edit("config.json", model_type="nope", architectures=None), "has no model type .nope."),
     "bad field": (edit("config.json", num_local_experts="eight"), "Validation error for field 'num_local_experts'"),
     "NaN in an expert": (put_nan(NAN), re.escape(f"tensor '{NAN}' in model.safetensors holds NaN")),
     "expert tensor gone": (tensors(lambda t: t.pop(NAN)), "layers.1.* holds 7 tensors like .*w2.* for 8 experts"),
