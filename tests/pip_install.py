@@ -54,7 +54,7 @@ def main(bin_folder: Path, module: str, name: str, command: str, *rest: str) -> 
     assert (module, name, command) == ("-m", "pip", "install"), sys.argv
     target = rest[-1]
     assert target.startswith("."), "a workflow installs its checkout"
-    site = bin_folder / "site"
+    site = bin_folder / "site-packages"  # the name by which dill knows that a module can be imported
     site.mkdir(exist_ok=True)
     for package in installed_by(Requirement(f"{PROJECT['name']}{target[1:]}")) - {PROJECT["name"]}:
         link(distribution(package), site)
