@@ -101,6 +101,7 @@ class Job:
             each.mkdir(parents=True)
         (self.programs / "python").write_text(INSTALLING)
         (self.programs / "python").chmod(0o755)
+        (self.folder / "summary.md").touch()
 
     def script(self, step: Mapping[str, Any], contexts: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         """Run a step's script; returns its outputs, and what it printed. A status other than 0 ends the test."""
