@@ -55,7 +55,8 @@ def of_two_layers(model: nn.Module) -> Any:
         model=model, device=torch.device("cpu"), dtype=torch.float32, tied={}, empty={}, load=lambda keys: None,
         read_ahead=nothing, release=nothing, keys_under=nothing,
     )  # fmt: skip
-    return SimpleNamespace(partial=partial, architecture=SimpleNamespace(units=("layers.0", "layers.1"), layers=()))
+    architecture = SimpleNamespace(units=("layers.0", "layers.1"), layers=())
+    return SimpleNamespace(partial=partial, architecture=architecture, positions=None)
 
 
 def calibration(parts: Sequence[Tensor]) -> Calibration:

@@ -93,7 +93,7 @@ def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these batches be the calibration text of plans that are carried out from now on."""
     heldout = EvaluationSet("random tokens", data.heldout_batches)
     monkeypatch.setattr(task, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(task, "repeat_text", lambda *_: Text(data, data.identity, {}, (heldout,)))
+    monkeypatch.setattr(task, "repeat_text", lambda *_, **__: Text(data, data.identity, {}, (heldout,), (heldout,)))
 
 
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:

@@ -214,7 +214,10 @@ def shown(blocks: Any) -> None:
 @example(json.dumps({**config(), "max_position_embeddings": 10**12, "head_dim": 10**12}).encode())
 @example(json.dumps({**config(), "quantization_config": {"modules_to_not_convert": ["(a+)+$"]}}).encode())
 def test_config(raw: bytes) -> None:
-    with folder_with(config__json=raw, model__safetensors=with_header(json.dumps(header()).encode())) as folder:
+    tensors = header()
+    tensors["model.norm.weight"] = tensors.pop("a.weight")
+    weights = with_header(json.dumps(tensors).encode())
+    with folder_with(config__json=raw, model__safetensors=weights) as folder:
         with only_sentences():
             read_facts(folder)
         with only_sentences():
