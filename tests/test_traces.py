@@ -12,6 +12,7 @@ import transformers
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
 from compressor.evaluation.prompts import Prompt
+from compressor.evaluation.server_client import Message
 from compressor.evaluation.server_writer import message_text
 from tests import small
 from tests.command_line import Run, refused, run_killed
@@ -168,8 +169,8 @@ def test_what_a_server_takes_apart_is_put_together() -> None:
     prompt = Prompt.of([{"role": "user", "content": "a"}])
     calls = [{"function": {"name": "add", "arguments": '{"x": 1}'}}, {"function": {"name": "say", "arguments": "{"}}]
     message = {"content": "So be it.", "reasoning_content": " Hm. ", "tool_calls": calls}
-    assert message_text(message, prompt, tokenizer, False) == (
+    assert message_text(Message.model_validate(message), prompt, tokenizer, False) == (
         '<think>\nHm.\n</think>\n\nSo be it.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
         '\n<tool_call>\n{"name": "say", "arguments": "{"}\n</tool_call>'
     )
-    assert message_text({"content": "a"}, prompt, tokenizer, False) == "a"
+    assert message_text(Message(content="a"), prompt, tokenizer, False) == "a"

@@ -275,14 +275,15 @@ class Journal:
         return cls(path / f"answers-{key}.jsonl" if path.suffix != ".jsonl" else path, key)
 
     def read(self) -> dict[tuple[str, int], Answer]:
-        """The answers that there are, by prompt and seed."""
+        """The answers that there are, by prompt and seed; without lines that no file of text can hold."""
         found = dict[tuple[str, int], Answer]()
-        with suppress(OSError), self.path.open(encoding="utf-8") as stream:
+        with suppress(OSError), self.path.open("rb") as stream:
             for line in stream:
                 with suppress(ValueError, CompressionError, RecursionError):
-                    content = json.loads(line)
+                    content = json.loads(line.decode())
                     if isinstance(content, dict) and content.get("key") == self.key:
                         answer = read_as(Answer, content)
+                        answer.text.encode()  # half a character is none of UTF-8
                         found[answer.key] = answer
         return found
 

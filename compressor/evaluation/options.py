@@ -35,6 +35,7 @@ class GenerationOptions:
 
 
 SECONDS = 300.0  # to wait for an answer
+MOST_SECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class ServerOptions:
     served_model: str | None = option(None, "Its name there (default: the only one that the server has).")
     base_server: str | None = option(None, "Address of a server that runs the base.")
     base_served_model: str | None = option(None, "The base's name there.")
-    timeout: Annotated[FiniteFloat, Field(gt=0)] = option(SECONDS, "Seconds to wait for each answer of a server.")
+    timeout: Annotated[FiniteFloat, Field(gt=0, le=MOST_SECONDS)] = option(
+        SECONDS, "Seconds to wait for each whole answer of a server, tries included."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

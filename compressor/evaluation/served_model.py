@@ -15,18 +15,21 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import FiniteFloat, TypeAdapter
 
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import WRITTEN
 from compressor.evaluation.generate import read_facts
 from compressor.evaluation.model import Watched
-from compressor.evaluation.server import AT_ONCE, PromptScores, Server, choice_of
+from compressor.evaluation.server import AT_ONCE, PromptScores, Server
+from compressor.evaluation.server_client import Completion
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
-Question = tuple[str, Mapping[str, Any], Callable[[Mapping[str, Any]], Any]]  # its key, payload, and how to read it
+LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
+Question = tuple[str, Mapping[str, Any], Callable[[Completion], Any]]  # its key, payload, and how to read it
 
 
 class ServedModel(Watched, LocalCompletionsAPI):
@@ -66,7 +69,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
                 self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
             )
             payload |= self.server.plain
-            questions.append((_digest(payload), payload, self._text))
+            questions.append((_digest(payload), payload, lambda response: response.choices[0].text))
             keys.append((context, settings))
         return self._answers(WRITTEN, questions, keys)
 
@@ -87,19 +90,17 @@ class ServedModel(Watched, LocalCompletionsAPI):
         """Token ids as they are where the server takes them, or else text."""
         return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _likelihood(self, tokens: Sequence[int], begin: int, response: Mapping[str, Any]) -> tuple[float, bool]:
+    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> tuple[float, bool]:
         pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
-        with suppress(TypeError, ValueError, AttributeError):
-            if (found := PromptScores.of(self.server, response, len(tokens), pieces)) is not None:
-                return found.likelihood(begin)
+        scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
+        likelihood = None if scores is None else scores.likelihood(begin)
+        if likelihood is not None:
+            return likelihood
         raise CompressionError(
             f"task {self.watcher.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, and "
             f"{self.server.label} gives others: it hides the token that opens a text, cuts long prompts, or has "
             "another tokenizer; name another task, or serve the model by vLLM"
         )
-
-    def _text(self, response: Mapping[str, Any]) -> str:
-        return str(choice_of(self.server, response).get("text") or "")
 
     def _answers(self, kind: str, questions: Sequence[Question], keys: Sequence[Any]) -> list[Any]:
         """The answer to each question, which is kept under its key; the same one is asked once."""
@@ -116,7 +117,8 @@ class ServedModel(Watched, LocalCompletionsAPI):
         for key in known.keys() & places.keys():
             seen(key)
         missing = [questions[numbers[0]] for key, numbers in places.items() if key not in known]
-        asking = self.server.all(missing, lambda question: self.server.post("/completions", question[1]), self.at_once)
+        ask = partial(self.server.ask, "/completions", Completion)
+        asking = self.server.all(missing, lambda question: ask(question[1]), self.at_once)
         with wrap_full_disk(self.kept.parent):
             self.kept.parent.mkdir(parents=True, exist_ok=True)
             with self.kept.open("a", encoding="utf-8") as stream:
@@ -133,8 +135,7 @@ def _digest(*asked: Any) -> str:
 
 
 def _lines(kept: Path) -> Iterator[tuple[str, Any]]:
-    with suppress(OSError), kept.open(encoding="utf-8") as stream:
+    with suppress(OSError), kept.open("rb") as stream:
         for line in stream:
-            with suppress(ValueError, TypeError):  # a line that was cut off
-                key, answer = json.loads(line)
-                yield key, tuple(answer) if isinstance(answer, list) else answer
+            with suppress(ValueError):  # a line that was cut off
+                yield LINE.validate_json(line)

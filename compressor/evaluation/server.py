@@ -1,16 +1,7 @@
-"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and what it answers over HTTP.
+"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it scores prompts."""
 
-A key is taken from the environment variable OPENAI_API_KEY alone, sent to the server that was named, and kept nowhere.
-"""
-
-import http.client
-import json
 import logging
-import os
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -18,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from operator import eq
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from compressor.checkpoint.source import ModelSource
-from compressor.errors import KEY_VARIABLE, CompressionError, first_line, reason_of
+from compressor.errors import KEY_VARIABLE, CompressionError
 from compressor.evaluation.evaluate import WRITTEN, Answerer
 from compressor.evaluation.options import SECONDS, ServerOptions
+from compressor.evaluation.server_client import Client, Completion, Logprobs, Models, RefusedError, Version
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import file_digest
 from compressor.formatting import known_names
@@ -33,96 +24,31 @@ from compressor.run_record import request_key
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 8  # requests, where nobody says how many
-TRIES, PAUSE = 4, 0.5  # of a request that the server refuses for a while; seconds, doubled each time
+MOST_PORT = 2**16 - 1
 ENDPOINTS = ("/chat/completions", "/completions", "/models")
-BUSY = (408, 425, 429, 502, 503, 504)
 PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}  # which some servers raise, and so hide loops
 PROBE = "The quick brown fox: 3 + 4 = 7.\nA lazy dog sleeps"
 PROBED = 8  # tokens that are asked for
 TOKENIZER = ("tokenizer*.json", "*.model", "special_tokens_map.json", "vocab*", "merges.txt")
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 Scored = Literal["tokens", "text", None]  # in what form a prompt gets log-probabilities; None: in none
 T = TypeVar("T")
 Q = TypeVar("Q")
 
 
-class RefusedError(CompressionError):
-    """A server that is there does not take a request."""
-
-
 @dataclass(frozen=True, slots=True)
-class Server:
+class Server(Client):
     """One model of a server that is there."""
 
-    address: str  # of its API, without a slash at the end
     model: str
-    timeout: float
     facts: Mapping[str, Any]  # plain JSON: what it says of itself and of the model
     max_length: int | None = None  # tokens of a prompt with its answer
     scored: Scored = None
     plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
-    opener: Any = field(default_factory=urllib.request.build_opener, compare=False, repr=False)
 
     @property
     def label(self) -> str:
         return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
-
-    def get(self, path: str) -> Any:
-        return self._ask(path, None)
-
-    def post(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers; a sentence where it doesn't, after some tries if it is busy."""
-        answer = self._ask(path, payload)
-        if not isinstance(answer, dict):
-            raise CompressionError(f"{self.address}{path} answers no JSON object; is it an OpenAI-compatible server?")
-        return answer
-
-    def _ask(self, path: str, payload: Mapping[str, Any] | None) -> Any:
-        data = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(f"{self.address}{path}", data, {"Content-Type": "application/json"})
-        if key := os.environ.get(KEY_VARIABLE, "").strip():
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
-        for left in reversed(range(TRIES)):
-            try:
-                with self.opener.open(request, timeout=self.timeout) as response:
-                    return json.load(response)
-            except urllib.error.HTTPError as error:
-                if error.code not in BUSY or not left:
-                    raise self._refusal(path, error) from error
-            except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
-                reason = getattr(error, "reason", error)
-                if isinstance(reason, TimeoutError):
-                    raise CompressionError(
-                        f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
-                        "see what keeps it, or raise --timeout, and repeat the command"
-                    ) from error
-                if not left:
-                    said = first_line(reason) if isinstance(reason, Exception) else str(reason)
-                    raise CompressionError(
-                        f"{self.address} cannot be reached ({said}); start the server, or correct its address"
-                    ) from error
-            except ValueError as error:
-                raise CompressionError(
-                    f"{self.address}{path} answers no JSON; is it an OpenAI-compatible server?"
-                ) from error
-            time.sleep(PAUSE * 2 ** (TRIES - 1 - left))
-        raise AssertionError
-
-    def _refusal(self, path: str, error: urllib.error.HTTPError) -> CompressionError:
-        said = ""
-        try:
-            content = json.load(error)
-            inner = content.get("error", content)
-            said = str(inner.get("message") if isinstance(inner, dict) else inner)
-        except (OSError, ValueError, AttributeError):  # no JSON object
-            said = str(error.reason)
-        remedy = "see its log"
-        if error.code in (401, 403):
-            remedy = f"put its key into the environment variable {KEY_VARIABLE}"
-        elif error.code == 404:
-            remedy = "is it an OpenAI-compatible server, and has it this model?"
-        return RefusedError(f"{self.address}{path} answers {error.code} ({reason_of(Exception(said))}); {remedy}")
 
     def all(self, asked: Sequence[Q], ask: Callable[[Q], T], at_once: int = AT_ONCE) -> Iterator[tuple[Q, T]]:
         """What each question leads to, as soon as it is there, several at once.
@@ -170,50 +96,47 @@ class Server:
         forms: tuple[tuple[Scored, Any], ...] = (("tokens", ids), ("text", PROBE))
         for form, prompt in forms:
             with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
-                response = self.post("/completions", {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True})
-                if PromptScores.of(self, response, len(ids)) is None:
+                question = {**asked, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
+                logs = self.ask("/completions", Completion, question).choices[0].logprobs
+                if PromptScores.of(logs, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
-                if (found := PromptScores.of(self, response, len(ids), pieces)) is None:
+                if (found := PromptScores.of(logs, len(ids), pieces)) is None:
                     raise other
                 if found.shifted():
                     break
-                facts = {**self.facts, "answer": "".join(map(str, found.written))}
+                facts = {**self.facts, "answer": "".join(found.written)}
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
-                response = self.post("/completions", {**asked, **plain, "prompt": PROBE})
+                response = self.ask("/completions", Completion, {**asked, **plain, "prompt": PROBE})
                 break
         else:  # it knows chats alone
             return self
-        counted = (response.get("usage") or {}).get("prompt_tokens")
-        if isinstance(counted, int) and counted not in (len(ids), len(ids) + 1):  # with a token that opens texts
+        counted = response.usage and response.usage.prompt_tokens
+        if counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
             raise other
-        return replace(self, facts={**self.facts, "answer": choice_of(self, response).get("text")}, plain=plain)
+        return replace(self, facts={**self.facts, "answer": response.choices[0].text}, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
     """What a server says of the n tokens of a prompt, and what it has written after it."""
 
-    tokens: Sequence[Any]  # [n] their texts
-    values: Sequence[Any]  # [n] log-probabilities; of the first token there may be none
-    tops: Sequence[Any]  # [n] of the most probable tokens by their texts
-    written: Sequence[Any]
-    after: Sequence[Any]  # of the prompt's last token and the written ones, what `tops` has
+    tokens: Sequence[str]  # [n] their texts
+    values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
+    tops: Sequence[Mapping[str, float] | None]  # [n] of the most probable tokens by their texts
+    written: Sequence[str]
+    after: Sequence[Mapping[str, float] | None]  # of the prompt's last token and the written ones, what `tops` has
 
     @classmethod
-    def of(
-        cls, server: Server, response: Mapping[str, Any], count: int, pieces: Sequence[str] | None = None
-    ) -> "PromptScores | None":
+    def of(cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None) -> "PromptScores | None":
         """Of a prompt of so many tokens; None if it has none.
 
         Where their texts are given as `pieces`, the tokens have to be these, after one that opens texts if need be.
         """
-        logs = choice_of(server, response).get("logprobs")
-        named = logs if isinstance(logs, dict) else {}
-        tokens, values, tops = (named.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
-        if not isinstance(tokens, list) or not isinstance(values, list) or not isinstance(tops, list):
+        if logs is None:
             return None
+        tokens, values, tops = logs.tokens, logs.token_logprobs, logs.top_logprobs
         for begin in (0, 1) if pieces is not None else (0,):
             own = slice(begin, begin + count)
             if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[own], pieces):
@@ -226,35 +149,32 @@ class PromptScores:
 
         Some servers give the probability that each token has after itself.
         """
-        tops = [
-            max(top, key=lambda text: float(top[text])) if isinstance(top, dict) and top else None for top in self.after
-        ]
+        tops = [max(top, key=top.__getitem__) if top else None for top in self.after]
         before, own = (sum(map(eq, self.written, part)) for part in (tops, tops[1:]))
         return bool(before > own)
 
-    def likelihood(self, begin: int) -> tuple[float, bool]:
-        """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one."""
-        values = list(map(float, self.values[begin:]))
-        greedy = (value >= max(map(float, top.values())) for value, top in zip(values, self.tops[begin:], strict=True))
-        return sum(values), all(greedy)
+    def likelihood(self, begin: int) -> tuple[float, bool] | None:
+        """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one.
+
+        None where one has no log-probability.
+        """
+        total, greedy = 0.0, True
+        for value, top in zip(self.values[begin:], self.tops[begin:], strict=True):
+            if value is None or not top:
+                return None
+            total += value
+            greedy = greedy and value >= max(top.values())
+        return total, greedy
 
 
-def choice_of(server: Server, response: Mapping[str, Any]) -> dict[str, Any]:
-    """The one answer in a response."""
-    choices = response.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise CompressionError(f"{server.address} answers without a choice; is it an OpenAI-compatible server?")
-    return choices[0]
-
-
-def alike(shown: Sequence[Any], pieces: Sequence[str] | None) -> bool:
+def alike(shown: Sequence[str], pieces: Sequence[str] | None) -> bool:
     """Whether a server's tokens may be these, by their texts, as far as both show them: blanks and parts of characters
     are shown in several ways."""
 
     def letters(text: str) -> str:
         return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
 
-    pairs = ((letters(str(one)), letters(other)) for one, other in zip(shown, pieces or (), strict=False))
+    pairs = ((letters(one), letters(other)) for one, other in zip(shown, pieces or (), strict=False))
     return all(one == other or not one or not other or one.startswith("token_id:") for one, other in pairs)
 
 
@@ -265,30 +185,26 @@ def open_server(
     options: tuple[str, str] = ("--server", "--served-model"),
 ) -> Server:
     """Ask a server for its models; a sentence where it is none, cannot be reached, or has no such model."""
+    import httpx2
+
     try:
-        parts = urlsplit(url.strip())
-        host = parts.hostname
-    except ValueError:
-        parts, host = urlsplit(""), None
-    if parts.username is not None or parts.query:
+        parts = httpx2.URL(url.strip())
+    except httpx2.InvalidURL:
+        parts = httpx2.URL()
+    if parts.userinfo or parts.query:
         raise CompressionError(
             f"{options[0]} holds a user's name or a key; write the address without, and put a key into {KEY_VARIABLE}"
         )
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > MOST_PORT:
         raise CompressionError(
             f"{options[0]} {url!r} is no address of a server; write one such as http://localhost:8000"
         )
     path = parts.path.rstrip("/")
     for end in ENDPOINTS:
         path = path.removesuffix(end)
-    address = urlunsplit((parts.scheme, parts.netloc, path or "/v1", "", ""))
-    proxies = urllib.request.ProxyHandler({}) if host in LOCAL else urllib.request.ProxyHandler()
-    server = Server(address, model or "", timeout, {}, opener=urllib.request.build_opener(proxies))
-    listed = server.get("/models")
-    entries = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(each, dict) and "id" in each for each in entries):
-        raise CompressionError(f"{address}/models lists no models; is it an OpenAI-compatible server?")
-    by_name = {str(each["id"]): each for each in entries}
+    address = str(parts.copy_with(path=path or "/v1", fragment=None))
+    client = Client(address, timeout)
+    by_name = {entry.id: entry for entry in client.ask("/models", Models).data}
     if model is None:
         if len(by_name) != 1:
             names = ", ".join(by_name) or "none"
@@ -297,17 +213,13 @@ def open_server(
     if model not in by_name:
         raise CompressionError(f"{address} has no model {model!r}; {known_names(model, by_name)}")
     said = by_name[model]
-    meta = said.get("meta")
-    lengths = [said.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None]
-    facts: dict[str, Any] = {"server": address, "model": model}
-    facts |= {name: said[name] for name in ("root", "owned_by", "max_model_len", "meta") if said.get(name) is not None}
+    facts = {"server": address, "model": model, **said.model_dump(exclude={"id"}, exclude_none=True)}
     try:
-        bare = replace(server, address=urlunsplit((parts.scheme, parts.netloc, "", "", "")))
-        facts["version"] = bare.get("/version").get("version")
-    except (CompressionError, AttributeError):  # which few servers say
+        facts["version"] = Client(str(parts.join("/")).rstrip("/"), timeout).ask("/version", Version).version
+    except CompressionError:  # which few servers say
         logger.debug("%s says no version", address)
-    length = next((each for each in lengths if isinstance(each, int) and each > 0), None)
-    return replace(server, model=model, facts=facts, max_length=length)
+    length = said.max_model_len or (said.meta.n_ctx if said.meta else None)
+    return Server(address, timeout, model, facts, length)
 
 
 def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:

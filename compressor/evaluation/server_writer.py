@@ -7,13 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from compressor.checkpoint.source import ModelSource
-from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, Asked, StockWriter, Writer
 from compressor.evaluation.generate import ModelFacts, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
-from compressor.evaluation.server import AT_ONCE, Server, choice_of, served_facts
+from compressor.evaluation.server import AT_ONCE, Server, served_facts
+from compressor.evaluation.server_client import Chat, ChatChoice, Completion, Message, TextChoice
 from compressor.model.tokenizer import THINKING_END, encoded_call, has_chat_template, load_tokenizer, thinking_end
 from compressor.progress import Progress
 
@@ -46,23 +48,19 @@ class ServerWriter:
         progress.start(f"Writing answers by {self.label}", len(asked))
 
         def ask(each: Asked) -> Answer:
-            (prompt, seed), question = each, dict[str, Any]()
+            prompt, seed = each
+            settings = self._settings(each, options)
+            choice: ChatChoice | TextChoice
             if is_chat(prompt, tokenizer, options.chat):
                 asked_messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-                messages = [_sent(message) for message in asked_messages]
-                tools = {"tools": prompt.tools} if prompt.tools else {}
-                path, question = "/chat/completions", {"messages": messages, **tools}
+                question = {"messages": [_sent(message) for message in asked_messages], **settings}
+                question |= {"tools": prompt.tools} if prompt.tools else {}
+                choice = self.server.ask("/chat/completions", Chat, question).choices[0]
+                text = message_text(choice.message, prompt, tokenizer, options.chat)
             else:
-                path, question = "/completions", {"prompt": prompt.text}
-            choice = choice_of(self.server, self.server.post(path, {**question, **self._settings(each, options)}))
-            message = choice.get("message")
-            if isinstance(message, Mapping):
-                text = message_text(message, prompt, tokenizer, options.chat)
-            elif isinstance(choice.get("text"), str):
-                text = choice["text"]
-            else:
-                raise CompressionError(f"{self.server.address}{path} answers without a text; is it such a server?")
-            return Answer(prompt.id, seed, (), text, "end" if choice.get("finish_reason") in ENDED else "length")
+                choice = self.server.ask("/completions", Completion, {"prompt": prompt.text, **settings}).choices[0]
+                text = choice.text
+            return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
 
         for _, answer in self.server.all(asked, ask, self.at_once):
             progress.advance("")
@@ -95,20 +93,19 @@ def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:
     return prompt.text is None or chat or (bool(prompt.messages) and has_chat_template(tokenizer))
 
 
-def message_text(message: Mapping[str, Any], prompt: Prompt, tokenizer: Any, chat: bool) -> str:
+def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
     """What the model wrote, of a message from which a server has taken apart thinking and calls of tools."""
-    text = str(message.get("content") or "")
-    thinking = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thinking, str):
+    text = message.text
+    thinking = message.reasoning_content or message.reasoning
+    if thinking is not None:
         end = thinking_end(tokenizer) or THINKING_END
         begin = end.replace("/", "", 1)
         open_already = tokenizer.decode(tokens_of(prompt, tokenizer, chat)).rstrip().endswith(begin)
         text = f"{'' if open_already else f'{begin}{chr(10)}'}{thinking.strip()}\n{end}\n\n{text.lstrip()}"
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        arguments = function.get("arguments")
+    for call in message.tool_calls or ():
+        arguments = call.function.arguments
         with suppress(ValueError):  # else it is shown as it was written
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        shown = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+            arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": call.function.name, "arguments": arguments}, ensure_ascii=False)
         text = f"{text}\n<tool_call>\n{shown}\n</tool_call>".lstrip("\n")
     return text

@@ -4,6 +4,7 @@ Each line of the file has the text as the model saw and wrote it, from the start
 the same as messages. What it did not end by itself is dropped and counted. A manifest beside it says how it was made.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
 from compressor.evaluation.behaviour import Answering, fitting
 from compressor.evaluation.prompts import Prompt
 from compressor.evaluation.server_writer import is_chat
-from compressor.files import alone, file_digest, write_whole
+from compressor.files import alone, file_digest, json_object, write_whole
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
 from compressor.records import plain_json, readable_json
-from compressor.run_record import versions
+from compressor.run_record import request_key, versions
 
 FORMAT = "moe-compressor-traces/1"
 SUFFIX = ".jsonl"
@@ -44,17 +45,21 @@ class Traces:
 def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False) -> Traces:
     """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
 
-    Raises `CompressionError` for a file that is there already, and where no answer is complete.
+    The journal is removed last: with it, files that this very request has put in place are finished. Raises
+    `CompressionError` for other files that are there already, and where no answer is complete.
     """
     if out.suffix != SUFFIX:
         raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
-    if out.exists() and not (overwrite and out.is_file()):
-        raise CompressionError(f"{out} is there already; name another file, or pass --overwrite")
+    manifest = out.with_suffix(".manifest.json")
     with alone(out) as folder:
         tokenizer, facts = writer.opened()
         options, prompts = fitting(wanted, [(tokenizer, facts)])
         journal = Journal.of(writer, options, folder / f"answers{SUFFIX}")
         asked = wanted.asked(prompts)
+        request = request_key(journal.key, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
+        begun = json_object(manifest) if journal.path.exists() else {}
+        if begun.get("request") != request or (out.exists() and file_digest(out) != begun.get("sha256")):
+            _check_files(out, manifest, overwrite)
         answers = answer_all(writer, asked, options, journal, progress)
         rows, dropped = list[dict[str, Any]](), Counter[str]()
         for (prompt, _), answer in zip(asked, answers, strict=True):
@@ -69,7 +74,7 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
                 f"none of {counted(len(asked), 'answer')} of {writer.label} is complete ({reasons}); raise "
                 f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
             )
-        write_whole(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), mode=0o644)
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         named = ("max_new_tokens", "temperature", "top_p", "chat")
         counts = {"asked": len(asked), "kept": len(rows), "dropped": dict(dropped)}
         domains = Counter(row["domain"] for row in rows)
@@ -82,13 +87,25 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
             "prompts": len(prompts),
             **counts,
             "domains": dict(domains),
-            "sha256": file_digest(out),
+            "request": request,
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
         }
-        manifest = out.with_suffix(".manifest.json")
         write_whole(manifest, readable_json(content), mode=0o644)
+        write_whole(out, text, mode=0o644)
         journal.path.unlink(missing_ok=True)
     return Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
+
+
+def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
+    """Refuse files that are there already, or that `overwrite` must not replace."""
+    for path in (out, manifest):
+        if path.exists() and not (overwrite and path.is_file()):
+            raise CompressionError(f"{path} is there already; name another file, or pass --overwrite")
+    if manifest.exists() and json_object(manifest).get("format") != FORMAT:
+        raise CompressionError(
+            f"{manifest} is no manifest of traces, so --overwrite will not replace it; name another file"
+        )
 
 
 def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:

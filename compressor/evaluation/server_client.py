@@ -1,0 +1,278 @@
+"""Requests to an OpenAI-compatible server, and the one place where its answers are checked.
+
+A request follows no redirect, and ends by a deadline, its tries included, however slowly or endlessly the server
+answers. A key is taken from the environment variable OPENAI_API_KEY alone, sent to the server that was named, and kept
+nowhere.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
+
+from compressor.errors import KEY_VARIABLE, CompressionError, first_line, reason_of
+from compressor.records import bounded
+
+if TYPE_CHECKING:
+    import ssl
+
+TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
+BUSY = (408, 425, 429, 502, 503, 504)
+LOCAL = ("localhost", "127.0.0.1", "::1")  # for which no proxy is asked
+MOST_BYTES = 2**25  # of an answer: the log-probabilities of 128,000 tokens take half
+REMEDY = "is it an OpenAI-compatible server?"
+
+
+class RefusedError(CompressionError):
+    """A server that is there does not take a request."""
+
+
+def _or_none(value: Any, validate: Any) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+T = TypeVar("T")
+Lenient = Annotated[T | None, WrapValidator(_or_none)]  # None in place of another type
+
+
+class Checked(BaseModel):
+    """An object of an answer; fields that nobody reads are left aside."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Meta(Checked):
+    model_config = ConfigDict(extra="allow")
+    n_ctx: Lenient[PositiveInt] = None
+
+
+class ListedModel(Checked):
+    id: str
+    root: Lenient[str] = None
+    owned_by: Lenient[str] = None
+    max_model_len: Lenient[PositiveInt] = None
+    meta: Lenient[Meta] = None
+
+
+class Models(Checked):
+    data: tuple[ListedModel, ...]
+
+
+class Version(Checked):
+    version: str
+
+
+class Logprobs(Checked):
+    """Log-probabilities of n tokens; the first may have none."""
+
+    tokens: list[str]
+    token_logprobs: list[FiniteFloat | None]
+    top_logprobs: list[dict[str, FiniteFloat] | None]
+
+
+class TextChoice(Checked):
+    text: str
+    finish_reason: str | None = None
+    logprobs: Lenient[Logprobs] = None
+
+
+class Usage(Checked):
+    prompt_tokens: Lenient[int] = None
+
+
+class Completion(Checked):
+    choices: tuple[TextChoice]
+    usage: Lenient[Usage] = None
+
+
+class TextPart(Checked):
+    type: Literal["text"]
+    text: str
+
+
+class Function(Checked):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Checked):
+    function: Function
+
+
+class Message(Checked):
+    content: str | tuple[TextPart, ...] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+
+class ChatChoice(Checked):
+    message: Message
+    finish_reason: str | None = None
+
+
+class Chat(Checked):
+    choices: tuple[ChatChoice]
+
+
+class Fault(Checked):
+    message: str
+
+
+class Refusal(Checked):
+    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or {"message": TEXT}."""
+
+    error: Lenient[Fault | str] = None
+    message: Lenient[str] = None
+
+
+Answer = TypeVar("Answer", bound=Checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole HTTP response, or an error's with as much of its body as came."""
+
+    status: int
+    reason: str
+    location: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Sends requests to one address."""
+
+    address: str  # of its API, without a slash at the end
+    timeout: float  # seconds for a whole answer, with all tries
+
+    def ask(self, path: str, kind: type[Answer], payload: Mapping[str, Any] | None = None) -> Answer:
+        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else.
+
+        Half a character in it becomes U+FFFD.
+        """
+        place = f"{self.address}{path}"
+        response = self._send(place, payload)
+        if response.status >= 400:
+            raise self._refusal(place, response)
+        if response.status >= 300:
+            raise CompressionError(
+                f"{place} redirects to {response.location or 'nowhere'}, which is not followed; name the address of "
+                "the server itself"
+            )
+        try:
+            return kind.model_validate_json(_mended(response.body))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "its answer"
+            raise CompressionError(f"{place}: {field} is wrong ({first['msg']}); {REMEDY}") from error
+        except (ValueError, RecursionError) as error:
+            raise CompressionError(f"{place} answers no JSON ({reason_of(error, 80)}); {REMEDY}") from error
+
+    def _send(self, place: str, payload: Mapping[str, Any] | None) -> Response:
+        import httpx2
+        from anyio.from_thread import start_blocking_portal
+
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # a small body stays small
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise CompressionError(f"{KEY_VARIABLE} has characters that no key has; set it anew")
+            headers["Authorization"] = f"Bearer {key}"
+        content = None if payload is None else json.dumps(payload).encode()
+        request = httpx2.Request("GET" if payload is None else "POST", place, headers=headers, content=content)
+        try:
+            with start_blocking_portal() as portal:  # the caller's thread may have an event loop, as in a notebook
+                response: Response = portal.call(self._try, request)
+                return response
+        except TimeoutError as error:
+            raise CompressionError(
+                f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
+                "see what keeps it, or raise --timeout, and repeat the command"
+            ) from error
+        except httpx2.ConnectError as error:
+            raise CompressionError(
+                f"{self.address} cannot be reached ({first_line(error)}); start the server, or correct its address"
+            ) from error
+        except httpx2.TransportError as error:
+            raise CompressionError(f"{place} broke off its answer ({first_line(error)}); see its log") from error
+        except (ImportError, ValueError, httpx2.InvalidURL) as error:
+            raise CompressionError(
+                f"{self.address} cannot be asked ({first_line(error)}); correct the address, or the proxy that the "
+                "environment names"
+            ) from error
+
+    async def _try(self, request: Any) -> Response:
+        """Send a request until it is answered by something else than an error that may pass."""
+        import httpx2
+
+        proxies = request.url.host not in LOCAL
+        async with (
+            asyncio.timeout(self.timeout),
+            httpx2.AsyncClient(timeout=None, trust_env=proxies, verify=_certificates()) as client,
+        ):
+            for number in range(TRIES - 1):
+                with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):  # a connection reset
+                    response = await self._receive(client, request)
+                    if response.status not in BUSY:
+                        return response
+                await asyncio.sleep(PAUSE * 2**number)
+            return await self._receive(client, request)
+
+    async def _receive(self, client: Any, request: Any) -> Response:
+        import httpx2
+
+        body = bytearray()
+        response = await client.send(request, stream=True)
+        try:
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise CompressionError(f"{request.url} answers more than {MOST_BYTES:,} bytes; {REMEDY}")
+        except httpx2.TransportError:
+            if not response.is_error:
+                raise
+        finally:
+            await response.aclose()
+        location = response.headers.get("location", "")
+        return Response(response.status_code, response.reason_phrase, location, bytes(body))
+
+    def _refusal(self, place: str, response: Response) -> CompressionError:
+        reason = response.reason or "no reason"
+        with suppress(ValueError, RecursionError):  # no JSON object
+            refusal = Refusal.model_validate_json(_mended(response.body))
+            reason = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error or reason
+            reason = refusal.message or reason
+        remedy = "see its log"
+        if response.status in (401, 403):
+            remedy = f"put its key into the environment variable {KEY_VARIABLE}"
+        elif response.status == 404:
+            remedy = "is it an OpenAI-compatible server, and has it this model?"
+        return RefusedError(f"{place} answers {response.status} ({reason_of(Exception(reason))}); {remedy}")
+
+
+@cache
+def _certificates() -> "ssl.SSLContext":
+    """The certificates of all connections, which take long to read."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
+def _mended(body: bytes) -> str:
+    """JSON text without half characters; raises `ValueError` for what is none, or nested too deep."""
+    content = bounded(json.loads(body.decode("utf-8-sig", "replace")))
+    text = json.dumps(content, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
