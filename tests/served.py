@@ -1,9 +1,12 @@
 """An OpenAI-compatible server of a small stock model on this machine's loopback; test support."""
 
+import gzip
 import json
+import socket
+import struct
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -147,3 +150,200 @@ def serving(folder: Path, **how: Any) -> Iterator[Served]:
         served.go_on.set()
         server.shutdown()
         server.server_close()
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How a stub answers one request: the bytes that it sends, and how."""
+
+    name: str
+    path: str  # of the request that it happens to
+    sent: bytes = b""
+    how: str = "whole"  # or: silent, drip (a byte at a time), endless, reset
+    taken: bool = False  # as an answer, in one way or another
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.name}"
+
+
+MODELS, VERSION, TEXT, CHAT = "/v1/models", "/version", "/v1/completions", "/v1/chat/completions"
+GOOD: Mapping[str, Any] = {
+    MODELS: {"data": [{"id": "stub", "owned_by": "tests", "max_model_len": 4096}]},
+    VERSION: {"version": "1"},
+    TEXT: {"choices": [{"index": 0, "text": "so it is.", "finish_reason": "stop"}]},
+    CHAT: {"choices": [{"index": 0, "message": {"content": "So it is."}, "finish_reason": "stop"}]},
+}
+ELSEWHERE = "taken from elsewhere"
+
+
+def response(content: Any, status: int = 200, headers: str = "") -> bytes:
+    """The bytes of an HTTP response; text and bytes are sent as they are."""
+    body = content.encode() if isinstance(content, str) else content
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status} So\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def chat(**message: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+def text(**choice: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "so it is.", "finish_reason": "stop", **choice}]}
+
+
+def behaviours(elsewhere: str) -> list[Behaviour]:
+    """Some hundred ways to answer wrongly; redirects lead to `elsewhere`."""
+    found, paths = list[Behaviour](), (MODELS, TEXT, CHAT)
+    for number, path in enumerate(paths):
+        faults = list[Behaviour]()
+        head, _, body = response(GOOD[path]).partition(b"\r\n\r\n")
+        bodies = {
+            "nothing": b"", "HTML": b"<html>502</html>", "a number": b"3", "null": b"null", "a list": b"[]",
+            "no fields": b"{}", "JSON cut off": body[:-9], "UTF-16": body.decode().encode("utf-16"),
+            "bytes of no text": b"\xff\xfe\x00" * 9, "deep nesting": b"[" * 100_000,
+            "deep fields": b'{"choices":' * 5_000 + b"1" + b"}" * 5_000, "a huge number": b"9" * 9_999,
+            "gzip": gzip.compress(body),
+        }  # fmt: skip
+        faults += [Behaviour(name, path, response(content)) for name, content in bodies.items()]
+        faults += [
+            Behaviour("a mark of bytes", path, response(b"\xef\xbb\xbf" + body), taken=True),
+            Behaviour("no length", path, b"HTTP/1.1 200 OK\r\n\r\n" + body, taken=True),
+            Behaviour("too long a length", path, head[:-1] + b"9999\r\n\r\n" + body),
+            Behaviour("no chunk", path, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+            Behaviour("no status", path, b"so it goes\r\n\r\n"),
+            Behaviour("an odd status", path, b"HTTP/1.1 9999999 OK\r\n\r\n"),
+            Behaviour("closed", path),
+            Behaviour("reset", path, how="reset"),
+            Behaviour("no content", path, b"HTTP/1.1 204 No\r\n\r\n"),
+            Behaviour("large headers", path, b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10**6 + b"\r\n\r\n"),
+            Behaviour("silent", path, how="silent"),
+            Behaviour("dripping headers", path, b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10**6, "drip"),
+            Behaviour("dripping body", path, head + b"\r\n\r\n" + b" " * 10**6, "drip"),
+            Behaviour("dripping error", path, b"HTTP/1.1 400 No\r\n\r\n" + b" " * 10**6, "drip"),
+            Behaviour("endless body", path, b"HTTP/1.1 200 OK\r\n\r\n", "endless"),
+            Behaviour("endless headers", path, b"HTTP/1.1 200 OK\r\nX: x", "endless"),
+            Behaviour("endless error", path, b"HTTP/1.1 500 No\r\n\r\n", "endless"),
+        ]  # fmt: skip
+        for status in (301, 302, 303, 307, 308):
+            faults.append(Behaviour(f"{status}", path, response("", status, f"Location: {elsewhere}{path}\r\n")))
+        for location in ("file:///etc/passwd", "", "//", "http://a:abc", "/v1/models"):
+            faults.append(Behaviour(f"307 to {location}", path, response("", 307, f"Location: {location}\r\n")))
+        errors = {
+            "text": {"error": "no"}, "none": {"error": None}, "list": ["no"], "odd": {"error": {"message": {"a": 1}}},
+            "detail": {"detail": [{"loc": 1}]}, "half": '{"error": {"message": "\\ud800"}}', "deep": "[" * 100_000,
+            "HTML": "<html>", "nothing": "",
+        }  # fmt: skip
+        for status, (name, content) in zip((400, 401, 403, 404, 422, 429, 500, 503, 599), errors.items(), strict=True):
+            faults.append(Behaviour(f"{status} {name}", path, response(content, status)))
+        faults.append(Behaviour("400 cut short", path, b'HTTP/1.1 400 No\r\nContent-Length: 99\r\n\r\n{"err'))
+        found += faults[number :: len(paths)]  # each fault is one of one path
+    listed = ([], [{}], [{"id": 3}], [{"id": ["stub"]}], {"id": "stub"}, "stub", [None], [{"id": "a"}, {"id": "b"}])
+    found += [Behaviour(f"models {data!r}", MODELS, response({"data": data})) for data in listed]
+    odd = {"max_model_len": "x", "meta": [1], "root": {}, "owned_by": 3}
+    for name, value in (*odd.items(), ("meta", {"n_ctx": -1}), ("max_model_len", -5)):
+        content = {"data": [{"id": "stub", name: value}]}
+        found.append(Behaviour(f"{name} {value!r}", MODELS, response(content), taken=True))
+    for content in ("", "[]", {"version": {}}, {"version": None}, "[" * 100_000):
+        found.append(Behaviour(f"version {str(content)[:20]}", VERSION, response(content), taken=True))
+    found.append(Behaviour("version elsewhere", VERSION, response("", 302, f"Location: {elsewhere}\r\n"), taken=True))
+    parts = [{"type": "text", "text": "So it "}, {"type": "text", "text": "is."}]
+    half = '{"choices": [{"text": "a \\ud800", "message": {"content": "a \\udfff"}, "finish_reason": "stop"}]}'
+    call = {"name": "add", "arguments": '{"x": "\\ud800"}'}
+    messages: Sequence[tuple[str, Any, bool]] = (
+        ("parts", {"content": parts}, True),
+        ("half a call", {"tool_calls": [{"function": call}]}, True),
+        ("deep call", {"tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}]}, True),
+        ("thinking", {"content": "So.", "reasoning": "hm"}, True),
+        ("pictures", {"content": [{"type": "image_url", "image_url": {"url": elsewhere}}]}, False),
+        ("parts of text", {"content": ["So"]}, False),
+        ("an object", {"content": {"text": "So"}}, False),
+        ("a number", {"content": 3}, False),
+        *((f"calls {calls!r}", {"content": "So", "tool_calls": calls}, False)
+          for calls in ("x", 3, [3], [{}], [{"function": None}], [{"function": {"name": {}}}])),
+        ("odd thinking", {"content": "So", "reasoning_content": {"a": 1}}, False),
+    )  # fmt: skip
+    found += [Behaviour(name, CHAT, response(chat(**message)), taken=taken) for name, message, taken in messages]
+    for number, path in enumerate((TEXT, CHAT)):
+        (choice,) = GOOD[path]["choices"]
+        choices: Sequence[Any] = ([], [choice, choice], [None], ["a"], {"0": choice}, None, [{}], [{"text": 3}])
+        choices = [*choices, [{"message": "a"}], [{**choice, "finish_reason": ["stop"]}]]
+        for each in choices[number::2]:
+            found.append(Behaviour(f"choices {str(each)[:60]}", path, response({"choices": each})))
+        found.append(Behaviour("half a character", path, response(half), taken=True))
+    return found
+
+
+@dataclass
+class Stub:
+    """A server without a model, which answers well but for one behaviour."""
+
+    behaviour: Behaviour | None = None
+    trigger: str = ""  # in the request's body
+    asked: list[str] = field(default_factory=list)  # bodies of requests for answers that were answered well
+    stayed: bool = False  # somebody listened to the end of a drip
+    strays: int = 0  # requests that were led elsewhere
+    address: str = ""
+    elsewhere: str = ""
+
+
+DRIP, DRIPS = 0.1, 60  # seconds, and how many
+
+
+@contextmanager
+def stubbed() -> Iterator[Stub]:
+    """A stub on this machine's loopback, and another server that redirects lead to."""
+    stub = Stub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            behaviour = stub.behaviour
+            self.close_connection = True
+            if behaviour is None or behaviour.path != self.path or stub.trigger not in body:
+                if self.command == "POST" and '"echo"' not in body and "quick brown fox" not in body:
+                    stub.asked.append(body)
+                self.wfile.write(response(GOOD[self.path], 400 if '"echo"' in body else 200))
+                return
+            with suppress(OSError):
+                self.misbehave(behaviour)
+
+        do_GET = do_POST = answer  # noqa: N815
+
+        def misbehave(self, behaviour: Behaviour) -> None:
+            if behaviour.how == "whole":
+                self.wfile.write(behaviour.sent)
+            elif behaviour.how == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            elif behaviour.how == "endless":
+                self.wfile.write(behaviour.sent)
+                for _ in range(10_000):
+                    self.wfile.write(b"x" * 2**20)
+            else:
+                for place in range(DRIPS):
+                    self.connection.settimeout(DRIP)
+                    with suppress(TimeoutError):
+                        if not self.connection.recv(1):
+                            return  # nobody listens any more
+                    if behaviour.how == "drip":
+                        self.wfile.write(behaviour.sent[place : place + 1] if place else behaviour.sent[:20])
+                stub.stayed = True
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            stub.strays += 1
+            self.wfile.write(response(text(text=ELSEWHERE, message={"content": ELSEWHERE})))
+
+        do_GET = do_POST = answer  # noqa: N815
+
+    with ExitStack() as opened:
+        for name, handler in (("address", Handler), ("elsewhere", Elsewhere)):
+            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+            setattr(stub, name, f"http://127.0.0.1:{server.server_port}")
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            opened.callback(server.server_close)
+            opened.callback(server.shutdown)
+        yield stub

@@ -1,6 +1,11 @@
 """The gate of served models: a loopback server's answers are those in memory, and faults are sentences."""
 
 import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,9 @@ from compressor.evaluation.server import open_server, served_answerer
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
-from tests.command_line import Run, refused
+from tests.command_line import Run, refused, run_killed
 from tests.evaluations import ask, own_tasks, written_task
-from tests.served import serving
+from tests.served import CHAT, ELSEWHERE, TEXT, Behaviour, Stub, behaviours, response, serving, stubbed
 
 pytestmark = pytest.mark.usefixtures("offline")
 PERPLEXITY = """
@@ -181,6 +186,158 @@ def test_wrong_servers_are_one_sentence(
 
 
 def test_options_of_servers_are_checked() -> None:
-    for wrong, message in (({"timeout": 0}, "timeout"), ({"base_served_model": "a"}, "--base-server")):
+    wrong: list[tuple[dict[str, Any], str]] = [({"base_served_model": "a"}, "--base-server")]
+    wrong += [({"timeout": seconds}, "timeout is ") for seconds in (0, -1, math.inf, math.nan, 1e300)]
+    for options, message in wrong:
         with pytest.raises(CompressionError, match=message):
-            ServerOptions(**wrong)
+            ServerOptions(**options)
+    for url in ("http://a:abc", "http://a:99999", "http://[::1", "file:///etc/passwd", "ftp://a", "http://", "a:1", ""):
+        with pytest.raises(CompressionError, match="is no address of a server"):
+            open_server(url)
+
+
+BEHAVIOURS = [str(each) for each in behaviours("")]
+FEW = 9  # every so manieth behaviour stands for all
+PROMPTS = [
+    *({"text": f"Say {word}:"} for word in ("one", "two", "six")),
+    *({"messages": [{"role": "user", "content": f"Say {word}."}]} for word in ("low", "abc", "fox")),
+]
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[Stub]:
+    with stubbed() as stub:
+        yield stub
+
+
+@pytest.fixture
+def traced(model: Path, tmp_path: Path, stub: Stub) -> list[Any]:
+    """A command that has the stub answer, one prompt after another."""
+    chats = shutil.copytree(model, tmp_path / "chats")
+    small.tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(chats)
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in PROMPTS))
+    stub.asked, stub.stayed, stub.strays = [], False, 0
+    out = ["-o", tmp_path / "out.jsonl", "--prompts", tmp_path / "prompts.jsonl"]
+    return ["traces", chats, "--server", stub.address, *out, "--max-new-tokens", 8, "--batch-size", 1]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=name, marks=() if number % FEW == 0 else pytest.mark.full)
+        for number, name in enumerate(BEHAVIOURS)
+    ],
+)
+def test_no_behaviour_of_a_server_does_harm(
+    number: int, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
+) -> None:
+    stub.behaviour = behaviour = behaviours(stub.elsewhere)[number]
+    stub.trigger = {TEXT: "Say two", CHAT: "Say abc"}.get(behaviour.path, "")
+    told = run(*traced, "--timeout", 1 if behaviour.how in ("silent", "drip", "endless") else 30)
+    assert told.status == (0 if behaviour.taken else 2), told
+    assert not stub.stayed and stub.strays == 0
+    if behaviour.taken:
+        lines = (tmp_path / "out.jsonl").read_text()
+        assert lines.count("\n") == 6 and ELSEWHERE not in lines and "{'" not in lines
+        return
+    assert told.err.count("Error: ") == told.err.count("\n") == 1 and stub.address in told.err, told
+    answered, stub.behaviour, stub.asked = set(stub.asked), None, []
+    assert run(*traced).status == 0
+    assert len(stub.asked) == len(set(stub.asked)) and not answered & set(stub.asked)
+    assert len(answered) + len(stub.asked) == 6
+    assert ELSEWHERE not in (tmp_path / "out.jsonl").read_text()
+
+
+LOGPROBS: list[Any] = [
+    3,
+    {"tokens": ["a"], "token_logprobs": 3, "top_logprobs": [None]},
+    {"tokens": [["a"]], "token_logprobs": [-1.0], "top_logprobs": [None]},
+    {"tokens": ["a"], "token_logprobs": ["much"], "top_logprobs": [{"a": -1.0}]},
+    {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": {}}]},
+    {"tokens": ["a"], "token_logprobs": [math.nan], "top_logprobs": [["a"]]},
+]
+
+
+@pytest.mark.parametrize("logprobs", LOGPROBS)
+def test_log_probabilities_of_another_form_are_none(logprobs: Any, model: Path) -> None:
+    with serving(model) as served:
+        right = served.completion
+
+        def odd(payload: Any) -> dict[str, Any]:
+            made = right(payload)
+            made["choices"][0]["logprobs"] = logprobs
+            made["usage"] = [logprobs]
+            return made
+
+        served.completion = odd  # type: ignore[method-assign]
+        assert open_server(served.address).checked(model, "it").scored is None
+
+
+@pytest.mark.parametrize("function", ["replace", "unlink"])
+def test_traces_killed_at_any_file_are_finished_by_a_repeat(
+    function: str, traced: list[Any], tmp_path: Path, stub: Stub, run: Run
+) -> None:
+    stub.behaviour = None
+    out, manifest = tmp_path / "out.jsonl", tmp_path / "out.manifest.json"
+    assert run(*traced).status == 0
+    whole = out.read_bytes(), manifest.read_bytes()
+    for nth in count(1):
+        out.unlink()
+        manifest.unlink()
+        stub.asked = []
+        code = run_killed([str(each) for each in traced], "os", function, nth)
+        if code != 0:
+            assert run(*traced).status == 0
+        assert (out.read_bytes(), manifest.read_bytes()) == whole
+        assert len(stub.asked) == len(set(stub.asked)) == 6
+        assert not list(tmp_path.glob(".*"))
+        if code == 0:
+            break
+    stub.asked = []
+    told = run(*traced, "--json")
+    assert told.status == 0 and json.loads(told.out)["kept"] == 6 and not stub.asked
+    refused(run(*traced, "--limit", 2), "out.jsonl is there already")
+    out.write_text("mine")
+    refused(run(*traced), "out.jsonl is there already")
+
+
+def test_files_beside_traces_are_nobodys(traced: list[Any], tmp_path: Path, stub: Stub, run: Run) -> None:
+    stub.behaviour, manifest = None, tmp_path / "out.manifest.json"
+    manifest.write_text('{"mine": 1}')
+    refused(run(*traced), "out.manifest.json is there already")
+    refused(run(*traced, "--overwrite"), "out.manifest.json is no manifest of traces")
+    assert manifest.read_text() == '{"mine": 1}' and not stub.asked
+    manifest.unlink()
+    assert run(*traced).status == run(*traced, "--overwrite").status == 0
+
+
+def test_lines_of_a_journal_that_cannot_be_read_are_asked_again(
+    traced: list[Any], tmp_path: Path, stub: Stub, run: Run
+) -> None:
+    stub.behaviour, stub.trigger = Behaviour("broken", CHAT, response("", 500)), "Say fox"
+    refused(run(*traced), "answers 500")
+    (journal,) = tmp_path.glob(".*/answers.jsonl")
+    lines = journal.read_bytes().splitlines()
+    bad = [lines[0].replace(b"so it is", b"so \xff is"), lines[1].replace(b"so it is", b"so \\ud800 is"), b"\xff", b"["]
+    journal.write_bytes(b"\n".join([*bad, *lines[2:], b""]))
+    stub.behaviour, stub.asked = None, []
+    assert run(*traced).status == 0
+    assert len(stub.asked) == 3
+    assert [row["text"].partition(":")[2] for row in map(json.loads, (tmp_path / "out.jsonl").open())][:3] == [
+        f"so it is.{small.tokenizer().eos_token}"
+    ] * 3
+
+
+def test_a_journal_of_likelihoods_that_cannot_be_read_is_asked_again(model: Path, tasks: Path, run: Run) -> None:
+    with serving(model, answers=9) as served:
+        flags = ["gate", model, "--server", served.address, "--include-path", tasks, "--tasks", "sums"]
+        flags += ["--max-drop", 0.9, "--batch-size", 1]
+        assert run(*flags, "--timeout", 2).status == 2
+        (journal,) = Path(os.environ["MOE_COMPRESSOR_CACHE"]).glob("served-*.jsonl")
+        lines = journal.read_bytes().splitlines()
+        journal.write_bytes(b"\n".join([*lines[:-1], b"\xff", b'[["a"], 1]', b'["a", {}]', lines[-1][:-9]]))
+        served.answers, served.asked = 10**9, []
+        served.go_on.set()
+        assert run(*flags).status == 0
+        items = [json.dumps(each["prompt"]) for each in served.asked if each["max_tokens"] == 1]
+        assert len(items) == len(set(items)) == 12 - (len(lines) - 2)  # the first line is empty, and the last cut off

@@ -207,7 +207,7 @@ class Client:
                 f"{self.address} cannot be reached ({first_line(error)}); start the server, or correct its address"
             ) from error
         except httpx2.TransportError as error:
-            raise CompressionError(f"{place} broke off its answer ({first_line(error)}); see its log") from error
+            raise CompressionError(f"{place} gave no whole answer ({first_line(error)}); see its log") from error
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
             raise CompressionError(
                 f"{self.address} cannot be asked ({first_line(error)}); correct the address, or the proxy that the "

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from compressor.files import alone, file_digest, json_object, write_whole
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
-from compressor.records import plain_json, readable_json
-from compressor.run_record import request_key, versions
+from compressor.records import plain_json, read_as, readable_json
+from compressor.run_record import report_in_place, request_key, versions
 
 FORMAT = "moe-compressor-traces/1"
 SUFFIX = ".jsonl"
@@ -38,15 +38,15 @@ class Traces:
     kept: int
     dropped: Mapping[str, int]  # by reason
     domains: Mapping[str, int]  # of what was kept
-    file: Path
-    manifest: Path
+    file: Path = Path()
+    manifest: Path = Path()
 
 
 def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False) -> Traces:
     """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
 
-    The journal is removed last: with it, files that this very request has put in place are finished. Raises
-    `CompressionError` for other files that are there already, and where no answer is complete.
+    Files that this very request has put in place stay. Raises `CompressionError` for other files that are there
+    already, and where no answer is complete.
     """
     if out.suffix != SUFFIX:
         raise CompressionError(f"{out} should end in {SUFFIX}, so that --calibration reads it line by line")
@@ -57,8 +57,13 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
         journal = Journal.of(writer, options, folder / f"answers{SUFFIX}")
         asked = wanted.asked(prompts)
         request = request_key(journal.key, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
-        begun = json_object(manifest) if journal.path.exists() else {}
-        if begun.get("request") != request or (out.exists() and file_digest(out) != begun.get("sha256")):
+        earlier = json_object(manifest)
+        is_same = earlier.get("request") == request
+        if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):
+            report_in_place(out)
+            journal.path.unlink(missing_ok=True)
+            return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
+        if out.exists() or not is_same:  # else a run was killed between its two files
             _check_files(out, manifest, overwrite)
         answers = answer_all(writer, asked, options, journal, progress)
         rows, dropped = list[dict[str, Any]](), Counter[str]()
