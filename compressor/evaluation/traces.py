@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
 from compressor.evaluation.behaviour import Answering, fitting
 from compressor.evaluation.prompts import Prompt
 from compressor.evaluation.server_writer import is_chat
-from compressor.files import alone, file_digest, json_object, write_whole
+from compressor.files import alone, file_digest, json_object, replacing
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
@@ -96,8 +97,10 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
         }
-        write_whole(manifest, readable_json(content), mode=0o644)
-        write_whole(out, text, mode=0o644)
+        with ExitStack() as complete:  # the last is put in place first: a manifest alone says what is missing
+            for path, written in ((out, text), (manifest, readable_json(content))):
+                fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))
+                fresh.write_text(written, encoding="utf-8")
         journal.path.unlink(missing_ok=True)
     return Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
 
