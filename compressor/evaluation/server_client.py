@@ -140,16 +140,7 @@ class Refusal(Checked):
 
 
 Answer = TypeVar("Answer", bound=Checked)
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """A whole HTTP response, or an error's with as much of its body as came."""
-
-    status: int
-    reason: str
-    location: str
-    body: bytes
+Received = tuple[Any, bytes]  # httpx2's response, and its body
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +156,16 @@ class Client:
         Half a character in it becomes U+FFFD.
         """
         place = f"{self.address}{path}"
-        response = self._send(place, payload)
-        if response.status >= 400:
-            raise self._refusal(place, response)
-        if response.status >= 300:
+        response, body = self._send(place, payload)
+        if response.is_error:
+            raise self._refusal(place, response, body)
+        if not response.is_success:
+            location = response.headers.get("location") or "nowhere"
             raise CompressionError(
-                f"{place} redirects to {response.location or 'nowhere'}, which is not followed; name the address of "
-                "the server itself"
+                f"{place} redirects to {location}, which is not followed; name the address of the server itself"
             )
         try:
-            return kind.model_validate_json(_mended(response.body))
+            return kind.model_validate_json(_mended(body))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "its answer"
@@ -182,7 +173,7 @@ class Client:
         except (ValueError, RecursionError) as error:
             raise CompressionError(f"{place} answers no JSON ({reason_of(error, 80)}); {REMEDY}") from error
 
-    def _send(self, place: str, payload: Mapping[str, Any] | None) -> Response:
+    def _send(self, place: str, payload: Mapping[str, Any] | None) -> Received:
         import httpx2
         from anyio.from_thread import start_blocking_portal
 
@@ -195,8 +186,8 @@ class Client:
         request = httpx2.Request("GET" if payload is None else "POST", place, headers=headers, content=content)
         try:
             with start_blocking_portal() as portal:  # the caller's thread may have an event loop, as in a notebook
-                response: Response = portal.call(self._try, request)
-                return response
+                received: Received = portal.call(self._try, request)
+                return received
         except TimeoutError as error:
             raise CompressionError(
                 f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
@@ -206,7 +197,7 @@ class Client:
             raise CompressionError(
                 f"{self.address} cannot be reached ({first_line(error)}); start the server, or correct its address"
             ) from error
-        except httpx2.TransportError as error:
+        except (httpx2.TransportError, OSError) as error:
             raise CompressionError(f"{place} gave no whole answer ({first_line(error)}); see its log") from error
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
             raise CompressionError(
@@ -214,7 +205,7 @@ class Client:
                 "environment names"
             ) from error
 
-    async def _try(self, request: Any) -> Response:
+    async def _try(self, request: Any) -> Received:
         """Send a request until it is answered by something else than an error that may pass."""
         import httpx2
 
@@ -225,13 +216,14 @@ class Client:
         ):
             for number in range(TRIES - 1):
                 with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):  # a connection reset
-                    response = await self._receive(client, request)
-                    if response.status not in BUSY:
-                        return response
+                    response, body = await self._receive(client, request)
+                    if response.status_code not in BUSY:
+                        return response, body
                 await asyncio.sleep(PAUSE * 2**number)
             return await self._receive(client, request)
 
-    async def _receive(self, client: Any, request: Any) -> Response:
+    async def _receive(self, client: Any, request: Any) -> Received:
+        """Receive a response and its body, of an error as much of that as comes."""
         import httpx2
 
         body = bytearray()
@@ -246,21 +238,20 @@ class Client:
                 raise
         finally:
             await response.aclose()
-        location = response.headers.get("location", "")
-        return Response(response.status_code, response.reason_phrase, location, bytes(body))
+        return response, bytes(body)
 
-    def _refusal(self, place: str, response: Response) -> CompressionError:
-        reason = response.reason or "no reason"
+    def _refusal(self, place: str, response: Any, body: bytes) -> CompressionError:
+        status, reason = response.status_code, response.reason_phrase or "no reason"
         with suppress(ValueError, RecursionError):  # no JSON object
-            refusal = Refusal.model_validate_json(_mended(response.body))
+            refusal = Refusal.model_validate_json(_mended(body))
             reason = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error or reason
             reason = refusal.message or reason
         remedy = "see its log"
-        if response.status in (401, 403):
+        if status in (401, 403):
             remedy = f"put its key into the environment variable {KEY_VARIABLE}"
-        elif response.status == 404:
+        elif status == 404:
             remedy = "is it an OpenAI-compatible server, and has it this model?"
-        return RefusedError(f"{place} answers {response.status} ({reason_of(Exception(reason))}); {remedy}")
+        return RefusedError(f"{place} answers {status} ({reason_of(Exception(reason))}); {remedy}")
 
 
 @cache
