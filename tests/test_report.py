@@ -103,3 +103,8 @@ def test_bad_input_leaves_no_page(
     monkeypatch.chdir(out.parent)
     refused(run("report", *arguments, "-o", tmp_path / page), message)
     assert names(tmp_path) == []
+
+
+def test_page_and_figures_share_no_place(run: Run, out: Path, tmp_path: Path) -> None:
+    refused(run("report", out, "-o", tmp_path / "same", "--figures", tmp_path / "same"), "is a folder; name a file")
+    assert names(tmp_path) == []

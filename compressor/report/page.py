@@ -336,7 +336,7 @@ def _judged(gate: GateResult) -> str:
 def check_report(page_file: Path, folder: Path | None, overwrite: bool) -> None:
     """Refuse places that cannot be written, or exist and are not to be replaced; `folder` is for the figures."""
     check_parent(page_file, "place for the report")
-    if page_file.is_dir():
+    if page_file.is_dir() or page_file == folder:
         raise CompressionError(f"{page_file} is a folder; name a file, such as report.html")
     if page_file.exists() and not overwrite:
         raise CompressionError(f"{page_file} exists already; name another file or pass --overwrite")
