@@ -77,8 +77,8 @@ def answering_of(options: BehaviourOptions, limit: int | None) -> "Answering | N
 
     if not options.prompts:
         return None
-    named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat"})
-    return Answering(read_prompts(options.prompts, limit=limit), **named)
+    named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict"})
+    return Answering(read_prompts(options.prompts, limit=limit, strict=options.strict), **named)
 
 
 def judging_of(
@@ -91,5 +91,5 @@ def judging_of(
         raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
     if not (options.text or options.answers or options.teacher_forced):
         return None
-    sizes = options.text_samples, options.text_length
-    return Judging(options.text, *sizes, options.answers, options.teacher_forced, max_flips, max_loss_rise)
+    sizes, limits = (options.text_samples, options.text_length), (max_flips, max_loss_rise)
+    return Judging(options.text, *sizes, options.answers, options.teacher_forced, *limits, options.strict)

@@ -186,7 +186,8 @@ def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], ru
     from compressor.files import check_folder
 
     assert recipe.gate is not None
-    wanted = gate_request(recipe.gate, running.device)
+    strict = recipe.gate.strict or recipe.calibration.strict
+    wanted = gate_request(recipe.gate.model_copy(update={"strict": strict}), running.device)
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")

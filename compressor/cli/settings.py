@@ -81,7 +81,8 @@ def recipe_options() -> Choices:
     for section, model in {**sections, "gate": GateOptions, "output": OutputOptions, "": Recipe}.items():
         prefix = f"{section}." if section else ""
         names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
-        named = options_of(model, without=("calibration", "options"), names=names)
+        shared = ("strict",) if model is GateOptions else ()  # the text's is the gate's, too
+        named = options_of(model, without=("calibration", "options", *shared), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
     for name, kind in OF_STRATEGIES.items():
         option: Any = Annotated[kind | None, flag("Option of the strategy.", None, f"--{name.replace('_', '-')}")]

@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.recipe.recipe import BehaviourOptions, validated
 
-ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat")
+ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict")
 
 
 def traces(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
-from compressor.model.tokenizer import has_chat_template
+from compressor.model.tokenizer import check_chat, has_chat_template
+from compressor.records import bounded
 
 CHATS = ("messages", "conversations")  # which some data sets hold as JSON
 PAIRS = (
@@ -50,6 +51,17 @@ def read_row(
     """
     if isinstance(row, ItemError):
         raise row
+    try:
+        bounded(row)
+        conversation = _conversation(row, column, where, choices)
+        check_chat(conversation.messages, conversation.tools)
+    except (TypeError, ValueError) as error:
+        raise ItemError(f"{where}: {error}; mend or remove it") from error
+    return conversation
+
+
+def _conversation(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
+    """Return what a row says, its messages not yet checked."""
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
@@ -107,7 +119,7 @@ def _parsed(text: Any, kind: type) -> Any:
     """Return the list or object that JSON text holds; None for any other value."""
     if isinstance(text, str):
         with suppress(ValueError, RecursionError):
-            value = json.loads(text)
+            value = bounded(json.loads(text))
             return value if isinstance(value, kind) else None
     return None
 
@@ -165,9 +177,9 @@ def _called(function: Mapping[str, Any]) -> dict[str, Any]:
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with role and content, as ShareGPT's from and value are called, too."""
     if "from" in turn and "role" not in turn:
-        name, value = str(turn["from"]), turn.get("value")
+        name, value = turn["from"], turn.get("value")
         calls = _calls(value) if name in CALLING else None
-        return _said(ROLES.get(name, name), value, calls)
+        return _said(ROLES.get(str(name), name), value, calls)
     message = {"content": None, **_without_none(turn)}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
@@ -209,20 +221,11 @@ def media_beside(row: Any) -> dict[str, Any]:
     return {kind: value for kind, value in present.items() if not isinstance(value, list | str) or value}
 
 
-def with_media(row: Any, column: str | None) -> bool:
-    """Return True if a row has pictures, video or sound: in columns of their own, or in its messages.
-
-    A column of text that is named is read alone.
-    """
-    if not isinstance(row, Mapping):
-        return False
-    names = [name for name in ((column,) if column else CHATS) if row.get(name) is not None]
-    if column is not None and (not names or isinstance(turns_of(row, column), str)):
-        return False
-    turns = [turn for name in names for turn in turns_of(row, name) if isinstance(turn, Mapping)]
-    contents = [content for turn in turns if isinstance(content := turn.get("content"), list)]
-    parts = (part for content in contents for part in content if isinstance(part, Mapping))
-    return bool(media_beside(row)) or any(str(part.get("type")) in MEDIA for part in parts)
+def with_media(row: Any, conversation: Conversation) -> bool:
+    """Return True if a row has pictures, video or sound: in its messages, or beside a text that was not named."""
+    contents = [message["content"] for message in conversation.messages]
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    return any(part.get("type") in MEDIA for part in parts) or bool(media_beside(row))
 
 
 def require_template(tokenizer: Any, what: str) -> None:
@@ -234,6 +237,6 @@ def require_template(tokenizer: Any, what: str) -> None:
         )
 
 
-def untaken(where: str, error: Exception) -> ItemError:
-    """Return what is wrong with a chat that a template cannot take."""
-    return ItemError(f"{where}: the chat template cannot take its messages ({reason_of(error)})")
+def untaken(where: str, error: Exception, taker: str = "chat template") -> ItemError:
+    """Return what is wrong with a chat that a template, or another taker, cannot take."""
+    return ItemError(f"{where}: the {taker} cannot take its messages ({reason_of(error)})")

@@ -11,8 +11,8 @@ from torch import Tensor
 from compressor.data.chats import CHATS, note_columns, read_row, require_template, untaken, with_media
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import Address, WeightedSource
-from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
-from compressor.model.tokenizer import first_tokens, no_token, opening_of, render_chat, says_something
+from compressor.errors import CompressionError, LeftOut, wrap_faults
+from compressor.model.tokenizer import first_part, no_token, opening_of, render_chat, says_something
 from compressor.progress import quiet_transformers
 
 PATIENCE = 100_000  # characters without a token, after which a tokenizer counts as one that has none
@@ -41,12 +41,14 @@ class TokenStream:
         return opened(as_rows(self.ids, length), self.opening)
 
 
-def _document(row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut) -> Document:
-    """Return a row's text, or its chat as the template renders it.
-
-    Raises `ItemError` for a row without text, or with half a character, which JSON can write and no tokenizer takes.
-    """
+def _document(
+    row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut, purpose: Purpose
+) -> Document:
+    """Return a row's text, or its chat as the template renders it; raises `ItemError` for a row without text."""
     conversation = read_row(row, column, where)
+    is_plain = column is not None and conversation.text is not None
+    if purpose in ("calibration", "heldout") and not is_plain and with_media(row, conversation):
+        raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
     if column is None:
         note_columns(row, conversation, left_out)
     text = conversation.text
@@ -57,10 +59,6 @@ def _document(row: Any, column: str | None, tokenizer: Any, where: str, left_out
             text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ItemError(f"{where} has {text[error.start]!r}, half a character; mend or remove it") from error
     return Document(text, is_chat)
 
 
@@ -77,9 +75,7 @@ def documents(
         for where, row in source_of_rows.rows:
             document = Document("")
             with left_out.each():
-                if purpose in ("calibration", "heldout") and with_media(row, address.column):
-                    raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
-                document = _document(row, address.column, tokenizer, where, left_out)
+                document = _document(row, address.column, tokenizer, where, left_out, purpose)
             if document.text.strip():
                 yield document
 
@@ -106,7 +102,7 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     ids, heard, silent = list[int](), False, 0  # characters before the first token that stands for some
     for document in documents:
         text = document.text
-        tokens = first_tokens(tokenizer, text, wanted - len(ids))
+        _, tokens = first_part(tokenizer, text, wanted - len(ids))
         heard, silent = heard or says_something(tokenizer, tokens), silent + len(text.strip())
         is_opened = tuple(tokens[: len(opening)]) == opening
         if not is_opened and not document.is_chat:

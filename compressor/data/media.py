@@ -3,13 +3,16 @@
 Each row is a sequence of its own; it is never packed with others.
 """
 
-import base64
 import hashlib
+import os
 import random
+import reprlib
+import warnings
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import islice
-from os.path import isfile
+from os.path import isfile, realpath
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,13 @@ from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
 from compressor.model.own_code import load_stock
-from compressor.model.tokenizer import chat_form
+from compressor.model.tokenizer import as_part, chat_form, first_part
 from compressor.progress import quiet_transformers
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # for others Pillow may run programs
+MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # a folder whose files rows may name beside those in the data's own
 KINDS, PLACES = ("image", "video", "audio"), ("path", "url", "base64")  # of parts of messages, and their fields
 PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
 
@@ -97,7 +102,7 @@ def read_sequences(
     """
     processor = load_processor(Path(tokenizer.name_or_path))
     address, left_out = Address.parse(source.source), LeftOut(f"rows of {purpose} data {source.source}", strict)
-    folder = Path(address.name).parent if isfile(address.name) else Path()
+    folder = Path(address.name).parent if isfile(address.name) else Path(address.name)
     source_of_rows = source_rows(source, seed, purpose)
     rows = source_of_rows.rows
     if not source_of_rows.is_streamed:
@@ -134,7 +139,7 @@ def sequence_of(
     where: str,
     left_out: LeftOut | None = None,
 ) -> Inputs:
-    """What the processor makes of a row, cut to `length` tokens; files are sought in `folder`, too.
+    """What the processor makes of a row, cut to `length` tokens; its files lie in `folder`.
 
     Raises `ItemError` for a picture that cannot be read, messages that the template cannot take, or a row whose
     pictures alone need more tokens.
@@ -145,13 +150,13 @@ def sequence_of(
     messages, chat = conversation.messages, conversation.text is None
     beside = [part for kind, values in media_beside(row).items() for part in _parts(kind, values)]
     messages = _placed(messages, beside, where)
-    messages = [_read(message, folder, where) for message in messages]
+    messages = [_read(message, processor.tokenizer, length, folder, where) for message in messages]
     try:
         made = _processed(processor, messages, chat, conversation.tools, where)
     except ItemError:
         raise
     except Exception as error:  # templates and processors raise what they like
-        raise untaken(where, error) from error
+        raise untaken(where, error, "processor") from error
     return _cut(processor, dict(made), length, where)
 
 
@@ -173,12 +178,12 @@ def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where:
                 content += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        for part in content or ():
+        for part in map(as_part, content or ()):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
                 part = {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
             kind = part.get("type")
-            if kind in KINDS and not any(part.get(key) for key in (kind, *PLACES)):
+            if kind in KINDS and _content(part) is None:
                 given = next((each for each in waiting if each["type"] == kind), None)
                 if given is None:
                     raise ItemError(f"{where}: its messages have more parts of type {kind} than it has {kind}s")
@@ -192,29 +197,35 @@ def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where:
     return placed
 
 
-def _read(message: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
-    """The message with its pictures opened, and the files of its video and sound found."""
+def _read(message: dict[str, Any], tokenizer: Any, length: int, folder: Path, where: str) -> dict[str, Any]:
+    """The message with its pictures opened, the files of its video and sound found, and no more text than is read."""
     parts = list[dict[str, Any]]()
     for part in message["content"]:
         kind = part.get("type")
         if kind in KINDS:
-            value = next(part[key] for key in (kind, *PLACES) if part.get(key))
-            read = _picture if kind == "image" else _found
-            part = {"type": kind, "image" if kind == "image" else "path": read(value, folder, where)}
+            name, read = ("image", _picture) if kind == "image" else ("path", _found)
+            part = {"type": kind, name: read(_content(part), folder, where)}
+        elif kind == "text":
+            part = {"type": kind, "text": first_part(tokenizer, part["text"], length)[0]}
         parts.append(part)
     return {**message, "content": parts}
 
 
+def _content(part: Mapping[str, Any]) -> Any:
+    """Return what a part of a message shows or plays; None of one whose content stands beside the chat."""
+    return next((part[key] for key in (part["type"], *PLACES) if part.get(key) is not None), None)
+
+
 def _found(value: Any, folder: Path, where: str) -> str:
-    if not isinstance(value, str):
+    """Return the path of a file in the folder of the data, or in the one that the user allows; links out count not."""
+    if not isinstance(value, str) or "\0" in value:
         raise ItemError(f"{where}: video and sound are given by the paths of their files")
-    if value.startswith(("http://", "https://")):
-        raise ItemError(f"{where}: {value} is on the web; download it and give its path")
-    places = [folder / value, Path(value)]
-    place = next((place for place in places if isfile(place)), None)
-    if place is None:
-        raise ItemError(f"{where}: {value} does not exist; give a file, in the folder of the data or by its full path")
-    return str(place)
+    for root in map(realpath, (folder, os.environ.get(MEDIA_VARIABLE, folder))):
+        path = realpath(Path(root) / value)
+        if isfile(path) and Path(path).is_relative_to(root):
+            return path
+    remedy = f"put a copy there, or name its folder in {MEDIA_VARIABLE}"
+    raise ItemError(f"{where}: {value} is no file in the folder of the data; {remedy}")
 
 
 def _picture(value: Any, folder: Path, where: str) -> Any:
@@ -223,16 +234,14 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
 
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    shown = f"the picture {value}" if isinstance(value, str) and len(value) < BASE64 else "its picture"
+    shown = f"the picture {reprlib.repr(value)}"
     try:
-        if isinstance(value, str) and value.startswith("data:"):
-            value = base64.b64decode(value.partition(",")[2], validate=True)
-        elif isinstance(value, str) and len(value) >= BASE64 and not isfile(folder / value[:BASE64]):
-            value = base64.b64decode(value, validate=True)
-        if isinstance(value, bytes):
-            value = Image.open(BytesIO(value))
-        elif isinstance(value, str):
-            value = Image.open(_found(value, folder, where))
+        if isinstance(value, str):
+            is_file = len(value) < BASE64 and not value.startswith("data:")
+            value = _found(value, folder, where) if is_file else b64decode(value.rpartition(",")[2])
+        if not isinstance(value, Image.Image):
+            with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+                value = Image.open(BytesIO(value) if isinstance(value, bytes) else value, formats=FORMATS)
         return value.convert("RGB")
     except ItemError:
         raise

@@ -27,7 +27,8 @@ from compressor.errors import CompressionError, ItemError, first_line, wrap_faul
 
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
 Row = tuple[str, Any]  # the place of a row, for messages, and its content
-REMEDIES = ("split it up", "restore the tokenizer from its source or mend the text")
+REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
+READING = (REMEDIES[0], "mend it, or download it again")
 PARQUET = b"PAR1"  # the first bytes of such a file
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 ARCHIVES = {
@@ -128,16 +129,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _lines(path: Path, purpose: str) -> Iterator[tuple[int, str]]:
     """Yield each line of a file after its number."""
-    fault = f"{purpose} file {path} cannot be read"
-    with wrap_faults(fault, *REMEDIES), _opened(path) as raw, TextIOWrapper(raw, encoding="utf-8-sig") as stream:
-        try:
-            for number, line in enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1):
-                yield number, _bounded(line, f"{path}, line {number}")
-        except UnicodeDecodeError as error:
-            position = raw.tell() - len(error.object) + error.start  # the part that was decoded ends at raw.tell()
-            raise CompressionError(
-                f"{path} is not UTF-8 text ({error.reason} at byte {position}); convert it first"
-            ) from error
+    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), _opened(path) as raw:
+        stream = TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte costs its row alone
+        for number, line in enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1):
+            yield number, _bounded(line, f"{path}, line {number}")
 
 
 def _bounded(text: str, where: str) -> str:
@@ -168,7 +163,7 @@ def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
 
 def _json_rows(path: Path, purpose: str) -> list[Any] | None:
     """Return the rows of a file that is one JSON array, or one object; None for any other file."""
-    with wrap_faults(f"{purpose} file {path} cannot be read", *REMEDIES), _opened(path) as stream:
+    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), _opened(path) as stream:
         try:
             content = json.loads(stream.read().decode("utf-8-sig"))
         except (ValueError, RecursionError):
@@ -197,7 +192,7 @@ def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
 def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
-    with wrap_faults(f"{purpose} file {path} cannot be read", *REMEDIES), ParquetFile(path) as table:
+    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), ParquetFile(path) as table:
         rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
@@ -213,10 +208,12 @@ def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[Row]:
     config = address.config or ("en" if name == DEFAULT_SOURCE else None)
     try:
         if any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-            rows = _saved(name, address, split).shuffle(seed=seed)
+            rows = _saved(name, address, split).shuffle(seed=seed).to_iterable_dataset()
         else:
             stream = datasets.load_dataset(name, config, split=split, streaming=True)
             rows = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        if rows.features:
+            rows = rows.decode(False)  # pictures are opened by `data.media`
         for number, row in enumerate(rows, 1):
             yield f"data set {address}, row {number} as shuffled", row
     except CompressionError:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -73,7 +74,11 @@ class GivenTexts:
         rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(json.dumps(row, sort_keys=True, default=_shown).encode() + b"\n")
+            try:
+                content = json.dumps(row, sort_keys=True, default=_shown)
+            except (TypeError, ValueError, RecursionError):  # such a row is left out when it is read
+                content = reprlib.repr(row)
+            digest.update(content.encode("utf-8", "backslashreplace") + b"\n")
         return cls(f"{GIVEN}:{digest.hexdigest()[:16]}", rows)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from compressor.errors import CompressionError, ItemError
+from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, Asked, Journal, StockWriter, Writer, answer_all
 from compressor.evaluation.conditions import Condition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
@@ -55,6 +56,7 @@ class Answering:
     chat: bool = False  # texts become a user's message
     max_loop_rise: float | None = None
     max_missed_rise: float | None = None  # of answers that do not end by themselves; None: as of loops
+    strict: bool = False  # whether a prompt that cannot be read ends the run
 
     def __post_init__(self) -> None:
         self.options(NEW_TOKENS)  # whose errors name what is wrong
@@ -164,19 +166,11 @@ def fitting(
     """How answers are written, and the prompts that all of these writers take: tokenizers and facts of models."""
     positions = min((facts.positions for _, facts in opened if facts.positions is not None), default=None)
     options = wanted.options(NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions // 2)))
-    most = None if positions is None else positions - options.max_new_tokens
-
-    def check(count: int) -> None:
-        if most is not None and count > most:
-            raise ItemError(
-                f"a prompt has {count:,} tokens, which with --max-new-tokens {options.max_new_tokens:,} goes beyond "
-                f"the {positions:,} positions that the model was made for"
-            )
-
+    most = sys.maxsize if positions is None else max(0, positions - options.max_new_tokens)
     prompts = wanted.prompts
     for tokenizer, _ in opened:
         if tokenizer is not None:
-            prompts = usable_prompts(prompts, tokenizer, wanted.chat, check)
+            prompts = usable_prompts(prompts, tokenizer, wanted.chat, most, wanted.strict)
     return options, prompts
 
 

@@ -5,6 +5,7 @@ answer's tokens count. Rows are padded on the right: what follows a token does n
 """
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
 from compressor.evaluation.judged import CONFIDENCE, Judged
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.tokenizer import has_chat_template, load_tokenizer, render_chat
+from compressor.model.tokenizer import first_part, has_chat_template, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
 
 SHORTEST = 16  # tokens of a sequence of text
@@ -49,6 +50,7 @@ class Judging:
     forced: bool = False  # of prompts, only the base writes answers, and both read them
     max_flips: float | None = None  # share of positions, in each domain
     max_loss_rise: float | None = None  # nats per token, in each domain
+    strict: bool = False  # whether a row that cannot be read ends the run
 
     def __post_init__(self) -> None:
         if self.samples < FEWEST or self.length < SHORTEST:
@@ -74,6 +76,7 @@ def text_sets(
     samples: int = SAMPLES,
     length: int = LENGTH,
     seed: int = 0,
+    strict: bool = False,
 ) -> tuple[EvaluationSet, ...]:
     """A set for each domain of `SOURCE` or `SOURCE=DOMAIN`: at most so many sequences of each source.
 
@@ -82,7 +85,8 @@ def text_sets(
     """
     found = defaultdict[str, list[torch.Tensor]](list)
     for source, domain in map(domain_of, dict.fromkeys(arguments)):
-        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text")
+        most, entry = samples * length, WeightedSource(source, 1.0)
+        stream = read_tokens(entry, tokenizer, most, seed, vocabulary, "text", strict)
         tokens = len(stream.ids)
         own = min(length, tokens // FEWEST)
         if own < SHORTEST:
@@ -114,22 +118,25 @@ def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool 
     return Forced(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
 
 
-def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int]) -> tuple[Forced, ...]:
+def read_answers(
+    arguments: Sequence[str], tokenizer: Any, stops: Collection[int], most: int = sys.maxsize, strict: bool = False
+) -> tuple[Forced, ...]:
     """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
 
     A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
-    `"ended": "length"`. Rows that template or tokenizer cannot take are left out with one warning for each file.
+    `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
+    warning for each file, or refused if `strict`.
     """
     found = list[Forced]()
     for argument in arguments:
         source, domain = domain_of(argument)
-        left_out = LeftOut(f"answers of {source}")
+        left_out = LeftOut(f"answers of {source}", strict)
         with quiet_transformers():
             for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
                 with left_out.each():
                     named = row.get("domain") if isinstance(row, Mapping) and source == argument else None
                     chosen = named if isinstance(named, str) else domain
-                    found.append(_given(row, chosen, tokenizer, stops, where, left_out))
+                    found.append(_given(row, chosen, tokenizer, stops, most, where, left_out))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
@@ -137,7 +144,7 @@ def read_answers(arguments: Sequence[str], tokenizer: Any, stops: Collection[int
 
 
 def _given(
-    row: Any, domain: str, tokenizer: Any, stops: Collection[int], where: str, left_out: LeftOut
+    row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
 ) -> Forced:
     conversation = read_row(row, None, where, COLUMNS)
     note_columns(row, conversation, left_out)
@@ -147,10 +154,10 @@ def _given(
     is_pair = len(conversation.columns) == 2 and len(asked) == 1
     if is_pair and not has_chat_template(tokenizer):
         prompt, text = Prompt.of(asked[0]["content"], domain, where=where), str(last["content"])
-        before = tokens_of(prompt, tokenizer)
+        before = tokens_of(prompt, tokenizer, most=most)
     else:
         prompt = Prompt.of(asked, domain, conversation.tools, where)
-        before = tokens_of(prompt, tokenizer)
+        before = tokens_of(prompt, tokenizer, most=most)
         try:
             whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)
             opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
@@ -158,7 +165,10 @@ def _given(
             raise untaken(where, error) from error
         same = (place for place, pair in enumerate(zip(whole, opening, strict=False)) if pair[0] != pair[1])
         text = whole[next(same, min(len(whole), len(opening))) :]
-    ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    try:
+        ids = [int(token) for token in first_part(tokenizer, text, most + 1)[1]]
+    except Exception as error:  # tokenizers, too
+        raise untaken(where, error, "tokenizer") from error
     end = next((place for place, token in enumerate(ids) if token in stops), None)
     if end is not None:
         ids = ids[: end + 1]  # a template may go on after it
@@ -167,6 +177,8 @@ def _given(
         ids.append(own if own in stops else min(stops))
     if not text.strip():
         raise ItemError(f"{where} has an empty answer; give it some text or remove it")
+    if len(before) + len(ids) > most:
+        raise ItemError(f"{where} has more tokens than the {most:,} positions that the model was made for; shorten it")
     return Forced(prompt.id, domain, before, tuple(ids))
 
 
@@ -279,8 +291,10 @@ def read_all(base: StockWriter, wanted: Judging) -> Readings:
     model = open_model(base.source, base.dtype, base.device)
     tokenizer, answers = load_tokenizer(base.source.folder), tuple[Forced, ...]()
     if wanted.answers:
-        answers = read_answers(wanted.answers, tokenizer, base.opened()[1].stops)
-    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, wanted.samples, wanted.length)
+        facts = base.opened()[1]
+        answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
+    sizes = wanted.samples, wanted.length
+    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, *sizes, strict=wanted.strict)
     return Readings(model, texts, answers)
 
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from compressor.data.rows import Row, source_rows
 from compressor.data.sources import Address, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.evaluation.generate import encode_prompt
-from compressor.model.tokenizer import has_chat_template, render_chat
+from compressor.model.tokenizer import first_part, has_chat_template, render_chat
 from compressor.progress import quiet_transformers
 
 ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
@@ -43,11 +44,8 @@ class Prompt:
         where: str = "",
         text: str | None = None,
     ) -> "Prompt":
-        """A prompt with its id; raises `ItemError` for half a character, which no tokenizer takes."""
-        try:
-            content = json.dumps([asked, tools], sort_keys=True, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            raise ItemError(f"{where} has half a character; mend or remove it") from error
+        """A prompt with its id."""
+        content = json.dumps([asked, tools], sort_keys=True, ensure_ascii=False, default=str).encode()
         identity = hashlib.sha256(content).hexdigest()[:16]
         if isinstance(asked, str):
             return cls(identity, domain, asked, where=where)
@@ -62,18 +60,20 @@ class Prompt:
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def read_prompts(arguments: Sequence[str], *, limit: int | None = None, seed: int = 0) -> tuple[Prompt, ...]:
+def read_prompts(
+    arguments: Sequence[str], *, limit: int | None = None, seed: int = 0, strict: bool = False
+) -> tuple[Prompt, ...]:
     """The prompts of `SOURCE` or `SOURCE=DOMAIN` each, every one once, at most `limit` of each source.
 
     Of a data set `OF_A_DATA_SET` are taken where nothing is said. A chat that ends with the assistant's answer is
     asked without it. Of a text file each document is a prompt, or each line where no blank lines separate documents.
-    Rows without a prompt are left out with one warning for each source.
+    Rows without a prompt are left out with one warning for each source, or refused if `strict`.
     """
     found = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
         read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
         rows = _lines(read.rows) if read.is_prose else read.rows
-        left_out, taken = LeftOut(f"prompts of {source}"), 0
+        left_out, taken = LeftOut(f"prompts of {source}", strict), 0
         most = OF_A_DATA_SET if limit is None and read.is_streamed else limit
         for where, row in rows:
             with left_out.each():
@@ -90,19 +90,17 @@ def read_prompts(arguments: Sequence[str], *, limit: int | None = None, seed: in
 
 
 def usable_prompts(
-    prompts: Sequence[Prompt], tokenizer: Any, chat: bool = False, check: Callable[[int], None] | None = None
+    prompts: Sequence[Prompt], tokenizer: Any, chat: bool = False, most: int = sys.maxsize, strict: bool = False
 ) -> tuple[Prompt, ...]:
-    """The prompts that tokenizer and template can take; the others are left out with one warning.
+    """The prompts that tokenizer and template can take, in at most so many tokens.
 
-    So are those for whose number of tokens `check` raises `ItemError`.
+    The others are left out with one warning, or refused if `strict`.
     """
-    found, left_out = list[Prompt](), LeftOut("prompts")
+    found, left_out = list[Prompt](), LeftOut("prompts", strict)
     with quiet_transformers():
         for prompt in prompts:
             with left_out.each():
-                ids = tokens_of(prompt, tokenizer, chat)
-                if check is not None:
-                    check(len(ids))
+                tokens_of(prompt, tokenizer, chat, most)
                 found.append(prompt)
     left_out.report()
     return tuple(found)
@@ -138,23 +136,33 @@ def _of_text(text: str, domain: str, where: str) -> Prompt:
     return Prompt.of(text.removesuffix("\n"), domain, where=where)
 
 
-def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False) -> tuple[int, ...]:
+def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize) -> tuple[int, ...]:
     """Token ids [S] of a prompt, a chat's by the template; raises `ItemError` where template or tokenizer fail.
 
-    With `chat` a text is put into the template, too, as a user's message.
+    With `chat` a text is put into the template, too, as a user's message. Where the tokens are more than `most`, not
+    all of them are made, and `ItemError` is raised.
     """
     if prompt.text is not None and not (chat or (prompt.messages and has_chat_template(tokenizer))):
+        text, _ = first_part(tokenizer, prompt.text, most)
         try:
-            return encode_prompt(tokenizer, prompt.text, chat=False)
+            ids = encode_prompt(tokenizer, text, chat=False)
         except CompressionError as error:
             raise ItemError(f"{prompt.where}: {error}") from error
-    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-    require_template(tokenizer, f"{prompt.where or 'a prompt'} is a chat")
-    try:
-        text = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # templates are programs
-        raise untaken(prompt.where, error) from error
+    else:
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        require_template(tokenizer, f"{prompt.where or 'a prompt'} is a chat")
+        taker = "chat template"
+        try:
+            text = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+            taker = "tokenizer"
+            ids = tuple(map(int, first_part(tokenizer, text, most + 1)[1]))
+        except Exception as error:  # templates are programs
+            raise untaken(prompt.where, error, taker) from error
     if not ids:
         raise ItemError(f"{prompt.where}: the chat template makes nothing of it")
-    return tuple(map(int, ids))
+    if len(ids) > most:
+        raise ItemError(
+            f"{prompt.where} has more than {most:,} tokens, which with --max-new-tokens goes beyond the positions that "
+            "the model was made for; shorten it or lower that"
+        )
+    return ids

@@ -2,12 +2,15 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
 from compressor.model.own_code import load_stock
@@ -44,20 +47,20 @@ def load_tokenizer(folder: Path, remedy: str = "copy those of the original model
     raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
 
 
-def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
-    """The first `most` tokens of a text, without special ones: of a long text no more is read than they need.
+def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
+    """The beginning of a text with its first `most` tokens, and its tokens: of a long text no more is read.
 
     They are those of the whole text, as far as a token hangs on the `MARGIN` tokens after it alone. A text of which
-    `LONGEST` letters make one token, or none, counts as one that ends there.
+    `LONGEST` letters make one token, or none, counts as one that ends there. No special tokens are added.
     """
     letters = LETTERS * (most + MARGIN)
     end = LONGEST * (most + MARGIN)
     while letters < len(text):
         ids = tokenizer(text[:letters], add_special_tokens=False)["input_ids"]
         if len(ids) >= most + MARGIN or letters == end:
-            return list(ids[:most])
+            return text[:letters], ids[:most]
         letters = min(2 * letters, end)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"][:most])
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"][:most]
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
@@ -137,6 +140,39 @@ class ChatForm:
         if not self.wrapped_tools or not isinstance(tools, list):
             return tools
         return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+class _Part(BaseModel):
+    type: StrictStr = ""
+    text: StrictStr | None = None
+
+
+class _Message(BaseModel):
+    role: StrictStr = Field(min_length=1)
+
+
+class _Saying(_Message):
+    content: StrictStr | list[StrictStr | _Part]
+
+
+class _Calling(_Message):
+    content: None
+    tool_calls: list[Any]
+
+
+MESSAGES = TypeAdapter(list[_Saying | _Calling])
+
+
+def check_chat(messages: Sequence[Any], tools: Any) -> None:
+    """Raise ValueError for a message without role or content, and for half a character, which no tokenizer takes."""
+    try:
+        json.dumps([messages, tools], ensure_ascii=False, default=id).encode()
+        MESSAGES.validate_python(messages)
+    except UnicodeEncodeError as error:
+        raise ValueError("it has half a character, or a byte that is no UTF-8") from error
+    except ValidationError as error:
+        shown = reprlib.repr(messages[int(error.errors()[0]["loc"][0])])
+        raise ValueError(f"{shown} is no message with a role, and with text or parts as its content") from error
 
 
 def as_part(part: Any) -> Any:

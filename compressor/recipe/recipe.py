@@ -91,6 +91,9 @@ class BehaviourOptions(Options):
     teacher_forced: bool = Field(
         False, description="Only the base answers the prompts, and both models read its answers."
     )
+    strict: bool = Field(  # as that of `TextOptions`
+        False, exclude=True, description="End at a row that cannot be read, instead of leaving it out."
+    )
 
     _one = field_validator("prompts", "text", "answers", mode="before")(
         lambda value: (value,) if isinstance(value, str) else value

@@ -150,10 +150,10 @@ def test_what_follows_the_pictures_is_evaluated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "length", "fault"),
     [
-        (chat({"path": "none.png"}), 64, r"line 1: none.png does not exist; give a file"),
-        (chat({"path": "broken.png"}), 64, r"line 1: the picture broken.png cannot be read"),
-        (chat({"url": "https://a.b/c.png"}), 64, r"is on the web; download it"),
-        (chat({"image": "@" * 400}), 64, r"line 1: its picture cannot be read"),
+        (chat({"path": "none.png"}), 64, r"line 1: none.png is no file in the folder of the data; put a copy there"),
+        (chat({"path": "broken.png"}), 64, r"line 1: the picture 'broken.png' cannot be read"),
+        (chat({"url": "https://a.b/c.png"}), 64, r"c.png is no file in the folder of the data; put a copy there"),
+        (chat({"image": "@" * 400}), 64, r"line 1: the picture .* cannot be read"),
         (chat({"path": "a.png"}), 5, r"line 1 takes 6 tokens .* more than a sequence's 5; raise --sequence-length"),
         ({"images": [], **chat({})}, 64, r"more parts of type image than it has images"),
         ({"image": "a.png"}, 64, r"has no text"),
@@ -170,7 +170,7 @@ def test_a_bad_row_is_named_in_one_sentence(row: Any, length: int, fault: str, t
 def test_bad_rows_among_good_ones_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [chat({"path": "none.png"}), chat({"image": base64.b64encode(encoded(0)).decode()})]
     assert len(read(write(tmp_path / "rows.jsonl", *rows), 2, strict=False).batches) == 1
-    assert "1 of 2 rows" in caplog.text and "none.png does not exist" in caplog.text
+    assert "1 of 2 rows" in caplog.text and "none.png is no file" in caplog.text
 
 
 def test_a_named_column_of_text_is_read_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from compressor.data.demo import load_documents
 from compressor.model import tokenizer as module
-from compressor.model.tokenizer import first_tokens
+from compressor.model.tokenizer import first_part
 from tests import small
 from tests.compressor.evaluation.test_generate import sentence_pieces
 
@@ -99,7 +99,7 @@ def test_they_are_those_of_the_whole_text(kind: str, text: str, most: int) -> No
         patch.setattr(module, "MARGIN", 64)  # so that some texts are long ones
         patch.setattr(module, "LETTERS", 1)
         patch.setattr(module, "LONGEST", 10**6)
-        assert first_tokens(tokenizer, text, most) == whole[:most]
+        assert first_part(tokenizer, text, most)[1] == whole[:most]
 
 
 class Watched:
@@ -125,7 +125,7 @@ FLOODS = {
 @pytest.mark.parametrize("kind", ["byte-level BPE of today", "unigram of all", "word pieces", "decomposing"])
 def test_no_more_than_needed_is_read_of_a_flood(kind: str, flood: str) -> None:
     watched = Watched(kind)
-    found = first_tokens(watched, FLOODS[flood], 100)
+    _, found = first_part(watched, FLOODS[flood], 100)
     assert max(watched.given) <= 96 * (100 + 4096) and sum(watched.given) <= 2 * max(watched.given)
     if flood == "words":
         assert sum(watched.given) < 60_000
