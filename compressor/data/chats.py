@@ -129,9 +129,9 @@ def _before(row: Mapping[str, Any], without_system: bool, where: str) -> tuple[l
     columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
     messages = [{"role": "system", "content": row[name]} for name in columns]
     history = row.get(HISTORY)
-    if isinstance(history, list) and history:
+    if history and not isinstance(history, str):
         columns.append(HISTORY)
-        for entry in history:
+        for entry in history if isinstance(history, list) else [history]:
             if isinstance(entry, list) and len(entry) == 2:
                 roles = zip(("user", "assistant"), entry, strict=True)
                 messages += [{"role": role, "content": content} for role, content in roles]

@@ -219,7 +219,7 @@ def _content(part: Mapping[str, Any]) -> Any:
 def _found(value: Any, folder: Path, where: str) -> str:
     """Return the path of a file in the folder of the data, or in the one that the user allows; links out count not."""
     if not isinstance(value, str) or "\0" in value:
-        raise ItemError(f"{where}: video and sound are given by the paths of their files")
+        raise ItemError(f"{where}: {reprlib.repr(value)} is no picture, video or sound; give the path of its file")
     for root in map(realpath, (folder, os.environ.get(MEDIA_VARIABLE, folder))):
         path = realpath(Path(root) / value)
         if isfile(path) and Path(path).is_relative_to(root):
@@ -236,12 +236,12 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
         value = value.get("bytes") or value.get("path")
     shown = f"the picture {reprlib.repr(value)}"
     try:
-        if isinstance(value, str):
-            is_file = len(value) < BASE64 and not value.startswith("data:")
-            value = _found(value, folder, where) if is_file else b64decode(value.rpartition(",")[2])
+        if isinstance(value, str) and (len(value) >= BASE64 or value.startswith("data:")):
+            value = b64decode(value.rpartition(",")[2])
         if not isinstance(value, Image.Image):
+            file = BytesIO(value) if isinstance(value, bytes) else _found(value, folder, where)
             with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-                value = Image.open(BytesIO(value) if isinstance(value, bytes) else value, formats=FORMATS)
+                value = Image.open(file, formats=FORMATS)
         return value.convert("RGB")
     except ItemError:
         raise

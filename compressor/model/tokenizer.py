@@ -149,6 +149,7 @@ class _Part(BaseModel):
 
 class _Message(BaseModel):
     role: StrictStr = Field(min_length=1)
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class _Saying(_Message):
@@ -157,7 +158,7 @@ class _Saying(_Message):
 
 class _Calling(_Message):
     content: None
-    tool_calls: list[Any]
+    tool_calls: list[dict[str, Any]]
 
 
 MESSAGES = TypeAdapter(list[_Saying | _Calling])
