@@ -28,7 +28,8 @@ from compressor.run_record import read_record
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
+TAG = "tag:yaml.org,2002:"
 MODEL_FIELDS = ("model", "revision", "base", "base_revision")
 ORDER = ("split", "prune", "constants", "correct", "routers", "distill", "quantize")  # of steps that options add
 UNEVEN_OPTIONS = ("budget", "experts_total")
@@ -48,6 +49,30 @@ FIELDS = {  # options of `compress` that are fields of other steps than prune
     "quantize": ("quantize", "scheme"),
 }
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class PlainLoader(LOADER):
+    """YAML in which each key stands once, and 1:30 and dates are text."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            names.add(str(key.value))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+    def construct_number(self, node: Any) -> Any:
+        """Return a number, but of one in base 60 its text."""
+        if ":" in node.value:
+            return node.value
+        return self.construct_yaml_int(node) if node.tag == f"{TAG}int" else self.construct_yaml_float(node)
+
+
+PlainLoader.add_constructor(f"{TAG}int", PlainLoader.construct_number)
+PlainLoader.add_constructor(f"{TAG}float", PlainLoader.construct_number)
+PlainLoader.add_constructor(f"{TAG}timestamp", PlainLoader.construct_yaml_str)
 
 
 def separated(value: Any) -> Any:
@@ -355,7 +380,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8-sig")
         _refuse_mazes(path, text)
-        content = yaml.load(text, Loader=LOADER)
+        content = yaml.load(text, Loader=PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CompressionError(f"{path} is not valid YAML ({reason_of(error, 200)}); mend it") from error
     if not isinstance(content, dict):
@@ -369,6 +394,8 @@ def _refuse_mazes(path: Path, text: str) -> None:
     for number, event in enumerate(yaml.parse(text, Loader=LOADER)):
         if isinstance(event, yaml.AliasEvent):
             raise CompressionError(f"{path} repeats a part by an alias (*); write it out")
+        if tag := getattr(event, "tag", None):
+            raise CompressionError(f"{path} has the tag {tag}; write the value without it")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
             raise CompressionError(f"{path} is nested deeper than {MOST_DEPTH} lists or mappings; mend it")
