@@ -26,6 +26,11 @@ from compressor.errors import CompressionError
 
 AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITTEN = {  # by the error's number: what is wrong with a place, and what to do
+    **dict.fromkeys(FULL, ("the disk of {} is full", "free some space")),
+    errno.EFBIG: ("a file in {} is larger than its file system or a limit (ulimit -f) allows", "raise the limit"),
+    errno.EIO: ("input or output failed while {} was written", "check its disk and the source's"),
+}
 REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
 LOCK = "lock"
 OUTPUT = "output"  # what is made
@@ -55,16 +60,19 @@ _held: set[tuple[Path, int]] = set()  # by this process, with the thread
 
 @contextmanager
 def wrap_full_disk(place: Path) -> Iterator[None]:
-    """Turn a disk that is full, or a quota that is used up, into a sentence with the folder and the remedy."""
+    """Turn a disk that is full or fails, and a quota or limit, into a sentence with the folder and the remedy."""
     try:
         yield
     except CompressionError:
         raise
     except Exception as error:  # safetensors has an exception of its own
-        if getattr(error, "errno", None) not in FULL and "No space left" not in str(error):
+        number = getattr(error, "errno", None)
+        told = (known for known in NOT_WRITTEN if known == number or os.strerror(known) in str(error))
+        if (known := next(told, None)) is None:
             raise
-        place = Path(os.path.abspath(place))
-        raise CompressionError(f"the disk of {place} is full; free some space and run the command again") from error
+        fault, remedy = NOT_WRITTEN[known]
+        fault = fault.format(os.path.abspath(place))
+        raise CompressionError(f"{fault}; {remedy} and run the command again") from error
 
 
 @contextmanager

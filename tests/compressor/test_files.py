@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all."""
 
 import errno
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -69,16 +70,28 @@ def _fill(folder: Path, error: Exception) -> None:
 
 @pytest.mark.parametrize("write", [_replace, _fill])
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, ""), SafetensorError("No space left")]
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "the disk of {} is full; free some space and run the command again"),
+        (errno.EDQUOT, "the disk of {} is full; free some space and run the command again"),
+        (errno.EFBIG, r"a file in {} is larger than .*; raise the limit and run the command again"),
+        (errno.EIO, "input or output failed while {} was written; check its disk"),
+    ],
 )
 def test_a_full_disk_names_folder_and_remedy(
-    write: Callable[[Path, Exception], None], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path, Exception], None],
+    number: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CompressionError, match=f"the disk of {tmp_path} is full; free some space and run the command"):
-        write(Path(), error)
-    with pytest.raises(OSError, match="Input/output"):
-        write(tmp_path, OSError(errno.EIO, "Input/output error"))
+    by_rust = SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+    for error in (OSError(number, ""), by_rust):
+        with pytest.raises(CompressionError, match=sentence.format(tmp_path)):
+            write(Path(), error)
+    with pytest.raises(OSError, match="Permission"):
+        write(tmp_path, OSError(errno.EACCES, "Permission denied"))
     assert not list(tmp_path.iterdir())
 
 
