@@ -1,5 +1,6 @@
 """Quantised checkpoints give, whole or one layer at a time, the weights that our own formulas give."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,62 @@ def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) ->
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CompressionError, match=r"holds 7 tensors like .*weight_scale' for 8 experts"):
         load_layer(tmp_path, 1, torch.float32)
+
+
+def change_group(folder: Path, declared: dict[str, Any], **weights: Any) -> None:
+    """Let the config of compressed-tensors say something else."""
+    content = json.loads((folder / "config.json").read_text())
+    quantization = content["quantization_config"]
+    quantization |= declared
+    quantization["config_groups"]["group_0"]["weights"] |= weights
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    [
+        *(("packed-qwen3_moe", {"num_bits": bits}) for bits in (2, 3, 5, 8)),
+        *(("packed-asymmetric", {"group_size": size}) for size in (8, 32)),
+        ("nvfp4-qwen3_moe", {"num_bits": 8}),
+        ("nvfp4-qwen3_moe", {"group_size": 32}),
+        ("mxfp4-qwen3_moe", {"group_size": 16}),
+    ],
+)
+def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
+    tmp_path: Path, case: str, weights: dict[str, Any]
+) -> None:
+    save(tmp_path, case)
+    open_model(locate(str(tmp_path)))
+    change_group(tmp_path, {}, **weights)
+    ((_, value),) = weights.items()
+    with pytest.raises(CompressionError, match=rf"tensor '.*weight_packed' has shape .* the .*\b{value}\b.* declares"):
+        open_model(locate(str(tmp_path)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_bits_that_do_not_fill_the_words_of_a_row_are_refused(tmp_path: Path, bits: int) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    by_rows = {name: tensor[:, :1].contiguous() for name, tensor in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | by_rows, tmp_path / "model.safetensors")
+    change_group(tmp_path, {}, strategy="channel", group_size=None)
+    load_whole(tmp_path)
+    change_group(tmp_path, {}, num_bits=bits)
+    with pytest.raises(CompressionError, match=rf"{bits} bits of \d+ weights do not fill \d+ words"):
+        load_whole(tmp_path)
+
+
+def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path) -> None:
+    save_modelopt(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:, :8].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CompressionError, match=rf"tensor '{name}' has shape .* 4 bits in groups of 16"):
+        open_model(locate(str(tmp_path)))
+
+
+def test_a_pattern_of_modules_that_is_none_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    change_group(tmp_path, {"ignore": ["re:("]})
+    with pytest.raises(CompressionError, match=r"'re:\(' is no pattern of modules \(missing \)"):
+        open_model(locate(str(tmp_path)))

@@ -22,7 +22,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compressor.devices import one_thread_each
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by code
@@ -47,8 +47,8 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
         quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
-    except (ImportError, ValueError, TypeError, KeyError, AttributeError) as fault:
-        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {fault}") from fault
+    except Exception as fault:  # of untrusted fields these packages raise what they like
+        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {reason_of(fault)}") from fault
     return quantizer
 
 
@@ -156,6 +156,14 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 
         config = self.hf_quantizer.compressor.quantization_config
         scheme = scheme_of(config, name.removesuffix(".weight"))
+        if "weight_shape" in parts:
+            width, columns = parts["weight_packed"].shape[-1], int(parts["weight_shape"][-1])
+            if width != -(-columns * scheme.weights.num_bits // 32):
+                raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
+        if "weight_shape" in parts:
+            width, columns = parts["weight_packed"].shape[-1], int(parts["weight_shape"][-1])
+            if width != -(-columns * scheme.weights.num_bits // 32):
+                raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.distributed import refuse_several
 from compressor.errors import CompressionError
-from compressor.files import file_digest
+from compressor.files import file_digest, wrap_full_disk
 from compressor.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class LoadedModel:
         with tempfile.TemporaryDirectory(prefix="moe-compress-") as place:
             folder = Path(place).resolve() / self.name
             self.tokenizer.save_pretrained(folder)
-            self._write(folder)
+            with wrap_full_disk(folder):
+                self._write(folder)
             yield ModelSource(str(folder), None, folder)
 
     def _write(self, folder: Path) -> None:

@@ -3,18 +3,20 @@
 A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
-from compressor.checkpoint.reader import Checkpoint, refuse_nan
+from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.memory import available
@@ -232,6 +234,41 @@ def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Ten
     return reverted.items()
 
 
+def refuse_misfits(checkpoint: Checkpoint) -> None:
+    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for.
+
+    So are patterns of the config that are none.
+    """
+    config_groups = checkpoint.quantization.get("config_groups")
+    values = config_groups.values() if isinstance(config_groups, dict) else ()
+    groups = [group for group in values if isinstance(group, dict)]
+    lists = [checkpoint.quantization.get("ignore"), *(group.get("targets") for group in groups)]
+    for name in chain.from_iterable(names for names in lists if isinstance(names, list)):
+        try:
+            re.compile(name.removeprefix("re:") if str(name).startswith("re:") else "")
+        except re.error as error:
+            raise CompressionError(f"config.json: {name!r} is no pattern of modules ({error}); mend it") from error
+    schemes = [group.get("weights") for group in groups]
+    fields = ("num_bits", "group_size")
+    declared: list[Any] = [[scheme.get(field) for field in fields] for scheme in schemes if isinstance(scheme, dict)]
+    declared = declared or [(4, 16)]  # modelopt's NVFP4
+    in_groups = all(type(bits) is type(size) is int and size > 0 for bits, size in declared)
+    for name, info in checkpoint.tensors.items():
+        weight = name.removesuffix("_packed")
+        scale = checkpoint.tensors.get(f"{weight}_scale")
+        is_packed = weight != name or (info.dtype == "U8" and f"{name}_scale_2" in checkpoint)
+        if not (in_groups and is_packed and scale and scale.shape and info.shape):
+            continue
+        word, rows, count = DTYPE_BITS[info.dtype], info.shape[:-1], scale.shape[-1]
+        widths = [-(-count * size * bits // word) for bits, size in declared]
+        if info.shape[-1] not in widths or scale.shape[:-1] != rows:
+            shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
+            raise CompressionError(
+                f"tensor {name!r} has shape {list(info.shape)} and its scales {list(scale.shape)}, which do not fit "
+                f"the {shown} that config.json declares; restore them from their source"
+            )
+
+
 class PartialModel:
     """The stock model on meta, whose parts are filled from the checkpoint and emptied again.
 
@@ -250,6 +287,8 @@ class PartialModel:
             raise CompressionError(f"{checkpoint.folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
         self.model = build_stored(checkpoint, config, dtype)
         self.quantizer = dequantizer(config)
+        if self.quantizer is not None:
+            refuse_misfits(checkpoint)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
