@@ -1,11 +1,13 @@
 """The command line from end to end: what it prints, what it refuses, and that killing it at any moment does no harm."""
 
+import io
 import json
 import logging
 import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import transformers
 
 import compressor
+from compressor.cli import main as cli
 from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
@@ -401,6 +404,26 @@ def test_a_full_disk(compress: Run, model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     refused(compress(model), "the output needs .* GB, .* has 0.00 GB free; free some space or write elsewhere")
     assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("name", ["modèl", "模型"])
+def test_what_a_terminal_cannot_show_is_escaped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, name: str
+) -> None:
+    named = model.rename(tmp_path / name)
+    for more in ((), ("--json",)):
+        content = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding, write_through=True))
+        monkeypatch.setattr(sys, "argv", ["moe-compress", "inspect", str(named), *more])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code
+    assert json.loads(content.getvalue().decode(encoding))["model"].endswith(name)
+
+
+def test_an_output_with_a_name_that_is_no_text_is_refused(compress: Run, model: Path, tmp_path: Path) -> None:
+    refused(compress(model, "-o", os.fsdecode(bytes(tmp_path) + b"/odd\xff")), "has a byte that is no UTF-8")
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])

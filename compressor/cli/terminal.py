@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -87,8 +88,9 @@ def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet:
 
 
 def print_json(content: Any) -> None:
-    """Indented JSON on stdout; what a terminal would obey, and what UTF-8 cannot hold, is escaped."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
+    """Indented JSON on stdout; what a terminal would obey, and what its encoding cannot hold, is escaped."""
+    is_unicode = str(sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    text = json.dumps(content, indent=2, ensure_ascii=not is_unicode)
     print("".join(x if x.isprintable() or x in "\n\xa0" else json.dumps(x)[1:-1] for x in text))
 
 
