@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from compressor.data import media
@@ -200,3 +203,66 @@ def test_rows_given_in_python_hold_pictures_and_are_named_by_them() -> None:
     assert first.name == again.name != other.name
     [batch] = calibrate(parse_sources([first]), pictures.tokenizer(), samples=1, length=64, seed=0, vocab=96).batches
     assert isinstance(batch, Inputs) and batch.more["pixel_values"].shape == (16, 96)
+
+
+def test_pictures_lie_in_the_folder_of_the_data_or_where_the_user_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data, elsewhere):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(encoded(0))
+    (data / "link.png").symlink_to(elsewhere / "a.png")
+    inside, *outside = [
+        *(data / "a.png", elsewhere / "a.png", "../elsewhere/a.png", "link.png", "../elsewhere/none.png"),
+        *("/proc/self/environ", "/none.png"),
+    ]
+    assert read(write(data / "rows.jsonl", chat({"path": str(inside)}))).tokens
+    for place in map(str, outside):  # one sentence, whether there is such a file or not
+        sentence = f"line 1: {place} is no file in the folder of the data; put a copy there, or name its folder in MOE_"
+        with pytest.raises(CompressionError, match=re.escape(sentence)):
+            read(write(data / "rows.jsonl", chat({"path": place})))
+    monkeypatch.setenv(media.MEDIA_VARIABLE, str(elsewhere))
+    for place in (str(inside), str(elsewhere / "a.png"), "a.png"):
+        assert read(write(data / "rows.jsonl", chat({"path": place}))).tokens
+    with pytest.raises(CompressionError, match="is no file in the folder of the data"):
+        read(write(data / "rows.jsonl", chat({"path": "../rows.jsonl"})))
+
+
+def test_no_program_is_run_and_no_large_picture_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    pictures.picture(0).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")
+    Image.new("1", (10_000, 9_000)).save(tmp_path / "b.png")
+    for name, fault in (("a.png", "cannot identify image file"), ("b.png", "90000000 pixels")):
+        with pytest.raises(CompressionError, match=f"the picture '{name}' cannot be read .*{fault}"):
+            read(write(tmp_path / "rows.jsonl", chat({"path": name})))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_more_text_beside_a_picture_is_tokenised_than_is_asked_for(tmp_path: Path) -> None:
+    processor, read_letters = pictures.processor(FAMILY), list[int]()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: Any, *more: Any, **options: Any) -> Any:
+            read_letters.append(sum(map(len, [text] if isinstance(text, str) else text)))
+            return tokenizer(text, *more, **options)
+
+    tokenizer, processor.tokenizer = processor.tokenizer, Watched()
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    row = chat({"path": "a.png"}, "dot " * 2_000_000)
+    made = media.sequence_of(row, None, processor, tmp_path, 40, "here")
+    assert made.shape == (1, 40) and 0 < max(read_letters) < 1_000_000
+
+
+def test_a_folder_of_pictures_is_a_data_set(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(encoded(number))
+    write(tmp_path / "metadata.jsonl", *({"file_name": f"{number}.png", "text": "dot"} for number in range(3)))
+    assert len(read(tmp_path, 3).batches) == 3

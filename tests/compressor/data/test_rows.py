@@ -6,15 +6,21 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
 
+from compressor.data import media
+from compressor.data.batches import calibrate
 from compressor.data.rows import source_rows
-from compressor.data.sources import WeightedSource
+from compressor.data.sources import WeightedSource, parse_sources
 from compressor.errors import CompressionError
-from tests.texts import run, write
+from compressor.evaluation.judging import read_answers
+from compressor.evaluation.prompts import read_prompts, usable_prompts
+from tests import pictures, small
+from tests.texts import decode, run, write
 
 ROWS = [{"instruction": f"sort {number}", "input": 'x;y, "z"', "output": "é\nok"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -102,3 +108,95 @@ def test_a_split_that_a_saved_data_set_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match=r"has no split 'train'; its splits are one, two; write .*saved@one"):
         rows_of(tmp_path / "saved")
     assert len(rows_of(Path(f"{tmp_path}/saved@two"))) == 3
+
+
+# --- rows that cannot be used, wherever rows are read -----------------------------------------------------------------
+
+
+def turns(*contents: Any, role: Any = "user", **more: Any) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": "yes"}
+    return {"messages": [*({"role": role, "content": content} for content in contents), answer], **more}
+
+
+def deep(levels: int, beginning: str = "[", end: str = "]") -> str:
+    return levels * beginning + levels * end
+
+
+PAIR = {"prompt": "one", "completion": "two", "answer": "two"}
+DEEP = '{"messages": [{"role": "user", "content": "x"}], "%s": %s}'
+MALFORMED: list[Any] = [  # rows, or the text of one
+    *("{", '"', "7", "null", "true", "NaN", "[]", "{}", '[{"text": "a"}]', '{"other": 1}', '{"text": "a"'),
+    *('{"text": 3}', '{"text": null}', '{"text": NaN}', '{"text": {}}', '{"text": [1]}', '{"text": true}'),
+    *(deep(99_999), deep(3000, '{"text":', "}"), f'{{"text": {deep(200)}}}', f'{{"text": "x", "n": {deep(500)}}}'),
+    *(DEEP % ("tools", deep(300)), DEEP % ("tools", json.dumps("{")), DEEP % ("id", deep(300, '{"a":', "}"))),
+    *(f'{{"text": "x", "n": 1{digits * "0"}}}' for digits in (2000, 5000)),
+    *(b'{"text": "caf\xe9", "prompt": "\xe9", "answer": "x"}', b"\xff\xfe{", b"\x80", b'{"text": "\x00"}'),
+    *({"messages": wrong} for wrong in (5, True, {}, [], [5], [[]], [None], [{}], [{"content": "x"}])),
+    *({"conversations": [{"from": wrong, "value": "x"}]} for wrong in (["human"], {}, None, 3)),
+    *({"conversations": [{"from": "human", "value": wrong}]} for wrong in (3, ["x", 3], {}, None)),
+    *(turns("x", role=wrong) for wrong in (3, None, "", {}, ["user"], "\ud83d")),
+    *(turns(wrong) for wrong in (3, True, None, {"a": 1}, [3], [None], [["x"]], "\ud83d")),
+    *(turns([part]) for part in ({"type": ["text"]}, {"type": {}}, {"type": "text", "text": 3}, {"text": ["x"]})),
+    *({**PAIR, "prompt": wrong} for wrong in (3, " ", [], {"a": 1}, [{"role": "user", "content": 3}])),
+    *({**PAIR, "history": wrong} for wrong in ([3], [["x"]], [[1, 2]], [["x", None]], [{"a": 1}], {"a": 1}, 3)),
+    *(turns("x", role="assistant", tools=wrong) for wrong in ("{", "\ud800", deep(900))),
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [3]}]},
+]
+PICTURES: list[Any] = [
+    *({"image": wrong, "text": "dot"} for wrong in (3, [3], [[1]], {"bytes": 3}, {"bytes": ""}, "none.png", "a\0b")),
+    *({"image": wrong, "text": "dot"} for wrong in ("../x.png", "/etc/hostname", "https://a.b/c.png", 300 * "x")),
+    *(turns([{"type": "image", "image": wrong}, "dot"]) for wrong in (3, True, [], {}, "", {"path": 3}, {"bytes": ""})),
+    *({wrong: "none", "text": "dot"} for wrong in ("video", "audio")),
+    *({"image": "sound.png", **wrong} for wrong in ({}, {"text": 3}, {"messages": [{"content": "x"}]})),
+    turns([{"type": "image_url", "image_url": {"url": ["x"]}}]),
+    turns([{"type": "video", "path": "a\0"}]),
+]
+
+
+def read_as_text(path: Path, strict: bool) -> int:
+    made = run(path, small.tokenizer(small.CHAT), samples=8, length=4, strict=strict)
+    return decode(made).count("good")
+
+
+def read_as_pictures(path: Path, strict: bool) -> int:
+    sizes: dict[str, Any] = {"samples": 3, "length": 64, "seed": 0, "vocab": 96}
+    return len(calibrate(parse_sources([str(path)]), pictures.tokenizer(), strict=strict, **sizes).batches)
+
+
+def read_as_prompts(path: Path, strict: bool) -> int:
+    found = read_prompts([str(path)], strict=strict)
+    return len(usable_prompts(found, small.tokenizer(small.CHAT), most=64, strict=strict))
+
+
+def read_as_answers(path: Path, strict: bool) -> int:
+    return len(read_answers([str(path)], small.tokenizer(small.CHAT), {1}, 64, strict))
+
+
+GOOD: dict[Callable[[Path, bool], int], list[Any]] = {
+    read_as_text: [{"text": "good"}, turns("good")],
+    read_as_pictures: [{"image": "sound.png", "text": "dot"}, turns([{"type": "image", "path": "sound.png"}, "dot"])],
+    read_as_prompts: [{"prompt": "a good one"}, turns("good")],
+    read_as_answers: [{"prompt": "good", "answer": "good"}, turns("good")],
+}
+
+
+@pytest.mark.parametrize("reads", GOOD)
+def test_a_row_that_cannot_be_used_is_left_out_wherever_rows_are_read(
+    reads: Callable[[Path, bool], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(media, "load_processor", lambda _: pictures.processor("qwen3_vl_moe"))
+    pictures.picture(0).save(tmp_path / "sound.png")
+    first, second = (json.dumps(row).encode() for row in GOOD[reads])
+    for number, row in enumerate([*MALFORMED, *(PICTURES if reads is read_as_pictures else ())]):
+        text = row if isinstance(row, str | bytes) else json.dumps(row)
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\n".join([first, text if isinstance(text, bytes) else text.encode(), second]))
+        caplog.clear()
+        assert reads(path, False) == 2, text[:100]
+        (left_out,) = [record.message for record in caplog.records if "left out" in record.message]
+        assert "1 of 3 " in left_out and f"{path}, line 2" in left_out and len(left_out) < 2500, text[:100]
+        with pytest.raises(CompressionError, match="line 2"):
+            reads(path, True)

@@ -23,7 +23,7 @@ from compressor.evaluation.judging import (
     read_answers,
     text_sets,
 )
-from compressor.evaluation.prompts import Prompt
+from compressor.evaluation.prompts import Prompt, read_prompts, usable_prompts
 from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.tokenizer import load_tokenizer
 from tests import small, zoo
@@ -193,3 +193,27 @@ def test_models_of_other_tokenizers_are_refused(folders: tuple[Path, Path], tmp_
     zoo.save("mixtral", tmp_path / "other")
     with pytest.raises(CompressionError, match=r"knows \d+ tokens"):
         judge(opened(folders)[0], open_model(locate(str(tmp_path / "other")), "float32", "cpu"))
+
+
+def test_of_a_long_prompt_or_answer_no_more_is_tokenised_than_positions_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, longest = small.tokenizer(small.CHAT), 0
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            nonlocal longest
+            longest = max(longest, len(text))
+            return tokenizer(text, **options)
+
+    endless = "a b " * 2_000_000
+    rows = [{"prompt": endless, "answer": "x"}, {"prompt": "x", "answer": endless}, {"prompt": "x", "answer": "y"}]
+    path = write(tmp_path / "long.jsonl", *rows, {"messages": [{"role": "user", "content": endless}]})
+    assert [each.id for each in read_answers([path], Watched(), {1}, 64)]
+    assert "3 of 4 answers" in caplog.text
+    assert len(usable_prompts(read_prompts([path]), Watched(), most=32)) == 1
+    assert "2 of 3 prompts are left out" in caplog.text and "has more than 32 tokens" in caplog.text
+    assert 0 < longest < 1_000_000
