@@ -107,7 +107,7 @@ def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_p
     last = made.err.splitlines()[-1] + "\n"  # the library's own note of the panic comes first
     refused(
         replace(made, err=last),
-        r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the tokenizer",
+        r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the model's tokenizer",
     )
     assert names(tmp_path) == before
     said = run("generate", folder, "a" * 40, "--max-new-tokens", 1)
@@ -120,6 +120,6 @@ def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: N
     command = ("compress", small.save(tmp_path / "in"), "-o", tmp_path / "out", "--experts", 2, "--calibration", text)
     refused(
         run(*command, "--set", "calibration.strict=true"),
-        r"a\.jsonl, line 2 has '\\ud83d', half a character; mend or remove it",
+        r"a\.jsonl, line 2: it has half a character, or a byte that is no UTF-8; mend or remove it",
     )
     assert names(tmp_path) == ["a.jsonl", "in"]
