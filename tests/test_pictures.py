@@ -91,3 +91,12 @@ def test_experts_for_pictures_alone_are_pruned_and_corrected_by_their_tokens(
         assert ("kept_share_of_media" in layer["figures"]) is (layer in vision)
         figures = layer["figures"]["correction"]
         assert figures["heldout_error"] <= figures["heldout_error_before"]
+
+
+def test_text_shows_rows_with_pictures_as_the_processor_makes_them(home: Path, run: Run) -> None:
+    flags = ("--model", home / "model", "--samples", 4, "--sequence-length", 48, "--documents", 1)
+    (shown,) = json.loads(run("text", home / "pictures.jsonl", *flags, "--json").out)
+    assert shown["rows"] == len(shown["lengths"]) == 4 and shown["sha256"] and len(shown["shown"]) == 1
+    assert "picture number" in "".join(piece for piece, _ in shown["shown"][0])
+    unread = run("text", home / "pictures.jsonl")
+    assert unread.status == 2 and "pictures" in unread.err
