@@ -68,7 +68,6 @@ def documents(
     """Documents of a source in the order of the seed; a data set is read as they are taken, anything else at once."""
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = Address.parse(source.source)
-
     source_of_rows = source_rows(source, seed, purpose)
 
     def read() -> Iterator[Document]:

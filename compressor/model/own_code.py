@@ -1,6 +1,7 @@
 """Code that a checkpoint's configs name: it is neither run nor carried, and its names are left out."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from compressor.progress import quiet_transformers
 from compressor.records import read_object
 
 FIELDS = ("auto_map", "custom_pipelines")
+NAMED = re.compile(f'"({"|".join(FIELDS)})"'.encode())
 
 
 def without_code(node: Any) -> Any:
@@ -30,7 +32,7 @@ def json_bytes(content: Any) -> bytes:
 def naming_code(folder: Path) -> list[Path]:
     """Return the configs of a folder that name code."""
     configs = [path for path in sorted(folder.glob("*config.json")) if path.is_file()]
-    return [path for path in configs if any(f'"{field}"'.encode() in path.read_bytes() for field in FIELDS)]
+    return [path for path in configs if NAMED.search(path.read_bytes())]
 
 
 def link_files(files: dict[Path, Path], folder: Path) -> None:
