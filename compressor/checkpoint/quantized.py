@@ -160,10 +160,6 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             width, columns = parts["weight_packed"].shape[-1], int(parts["weight_shape"][-1])
             if width != -(-columns * scheme.weights.num_bits // 32):
                 raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
-        if "weight_shape" in parts:
-            width, columns = parts["weight_packed"].shape[-1], int(parts["weight_shape"][-1])
-            if width != -(-columns * scheme.weights.num_bits // 32):
-                raise ValueError(f"{scheme.weights.num_bits} bits of {columns} weights do not fill {width} words")
         if parts["weight_scale"].dtype == torch.bfloat16:  # the product would be rounded to it first
             parts["weight_scale"] = parts["weight_scale"].float()
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)

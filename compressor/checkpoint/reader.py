@@ -208,14 +208,14 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     raise CompressionError(f"{place} {fault}; name a whole safetensors checkpoint")
 
 
-def head_of(folder: Path, config: Mapping[str, Any]) -> Path:
+def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
     """Return the file that `find_head` finds in a folder."""
     return folder / find_head(str(folder), {path.name for path in folder.iterdir() if path.is_file()}, config)
 
 
 def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """All tensors by name; shards that are missing, hidden or outside the folder are refused."""
-    path = head_of(folder, config)
+    path = weights_head(folder, config)
     if not path.name.endswith(INDEX_END):
         return read_header(path)
     weight_map = read_weight_map(path)

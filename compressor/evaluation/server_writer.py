@@ -16,7 +16,13 @@ from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.evaluation.server import AT_ONCE, Server, served_facts
 from compressor.evaluation.server_client import Chat, ChatChoice, Completion, Message, TextChoice
-from compressor.model.tokenizer import THINKING_END, encoded_call, has_chat_template, load_tokenizer, thinking_end
+from compressor.model.tokenizer import (
+    THINKING_END,
+    has_chat_template,
+    load_tokenizer,
+    thinking_end,
+    with_json_arguments,
+)
 from compressor.progress import Progress
 
 ENDED = ("stop", "tool_calls", "function_call")  # reasons to finish that are the model's own
@@ -53,7 +59,7 @@ class ServerWriter:
             choice: ChatChoice | TextChoice
             if is_chat(prompt, tokenizer, options.chat):
                 asked_messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-                question = {"messages": [_sent(message) for message in asked_messages], **settings}
+                question = {"messages": [with_json_arguments(message) for message in asked_messages], **settings}
                 question |= {"tools": prompt.tools} if prompt.tools else {}
                 choice = self.server.ask("/chat/completions", Chat, question).choices[0]
                 text = message_text(choice.message, prompt, tokenizer, options.chat)
@@ -73,12 +79,6 @@ class ServerWriter:
         more |= self.server.plain
         sampling = {"temperature": options.temperature, "seed": int.from_bytes(number[:4]) >> 1, **more}
         return {"model": self.server.model, "max_tokens": options.max_new_tokens, **sampling}
-
-
-def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as servers take it, with the arguments of calls as JSON text."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [encoded_call(call) for call in calls]} if isinstance(calls, list) else {**message}
 
 
 def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:

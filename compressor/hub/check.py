@@ -14,10 +14,10 @@ from compressor.checkpoint.reader import (
     INDEX_NAME,
     SINGLE_NAME,
     Checkpoint,
-    head_of,
     header_bytes,
     refuse_link,
     refuse_links,
+    weights_head,
 )
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
@@ -99,7 +99,7 @@ def _verify_weights(folder: Path) -> dict[str, int]:
     else:
         checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
     files = sorted({info.file for info in checked.tensors.values()})
-    head = head_of(folder, checked.raw_config)
+    head = weights_head(folder, checked.raw_config)
     return {head.name: head.stat().st_size} | {name: header_bytes(folder / name) for name in files}
 
 

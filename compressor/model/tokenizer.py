@@ -118,7 +118,8 @@ class ChatForm:
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message in a form that the template renders; raises ValueError where there is none."""
-        adapted, role, content = dict(message), message.get("role"), message.get("content")
+        adapted = with_json_arguments(message) if self.json_arguments else dict(message)
+        role, content = message.get("role"), message.get("content")
         if isinstance(content, str):
             if role in self.parts and role not in self.strings:
                 adapted["content"] = [{"type": "text", "text": content}]
@@ -128,11 +129,8 @@ class ChatForm:
                 adapted["content"] = joined_text(adapted["content"])
         elif content is not None:
             raise ValueError(f"the content of a message is a {type(content).__name__}")
-        calls = message.get("tool_calls")
-        if calls and not content and self.silence and content not in self.silence:
+        if message.get("tool_calls") and not content and self.silence and content not in self.silence:
             adapted["content"] = self.silence[0]
-        if isinstance(calls, list) and self.json_arguments:
-            adapted["tool_calls"] = [encoded_call(call) for call in calls]
         return adapted
 
     def tools(self, tools: Any) -> Any:
@@ -196,12 +194,18 @@ def joined_text(parts: Sequence[Any]) -> str:
     return "\n".join(texts)
 
 
-def encoded_call(call: Any) -> Any:
-    """Return a tool call with its arguments as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+def with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as JSON text, as servers and some templates take them."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = list[Any]()
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 @lru_cache(maxsize=8)

@@ -55,22 +55,25 @@ def preview(spec: TextSpec, tokenizer: Any, most: int) -> list[Preview]:
 def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -> Preview:
     left_out = LeftOut(f"rows of {entry.source}", spec.strict)
     known = _Plain() if tokenizer is None else tokenizer
-    opening, pieces = list[Piece](), list[tuple[Piece, ...]]()
+    opening, lengths, shown = tuple[int, ...](), list[int](), list[tuple[Piece, ...]]()
     try:
         with quiet_transformers():
             for document in islice(documents(entry, spec.seed, known, "calibration", left_out), spec.samples):
                 if tokenizer is None:
-                    pieces.append(tuple((word, False) for word in document.text.split()))
-                    continue
-                stream = pack([document], tokenizer, MOST_TOKENS)
-                opening = opening or _named(stream.opening, tokenizer)
-                pieces.append(tuple(_named(stream.ids.tolist(), tokenizer)))
+                    pieces: Sequence[Any] = document.text.split()
+                else:
+                    stream = pack([document], tokenizer, MOST_TOKENS)
+                    pieces, opening = stream.ids.tolist(), opening or stream.opening
+                lengths.append(len(pieces))
+                if len(shown) < most:
+                    shown.append(_named(pieces, tokenizer))
     except HasMediaError:
         if tokenizer is None:
             raise
         rows = read_sequences(entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY).rows
         left_out.used = len(rows)
-        pieces = [tuple(_named(row[0].tolist(), tokenizer)) for row in rows]
+        lengths = [row.shape[1] for row in rows]
+        shown = [_named(row[0].tolist(), tokenizer) for row in rows[:most]]
     digest = "" if tokenizer is None else read_text(spec, tokenizer, ANY_VOCABULARY).fit.identity["sha256"]
     return Preview(
         entry.source,
@@ -79,15 +82,17 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
         tuple(map(str, left_out.first)),
         tuple(sorted(left_out.columns)),
         tuple(sorted(left_out.unread)),
-        tuple(map(len, pieces)),
-        tuple(pieces[:most]),
-        tuple(text for text, _ in opening),
+        tuple(lengths),
+        tuple(shown),
+        tuple(tokenizer.decode([token]) for token in opening),
         digest,
     )
 
 
-def _named(ids: Sequence[int], tokenizer: Any) -> list[Piece]:
-    """Return the text of each token, and whether it is a special one."""
+def _named(pieces: Sequence[Any], tokenizer: Any) -> tuple[Piece, ...]:
+    """Return the text of each token, and whether it is a special one; words, of no tokenizer, are none."""
+    if tokenizer is None:
+        return tuple((word, False) for word in pieces)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-    return [(str(tokenizer.decode([token])), token in special) for token in ids]
+    return tuple((str(tokenizer.decode([token])), token in special) for token in pieces)
