@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from compressor.errors import CompressionError
     from compressor.gguf_files.blocks import GgufInspection, inspect_gguf
     from compressor.gguf_files.writing import GgufSummary, apply_gguf, compress_gguf, plan_gguf
-    from compressor.model.in_memory import LoadedModel
     from compressor.model.inspection import inspect
+    from compressor.model.loaded import LoadedModel
     from compressor.pipeline.dry_run import DryRun, dry_run
     from compressor.pipeline.outcome import Outcome
     from compressor.recipe.recipe import Recipe
@@ -48,7 +48,7 @@ _HOMES = {  # public names by their modules, which are loaded, and torch with th
     "errors": "CompressionError",
     "gguf_files.blocks": "GgufInspection inspect_gguf",
     "gguf_files.writing": "GgufSummary apply_gguf compress_gguf plan_gguf",
-    "model.in_memory": "LoadedModel",
+    "model.loaded": "LoadedModel",
     "model.inspection": "inspect",
     "pipeline.dry_run": "DryRun dry_run",
     "pipeline.outcome": "Outcome",

@@ -27,8 +27,9 @@ from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
 from compressor.files import alone, check_folder, default_folder
-from compressor.model.in_memory import LoadedModel, given
-from compressor.model.opened import OpenModel, open_model, resolve_count, shared_experts
+from compressor.model.loaded import LoadedModel, given
+from compressor.model.moe_layer import resolve_count
+from compressor.model.opened import OpenModel, open_model, shared_experts
 from compressor.model.serving import Advice
 from compressor.pathways.answering import refuse_other_tasks, routed_answerer
 from compressor.pathways.options import OWN, Routing

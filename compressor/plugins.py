@@ -23,8 +23,8 @@ import torch
 from compressor.devices import as_float64, float64_device
 from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, check_count
 from compressor.model.experts import Projections, apply_expert, expert_parameters, projections
+from compressor.model.moe_layer import MoeLayer, check_count
 from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.registry import Exporter, Strategy, load_strategy

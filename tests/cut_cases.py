@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.model.architecture import MoeLayer, discover
+from compressor.model.architecture import discover
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan
 from compressor.steps.correct.cut_layer import CutLayer, Recording
 from tests import zoo

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.architecture import Architecture
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, Spill
 from compressor.progress import Silent

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, EvaluationSet, Text
-from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.architecture import Architecture
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor
 from compressor.pipeline import task

@@ -26,9 +26,7 @@ def requirements_of(requirement: Requirement) -> list[Requirement]:
         lines = distribution(requirement.name).requires or []
     required = [Requirement(line) for line in lines]
     extras = requirement.extras or {""}
-    return [
-        each for each in required if each.marker is None or any(each.marker.evaluate({"extra": x}) for x in extras)
-    ]
+    return [each for each in required if each.marker is None or any(each.marker.evaluate({"extra": x}) for x in extras)]
 
 
 def installed_by(target: Requirement) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 
 TOKEN = "token"
 

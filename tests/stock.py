@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan
 from tests import reference, zoo
 from tests.opened import Calls

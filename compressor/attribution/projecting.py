@@ -18,7 +18,7 @@ from compressor.attribution.routers import ObservedRouters, Selection, View, ran
 from compressor.attribution.tracing import STREAM, TracedPass, UnitTrace, parts_of
 from compressor.devices import as_float64
 from compressor.distributed import here
-from compressor.model.architecture import layer_number, layers_by_unit
+from compressor.model.moe_layer import layer_number, layers_by_unit
 
 FIGURES = ("influence", "positive", "negative", "covariance", "rank_change")  # of a sender, in the order of its sums
 

@@ -24,7 +24,7 @@ from compressor.attribution.tracing import (
 )
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import BUDGET, Pass, allocate
 from compressor.progress import Progress

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
 
 STREAM = "stream"  # the leaf of what a layer is given

@@ -25,7 +25,8 @@ from compressor.evaluation.gate_report import LONE_HALVES, gate_json, read_gate
 from compressor.evaluation.gate_verdict import GateResult, gate_content, gate_from_content
 from compressor.evaluation.tasks import EvaluationTask, resolve_tasks
 from compressor.model.inspection import read_headers
-from compressor.model.opened import OpenModel, counts_below, open_checkpoint, open_model
+from compressor.model.moe_layer import counts_below
+from compressor.model.opened import OpenModel, open_checkpoint, open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.task import content_of, of_stage, sources_of
 from compressor.progress import Progress, Silent

@@ -41,9 +41,7 @@ class Conversation:
     text: str | None = None  # of a row that holds one text; it is the user's message, too
 
 
-def read_row(
-    row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS
-) -> Conversation:
+def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
     """Read the first of these combinations of columns that a row has, or the named column alone.
 
     Beside a chat, its system prompt, earlier turns, and the data of an instruction are read. Raises `ItemError` for a

@@ -10,8 +10,8 @@ from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.formatting import counted, joined
 from compressor.gguf_files.header import Gguf, Tensor, open_gguf, type_name
-from compressor.model.architecture import MoeLayer, check_count
 from compressor.model.inspection import PARTS, Outcome, Part, candidates
+from compressor.model.moe_layer import MoeLayer, check_count
 from compressor.recipe.steps_plan import MOST_EXPERTS, MOST_IN_ALL, MOST_LAYERS
 
 EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:weight|bias|scale|input_scale))?")

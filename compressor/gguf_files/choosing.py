@@ -32,8 +32,8 @@ from compressor.gguf_files.header import (
     type_name,
     type_sizes,
 )
-from compressor.model.architecture import MoeLayer
-from compressor.model.opened import open_model, resolve_count
+from compressor.model.moe_layer import MoeLayer, resolve_count
+from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.run_record import PACKAGES, versions

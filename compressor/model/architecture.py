@@ -4,16 +4,15 @@ Bounds on what a config may ask for, routers and the numbers of experts that the
 """
 
 import copy
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, count, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,45 +20,8 @@ from torch.nn.modules import module as registering
 
 from compressor.checkpoint.reader import Checkpoint, quantization_of
 from compressor.errors import CompressionError, reason_of
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number
 from compressor.records import RESTORE, read_object
-
-
-class Router(Protocol):
-    """What decides which numbers of experts a router can take: of a model's layer, or of a layer's plan."""
-
-    @property
-    def experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def routing_groups(self) -> int: ...
-    @property
-    def chosen_groups(self) -> int: ...
-    @property
-    def experts_per_group(self) -> int: ...
-
-
-def check_count(layer: Router, count: int, where: str) -> None:
-    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
-    groups, chosen, top_k = layer.routing_groups, layer.chosen_groups, layer.top_k
-    own, needed = count // groups, layer.experts_per_group  # of each group
-    if count > layer.experts:
-        fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
-    elif top_k < 1:
-        fault = f"with a top-k of {top_k} would never be asked; correct it to 1 at the least"
-    elif count < top_k:
-        fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
-    elif groups > 1 and count % groups:
-        fault = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
-    elif groups > 1 and own < needed:
-        fault = f"leave {own} in each of its {groups} routing groups, its router needs {needed}; keep at least "
-        fault += f"{groups * needed}"
-    elif groups > 1 and chosen * own < top_k:
-        fault = f"leave {chosen * own} within a token's {chosen} routing groups, fewer than the top-k of {top_k}; "
-        fault += f"keep at least {math.ceil(top_k / chosen) * groups}"
-    else:
-        return
-    raise CompressionError(f"{where}: {count} experts {fault}")
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
@@ -153,34 +115,6 @@ KERNEL_FIELDS = {
     for start, end in (("", ""), ("_", ""), ("_", "_internal"))
 }
 MOST_CANDIDATES = 32  # fields that may count experts: each is tried, and a config may hold any number of them
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no routed expert."""
-
-    key: str
-    dim: int
-    extra: int
-
-
-@dataclass(frozen=True, slots=True)
-class MoeLayer:
-    """One Mixture-of-Experts layer, keyed by the full name of its experts module."""
-
-    name: str
-    block: str  # the module that holds router and experts
-    router: str
-    unit: str  # the decoder layer that is loaded, cut and written as one
-    index: int  # the decoder layer's number
-    experts: int
-    top_k: int
-    routing_groups: int = 1  # n_group: experts compete within groups of neighbours
-    chosen_groups: int = 1  # topk_group
-    experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
-    tensors: tuple[ExpertTensor, ...] = ()
-    tables: tuple[str, ...] = ()  # the router's integer tables [rows, top-k] whose values are expert ids
-    parts: int = 1  # that each expert of the stored model has become
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +324,6 @@ def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{position}" for name, module in lists.items() for position in range(len(module)))
 
 
-def layer_number(unit: str) -> int:
-    """The number at the end of a decoder layer's name."""
-    return int(unit.rsplit(".", 1)[-1])
-
-
 def expert_counts(model: nn.Module) -> dict[str, int]:
     """Experts of each experts module."""
     return {name: int(module.num_experts) for name, module in experts_modules(model)}  # type: ignore[arg-type]
@@ -493,11 +422,3 @@ def _moe_layer(
     )
     number, count = layer_number(unit), int(experts.num_experts)  # type: ignore[arg-type]
     return MoeLayer(name, block_name, router_name, unit, number, count, top_k, *groups, tensors=own, tables=tables)
-
-
-def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
-    """MoE layers by the decoder layer that holds them."""
-    by_unit: dict[str, list[MoeLayer]] = {}
-    for layer in layers:
-        by_unit.setdefault(layer.unit, []).append(layer)
-    return by_unit

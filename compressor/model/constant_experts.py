@@ -17,9 +17,9 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint, TensorInfo
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import apply_expert, expert_parameters, routed
 from compressor.model.layout import Role
+from compressor.model.moe_layer import MoeLayer
 
 FIELD, SUFFIX = "approximate_experts", ".approx_value"
 NOT_STOCK = (

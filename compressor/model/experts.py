@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 
 Parameters = dict[str, torch.Tensor]
 

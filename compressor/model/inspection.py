@@ -10,10 +10,10 @@ from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import ModelSource, fetch_headers, is_local, locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
-from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.moe_layer import MoeLayer, resolve_count
+from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
 
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")

@@ -11,8 +11,9 @@ import torch
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, MoeLayer, build_meta
+from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
+from compressor.model.moe_layer import MoeLayer
 
 Key = tuple[str, str | None, str]  # target in the model, conversion pattern, suffix of a quantised weight's companion
 

@@ -34,7 +34,8 @@ from torch.nn.functional import embedding, linear
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import MoeLayer, build_meta, decoder_layers, head_of, layer_number, with_fields
+from compressor.model.architecture import build_meta, decoder_layers, head_of, with_fields
+from compressor.model.moe_layer import MoeLayer, layer_number
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, allocate
 from compressor.model.verification import verify_plain

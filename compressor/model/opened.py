@@ -18,11 +18,12 @@ from compressor.devices import free_memory, pick_device
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
-from compressor.model.architecture import Architecture, MoeLayer, build_stored, check_count, discover, load_config
+from compressor.model.architecture import Architecture, build_stored, discover, load_config
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout
 from compressor.model.loading import PartialModel
+from compressor.model.moe_layer import MoeLayer, counts_below
 from compressor.model.serving import Advice, Served, advise
 
 logger = logging.getLogger(__name__)
@@ -172,32 +173,6 @@ def how_resident(model: OpenModel) -> str:
     return f"one layer at a time on {partial.device}: {human_bytes(partial.nbytes)}{known}"
 
 
-def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
-    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
-    if (experts is None) == (ratio is None):
-        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
-    layer = layers[0]
-    if ratio is not None:
-        experts = left_by(layer.experts, ratio)
-        experts += -experts % layer.routing_groups
-    assert experts is not None
-    if experts < 1:
-        raise CompressionError(f"--experts {experts} leaves nothing; keep at least the top-k of {layer.top_k}")
-    for entry in layers:
-        check_count(entry, experts, entry.name)
-    return experts
-
-
-def left_by(total: int, ratio: float) -> int:
-    """What is left of `total` experts once a share of them is removed; no more than that share goes."""
-    if not 0 <= ratio < 1:
-        raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
-    removed = int(total * ratio) + 1
-    while removed / total > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
-        removed -= 1
-    return total - removed
-
-
 def shared_experts(model: OpenModel) -> str | None:
     """A layer that shares expert tensors with another one: it cannot be changed before the other has run."""
     tied = {*model.partial.tied, *model.partial.tied.values()}
@@ -230,17 +205,6 @@ def served_model(model: OpenModel) -> Served:
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         quantization=str(quantization.get("quant_method")) if quantization else "",
     )
-
-
-def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
-    """Numbers of experts below their own that all layers can take."""
-    counts = []
-    for count in range(1, layers[0].experts):
-        with suppress(CompressionError):
-            for layer in layers:
-                check_count(layer, count, layer.name)
-            counts.append(count)
-    return counts
 
 
 def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 
 PRODUCTS = {"linear", "matmul", "mm", "__matmul__", "__rmatmul__"}
 Score = Literal["softmax", "sigmoid", "sqrt-softplus"]

@@ -33,9 +33,10 @@ from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, head_of, layers_by_unit
+from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
+from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.items import Row
-from compressor.model.architecture import MoeLayer, head_of
+from compressor.model.architecture import head_of
 from compressor.model.experts import Watch
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, Score, find_score, watched, weights_of
 from compressor.pathways.options import Tokens

@@ -9,7 +9,8 @@ from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
 from compressor.model.inspection import read_headers
-from compressor.model.opened import OpenModel, advice_on, open_checkpoint, resolve_count, served_model
+from compressor.model.moe_layer import resolve_count
+from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.run import earlier_plan

@@ -30,7 +30,8 @@ from compressor.evaluation.base_answers import check_base
 from compressor.evaluation.generate import read_facts
 from compressor.files import file_digest
 from compressor.memory import PeakMemory
-from compressor.model.in_memory import LoadedModel, opened
+from compressor.model.in_memory import opened
+from compressor.model.loaded import LoadedModel
 from compressor.model.opened import OpenModel, how_resident
 from compressor.model.tokenizer import thinking_end
 from compressor.progress import Announced, Clock, Progress, Silent

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compressor.errors import CompressionError, without_tokens
+from compressor.model.moe_layer import MoeLayer, check_count
 from compressor.records import value_as
 
 if TYPE_CHECKING:  # plans are read without torch
-    from compressor.model.architecture import MoeLayer
     from compressor.model.opened import OpenModel
 
 SUM_TOLERANCE = 1e-6
@@ -110,8 +110,6 @@ class LayerPlan:
             if len(self.groups) < self.top_k:
                 yield f"{len(self.groups)} experts are fewer than the top-k of {self.top_k}; keep at least {self.top_k}"
             return
-        from compressor.model.architecture import check_count
-
         check_count(self, len(self.groups), self.module)
         if self.routing_groups == 1:
             return
@@ -128,12 +126,12 @@ class LayerPlan:
             yield "its groups are not in the order of the routing groups; order them by their members"
 
     @classmethod
-    def keep(cls, layer: "MoeLayer", experts: Sequence[int], **details: Any) -> Self:
+    def keep(cls, layer: MoeLayer, experts: Sequence[int], **details: Any) -> Self:
         """Keep these experts as they are and drop the others."""
         return cls.of(layer, [Group.single(expert) for expert in sorted(experts)], **details)
 
     @classmethod
-    def of(cls, layer: "MoeLayer", groups: Sequence[Group], **details: Any) -> Self:
+    def of(cls, layer: MoeLayer, groups: Sequence[Group], **details: Any) -> Self:
         """A plan with these groups, put in the order of their smallest members."""
         ordered = tuple(sorted(groups, key=lambda group: min(group.members, default=-1)))
         facts = {name: getattr(layer, name) for name in LAYER_FACTS}
@@ -304,7 +302,7 @@ def check_source(source: Source, fingerprint: str) -> None:
         raise CompressionError(f"the plan was made for another model: {differs}; plan again for this one")
 
 
-def check_against(plan: CompressionPlan, layers: "Sequence[MoeLayer]", fingerprint: str) -> None:
+def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
     """Refuse a plan that was made for another model, or whose facts about the model were edited."""
     check_source(plan.source, fingerprint)
     known = {layer.name: layer for layer in layers}

@@ -19,7 +19,7 @@ from compressor.entry_points import STEPS, load
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS
 from compressor.formatting import known_names
-from compressor.model.in_memory import LoadedModel
+from compressor.model.loaded import LoadedModel
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.records import MOST_DEPTH

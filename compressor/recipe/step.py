@@ -21,12 +21,12 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from compressor.data.sources import GivenTexts
+from compressor.model.moe_layer import MoeLayer
 
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
 
     from compressor.document.blocks import Block
-    from compressor.model.architecture import MoeLayer
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
     from compressor.steps.tensors import OutputJob
@@ -123,7 +123,7 @@ class LayerAt:
     """A decoder layer as earlier steps have left it: its MoE layers, and all its tensors by state-dict key."""
 
     name: str
-    moe_layers: "Sequence[MoeLayer]"
+    moe_layers: Sequence[MoeLayer]
     tensors: Tensors
 
 

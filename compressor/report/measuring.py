@@ -32,8 +32,8 @@ from compressor.data.batches import Calibration, calibrate, load_tokenizer, repe
 from compressor.data.sources import DEMO_SOURCE, Address, divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.pipeline.outcome import read_outcome

@@ -24,8 +24,8 @@ from compressor.distributed import refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.formatting import human_bytes, known_names
-from compressor.model.architecture import layers_by_unit
 from compressor.model.loading import map_keys
+from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.streaming import Forward

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import here
-from compressor.model.architecture import MoeLayer, another_top_k
+from compressor.model.architecture import another_top_k
 from compressor.model.experts import apply_expert, expert_parameters, routed
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import TINY, as_call, stream_weights, token_dim
 
 NORMALISED = 1e-3  # share by which one expert more changes the weights of others where these are normalised

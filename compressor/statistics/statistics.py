@@ -26,9 +26,10 @@ from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.memory import give_back
-from compressor.model.architecture import Architecture, MoeLayer, build_meta
+from compressor.model.architecture import Architecture, build_meta
 from compressor.model.experts import Watch
 from compressor.model.inputs import media_of, parts_of
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, as_arguments, hidden_of
 from compressor.progress import Progress

@@ -21,10 +21,11 @@ from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import refuse_nan
 from compressor.errors import CompressionError
 from compressor.kept import facts_of, keep_tensors, kept_tensors
-from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.architecture import Architecture
 from compressor.model.experts import ExpertsView, Parameters, expert_parameters, parameter_names, projections
 from compressor.model.layout import Layout
 from compressor.model.loading import PartialModel, saved_names
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.steps.tensors import (

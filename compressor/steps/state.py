@@ -11,7 +11,7 @@ from compressor.data.batches import Text
 from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, read_base
 from compressor.evaluation.evaluator import Evaluator
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import fitting_heads
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan, LayerPlan

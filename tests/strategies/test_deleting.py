@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics import statistics as collecting

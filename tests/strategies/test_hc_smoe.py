@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics

@@ -14,7 +14,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer
 from compressor.data.sources import parse_sources
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import Strategy

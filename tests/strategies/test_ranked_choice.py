@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ranked_choice
 from tests.opened import batches, opened, plain_calls, statistics

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.plugins import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.plan import Group

@@ -35,7 +35,6 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Riding, Variants, accepts, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer
 from compressor.model.constant_experts import (
     FIELD,
     SUFFIX,
@@ -48,7 +47,8 @@ from compressor.model.constant_experts import (
 from compressor.model.experts import parameter_names
 from compressor.model.layout import expert_prefixes
 from compressor.model.loading import parent_and_name, set_tensor
-from compressor.model.opened import OpenModel, left_by, open_substituted, pick_dtype
+from compressor.model.moe_layer import MoeLayer, left_by
+from compressor.model.opened import OpenModel, open_substituted, pick_dtype
 from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent

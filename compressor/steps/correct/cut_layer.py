@@ -14,9 +14,9 @@ import torch
 
 from compressor.devices import as_float64
 from compressor.distributed import here
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
 from compressor.steps.correct.step import OUTPUT, STREAM, Weights
 

@@ -24,9 +24,10 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
 from compressor.files import write_whole
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta, head_of, layers_by_unit
+from compressor.model.architecture import build_meta, head_of
 from compressor.model.experts import Watch
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.mtp import Head, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (

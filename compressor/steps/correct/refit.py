@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from compressor.distributed import here
-from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.moe_layer import MoeLayer
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
 from compressor.steps.correct.ridge import refit_constants, refit_down
 from compressor.steps.correct.step import CONSTANTS, NONE, Correct

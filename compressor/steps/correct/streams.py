@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import (
     Forward,

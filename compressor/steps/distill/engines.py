@@ -27,10 +27,10 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.kept import keep_tensors, kept_tensors
-from compressor.model.architecture import layers_by_unit
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
+from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective

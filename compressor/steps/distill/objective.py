@@ -21,9 +21,9 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import rows_at_once
-from compressor.model.architecture import MoeLayer, layers_by_unit
 from compressor.model.experts import Watch
 from compressor.model.inputs import Inputs
+from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
 from compressor.steps.distill.contrastive import experts_apart

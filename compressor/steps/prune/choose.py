@@ -15,8 +15,8 @@ import torch
 from compressor.devices import as_float64
 from compressor.entry_points import option
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import ExpertsView, Parameters, apply_expert, expert_parameters, observed_forward, routed
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.cutting import aligned_experts, mixed_parameters

@@ -16,8 +16,9 @@ from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
+from compressor.model.moe_layer import resolve_count
 from compressor.model.mtp import Head
-from compressor.model.opened import OpenModel, refuse_shared_experts, resolve_count
+from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
 from compressor.recipe.plan import ENERGY, CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy

@@ -8,7 +8,7 @@ from typing import Any
 
 from compressor.errors import CompressionError
 from compressor.formatting import ranges
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.records import read_as, read_json
 from compressor.steps.prune.choose import blocks_of, competing
 from compressor.steps.prune.step import protector_of

@@ -14,8 +14,8 @@ import torch
 from torch.func import functional_call
 
 from compressor.devices import as_float64, float64_device
-from compressor.model.architecture import ExpertTensor
 from compressor.model.experts import apply_expert, routed
+from compressor.model.moe_layer import ExpertTensor
 from compressor.model.streaming import as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics

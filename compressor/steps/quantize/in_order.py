@@ -16,9 +16,9 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import here
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch, expert_parameters, intermediate
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Pass, Replay
 from compressor.progress import Progress
 from compressor.steps.correct.cut_layer import Recording, Rows

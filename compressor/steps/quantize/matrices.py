@@ -15,9 +15,10 @@ from transformers.core_model_loading import dot_natural_key
 
 from compressor.checkpoint.quantized import dequantizer
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.architecture import build_meta
 from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, parent_and_name, saved_names
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.steps.quantize.scheme import Scheme
 

@@ -22,8 +22,8 @@ from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
-from compressor.model.architecture import MoeLayer
 from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import Forward, LayerVisitor, Pass, ReversePass, ReverseVisitor

@@ -25,10 +25,11 @@ from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
-from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.architecture import build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.mtp import known_heads
-from compressor.model.opened import OpenModel, resolve_count, served_model
+from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress

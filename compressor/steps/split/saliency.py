@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.devices import as_float64, float64_device
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.progress import Progress

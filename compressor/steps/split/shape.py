@@ -23,13 +23,13 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import (
     MOST_CANDIDATES,
     Architecture,
-    MoeLayer,
     build_meta,
     discover,
     experts_modules,
     with_fields,
 )
 from compressor.model.experts import width_of
+from compressor.model.moe_layer import MoeLayer
 from compressor.steps.split.tensors import Factors, divided, split_beside, split_experts
 
 TOKENS = 512

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import TensorInfo, is_finite, modelopt_file
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.steps.configuration import renumbered_quantization

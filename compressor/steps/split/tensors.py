@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.model.architecture import MoeLayer, build_meta
+from compressor.model.architecture import build_meta
 from compressor.model.experts import expert_parameters, parameter_names
 from compressor.model.loading import PartialModel, set_tensor
+from compressor.model.moe_layer import MoeLayer
 from compressor.steps.cutting import cut_keys, reordered
 from compressor.steps.tensors import refuse_overflow
 

@@ -22,7 +22,8 @@ from compressor.attribution.tracing import (
     pull_sum,
     same_chains,
 )
-from compressor.model.architecture import discover, layers_by_unit
+from compressor.model.architecture import discover
+from compressor.model.moe_layer import layers_by_unit
 from tests import zoo
 from tests.linear_maps import evaluate, explicit
 

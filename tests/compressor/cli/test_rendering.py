@@ -12,9 +12,9 @@ import pytest
 from compressor.checkpoint.reader import Size
 from compressor.cli import rendering
 from compressor.document.terminal import show
-from compressor.model.architecture import MoeLayer
 from compressor.model.inspection import Inspection, Part
 from compressor.model.inspection import Outcome as OfSize
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import plan_blocks

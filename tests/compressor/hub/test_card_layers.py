@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from compressor.document.markdown import markdown
 from compressor.formatting import joined, label, one_line, ranges, without_paths
 from compressor.hub.card import experts_details
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.report.data import experts_table
 

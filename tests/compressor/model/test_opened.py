@@ -18,8 +18,8 @@ from compressor.devices import pick_device
 from compressor.errors import CompressionError
 from compressor.evaluation.decoders import stock_decoder
 from compressor.evaluation.model import WatchedModel
-from compressor.model.architecture import MoeLayer
-from compressor.model.opened import open_model, pick_dtype, resolve_count
+from compressor.model.moe_layer import MoeLayer, resolve_count
+from compressor.model.opened import open_model, pick_dtype
 from tests import small, zoo
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source, check_against
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import readable_json

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan

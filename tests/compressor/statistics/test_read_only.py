@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import Strategy
 from compressor.statistics.statistics import LayerStatistics, RouterArguments

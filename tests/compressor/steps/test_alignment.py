@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import Parameters, expert_parameters, width_of
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan

@@ -9,8 +9,9 @@ import torch
 from transformers import MixtralConfig
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, MoeLayer
+from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, Role
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.steps import configuration
 from compressor.steps.configuration import output_config

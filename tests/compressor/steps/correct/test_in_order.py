@@ -13,7 +13,7 @@ import compressor
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.steps_plan import decisions
 from compressor.steps.correct import in_order
 from compressor.steps.correct.cut_layer import Recording

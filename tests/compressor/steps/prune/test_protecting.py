@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compressor.data.batches import Calibration
 from compressor.entry_points import STRATEGIES, names
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
+from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
-from compressor.model.architecture import MoeLayer
 from compressor.model.experts import expert_parameters, intermediate, projections
+from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step
 from compressor.steps.split.saliency import saliencies

@@ -1,0 +1,125 @@
+"""MoE layers as plain data, and the numbers of experts that their routers take; importing this loads no torch."""
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from compressor.errors import CompressionError
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no routed expert."""
+
+    key: str
+    dim: int
+    extra: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One Mixture-of-Experts layer, keyed by the full name of its experts module."""
+
+    name: str
+    block: str  # the module that holds router and experts
+    router: str
+    unit: str  # the decoder layer that is loaded, cut and written as one
+    index: int  # the decoder layer's number
+    experts: int
+    top_k: int
+    routing_groups: int = 1  # n_group: experts compete within groups of neighbours
+    chosen_groups: int = 1  # topk_group
+    experts_per_group: int = 1  # the fewest experts that a group must hold for the router to run
+    tensors: tuple[ExpertTensor, ...] = ()
+    tables: tuple[str, ...] = ()  # the router's integer tables [rows, top-k] whose values are expert ids
+    parts: int = 1  # that each expert of the stored model has become
+
+
+class Router(Protocol):
+    """What decides which numbers of experts a router can take: of a model's layer, or of a layer's plan."""
+
+    @property
+    def experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def routing_groups(self) -> int: ...
+    @property
+    def chosen_groups(self) -> int: ...
+    @property
+    def experts_per_group(self) -> int: ...
+
+
+def check_count(layer: Router, count: int, where: str) -> None:
+    """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
+    groups, chosen, top_k = layer.routing_groups, layer.chosen_groups, layer.top_k
+    own, needed = count // groups, layer.experts_per_group  # of each group
+    if count > layer.experts:
+        fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
+    elif top_k < 1:
+        fault = f"with a top-k of {top_k} would never be asked; correct it to 1 at the least"
+    elif count < top_k:
+        fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
+    elif groups > 1 and count % groups:
+        fault = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
+    elif groups > 1 and own < needed:
+        fault = f"leave {own} in each of its {groups} routing groups, its router needs {needed}; keep at least "
+        fault += f"{groups * needed}"
+    elif groups > 1 and chosen * own < top_k:
+        fault = f"leave {chosen * own} within a token's {chosen} routing groups, fewer than the top-k of {top_k}; "
+        fault += f"keep at least {math.ceil(top_k / chosen) * groups}"
+    else:
+        return
+    raise CompressionError(f"{where}: {count} experts {fault}")
+
+
+def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
+    """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
+    if (experts is None) == (ratio is None):
+        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
+    layer = layers[0]
+    if ratio is not None:
+        experts = left_by(layer.experts, ratio)
+        experts += -experts % layer.routing_groups
+    assert experts is not None
+    if experts < 1:
+        raise CompressionError(f"--experts {experts} leaves nothing; keep at least the top-k of {layer.top_k}")
+    for entry in layers:
+        check_count(entry, experts, entry.name)
+    return experts
+
+
+def left_by(total: int, ratio: float) -> int:
+    """What is left of `total` experts once a share of them is removed; no more than that share goes."""
+    if not 0 <= ratio < 1:
+        raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
+    removed = int(total * ratio) + 1
+    while removed / total > ratio:  # dividing is exact where multiplying is not: 0.29 of 100 is 29
+        removed -= 1
+    return total - removed
+
+
+def counts_below(layers: Sequence[MoeLayer]) -> list[int]:
+    """Numbers of experts below their own that all layers can take."""
+    counts = []
+    for count in range(1, layers[0].experts):
+        with suppress(CompressionError):
+            for layer in layers:
+                check_count(layer, count, layer.name)
+            counts.append(count)
+    return counts
+
+
+def layer_number(unit: str) -> int:
+    """The number at the end of a decoder layer's name."""
+    return int(unit.rsplit(".", 1)[-1])
+
+
+def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
+    """MoE layers by the decoder layer that holds them."""
+    by_unit: dict[str, list[MoeLayer]] = {}
+    for layer in layers:
+        by_unit.setdefault(layer.unit, []).append(layer)
+    return by_unit
