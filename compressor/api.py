@@ -57,7 +57,7 @@ from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
 from compressor.report.sizes_report import SizeComparison
 from compressor.statistics.statistics import ATTRIBUTED
 from compressor.steps.constants.mone import refuse_model
-from compressor.steps.correct.step import CONSTANTS, Correct
+from compressor.steps.correct.step import Correct
 from compressor.steps.prune.planning import (
     Planner,
     plan_sources,
@@ -284,7 +284,7 @@ def compare(
     `strategies` are names, or name:option=value; by default all that are installed. `corrections` are tried with each;
     by default each strategy's own beside none. With several `splits` and `top_ks` there is a row for each of them;
     `experts` count those of the source. With `constants`, rows in which constants stand for experts follow, even and
-    uneven; `corrections` may name `constants` then. Without `evaluate` the text is taken from the calibration's
+    uneven, with the corrections that are named. Without `evaluate` the text is taken from the calibration's
     sources, beyond what any plan or correction sees.
     """
     text = _text_options(calibration)
@@ -302,11 +302,8 @@ def compare(
             "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
         )
     make_step("split", {"by": split_by})
-    stock = corrections
-    if constants and corrections is not None:  # of which one is for constants alone
-        stock = [method for method in corrections if method != CONSTANTS] or ["none"]
-    contenders = _contenders(strategies, stock, random_seeds)
-    methods = tuple(correction(method) for method in corrections or ("none", CONSTANTS)) if constants else ()
+    contenders = _contenders(strategies, corrections, random_seeds)
+    methods = tuple(correction(method) for method in corrections or ("none",)) if constants else ()
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         opened = run.model
         seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import MoeLayer
+from compressor.model.streaming import hidden_of
 from compressor.recipe.plan import LayerPlan
 from compressor.steps.correct.cut_layer import CutLayer, Recording
 from tests import zoo
@@ -63,10 +64,14 @@ def cut_case(
     counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
     recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
     recording.attach(stock)
+    behind = stock.get_submodule(layer.unit).register_forward_hook(
+        lambda _, __, output: recording.came_out(hidden_of(output))
+    )
     for number, part in enumerate((rows[:sequences], rows[sequences:])):
         recording.enter(number)
         with torch.no_grad():
             stock(input_ids=part, use_cache=False)
+    behind.remove()
     recording.detach()
     small = stock_small(name, stock, layer, plan).to(dtype)
     small.requires_grad_(False)
@@ -95,10 +100,11 @@ def put_in(found: CutCase, cut: CutLayer) -> None:
 
 
 def token_weights(found: CutCase, rows: Tensor) -> Tensor:
-    """[n]: one over the sum of the token's squared norm and the (lower) median of all recorded tokens'."""
-    energies = found.recording.outputs.double().norm(dim=-1) ** 2
+    """[n]: as recorded, over the (lower) median of all recorded tokens' weighted squared norms."""
+    weights = found.recording.weights.double()
+    energies = weights * found.recording.outputs.double().norm(dim=-1) ** 2
     median = sorted(energies.tolist())[(len(energies) - 1) // 2]
-    return 1 / (energies[rows] + median)
+    return weights[rows] / median
 
 
 def plain_error(found: CutCase, rows: Tensor) -> float:

@@ -235,7 +235,7 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--strategies", "reap:x=1"], "'reap' has no option 'x'"),
     (["--strategies", "reap:x"], "strategy 'reap:x': 'x' should be option=value"),
     (["--strategies", ","], "--strategies names none; name some, or leave it out for the default"),
-    (["--correct", "ridge,polish"], "correct: method is 'polish'; input should be 'auto', 'none', 'ridge', 'tune'"),
+    (["--correct", "ridge,polish"], "correct: method is 'polish'; input should be 'auto', 'none', 'ridge' or 'tune'"),
     (["--correct", ""], "--correct names none; name some, or leave it out"),
     (["--heldout", "gone.txt"], "heldout file gone.txt does not exist"),
     (["--heldout", "x" * 300], "heldout data 'x+' is no file, .*; pass --heldout with"),

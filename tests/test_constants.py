@@ -74,7 +74,7 @@ def plain_model(folder: Path, source: Path, scratch: Path) -> Any:
     ("name", "request_"),
     [
         ("mixtral", {"experts": 6}),
-        zoo.full("mixtral", {"experts_total": 9, "correct": "constants", "samples": 64}),
+        zoo.full("mixtral", {"experts_total": 9, "samples": 64}),
         zoo.full("deepseek_v3", {"ratio": 0.4, "budget": "uneven", "correct": "ridge", "samples": 64}),
         zoo.full("mixtral", {"ratio": 0.4, "correct": "tune", "samples": 32}),
     ],

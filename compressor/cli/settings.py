@@ -125,9 +125,8 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """The recipe with these values, by path; a step that it lacks is put in its usual place."""
     steps = {step.name: step for step in recipe.steps}
     of_constants = [path for path in values if path.startswith("constants.")]
-    if "constants" not in steps and (of_constants or values.get("correct.method") == "constants"):
-        option = f"--{of_constants[0].removeprefix('constants.')}" if of_constants else "--correct constants"
-        option = option.replace("_", "-")
+    if "constants" not in steps and of_constants:
+        option = f"--{of_constants[0].removeprefix('constants.').replace('_', '-')}"
         if {path.partition(".")[2] for path in of_constants} & {*UNEVEN_OPTIONS}:
             raise CompressionError(f"{option}: {UNEVEN_LAYERS}; pass --format mone with it, or leave it out")
         raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")

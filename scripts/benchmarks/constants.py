@@ -16,7 +16,7 @@ from scripts.benchmarks.frame import head, options, row
 def main() -> None:
     """Compare, and print the table."""
     texts = {"calibration": "demo", "evaluate": "demo", "samples": 128, "sequence_length": 512}
-    ways = {"strategies": ["gated-mass", "auto"], "correct": ["none", "constants", "ridge", "tune"]}
+    ways = {"strategies": ["gated-mass", "auto"], "correct": ["none", "ridge", "tune"]}
     parser = options(__doc__, experts=[6, 4], **ways, **texts, evaluation_samples=100)
     parser.add_argument("model")
     given = parser.parse_args()

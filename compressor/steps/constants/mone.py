@@ -61,7 +61,6 @@ from compressor.steps.constants.step import Constants
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.in_order import RecordingVisitor
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import CONSTANTS
 from compressor.steps.cutting import Conversion
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
@@ -373,10 +372,9 @@ def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Nee
     refuse_model(model)
     kept, budget = _total(model, options), budget_of(options)
     correct: Any = next((step for step in steps if step.name == "correct"), None)
-    if correct is not None and correct.method != CONSTANTS and model.layout.quantized:
+    if correct is not None and model.layout.quantized:
         raise CompressionError(
-            f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass --correct "
-            f"{CONSTANTS} or none"
+            f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass --correct none"
         )
     if model.layout.quantized:
         logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
@@ -494,7 +492,6 @@ class InOrder(RecordingVisitor):
     def run(self, riding: Riding | None = None) -> dict[str, Any]:
         """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
         batches, evaluation, visitors = self.calibration.batches, list[Tensor](), list[LayerVisitor]([self])
-        self.weigh_tokens()
         if riding is not None:
             riding.first, evaluation = len(batches), riding.batches
             visitors.append(riding)
@@ -534,11 +531,8 @@ class InOrder(RecordingVisitor):
         slots = torch.tensor([*kept, *planned.dropped], device=wide.device).argsort()
         constants = cut_layer.Constants(wide, wide.to(writing, copy=True), slots)
         figures = correct_layer(model, layer, recording, self.correction, self.seed, writing, constants)
-        tensors = {VALUES: constants.best}
-        if self.correction.method != CONSTANTS:
-            keys = [tensor.key for tensor in layer.tensors]
-            tensors |= {key: getattr(*parent_and_name(model, key)) for key in keys}
-        keep_tensors(kept_at(self.folder, layer), tensors, figures)
+        tensors = {tensor.key: getattr(*parent_and_name(model, tensor.key)) for tensor in layer.tensors}
+        keep_tensors(kept_at(self.folder, layer), {VALUES: constants.best, **tensors}, figures)
 
 
 def _in_order(state: State, progress: Progress) -> InOrder:
@@ -552,7 +546,7 @@ def _in_order(state: State, progress: Progress) -> InOrder:
 
 
 def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
-    """Refit constants, and with `ridge` experts that stay, into the work folder; returns the plan with figures."""
+    """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
     if state.step_of("correct") is None:
         return {}
     number, figures = state.stage[0], _in_order(state, state.progress).run()
@@ -594,7 +588,7 @@ def constants_job(state: State) -> OutputJob:
 
     def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
         own = [output for output in copies if output.unit == unit]
-        if correct is not None and correct.method != CONSTANTS:
+        if correct is not None:
             changed = {output.name for output in own if roles[output.name].layer in planned}
             yield from _refitted(model, planned, expected.folder, unit, changed) if changed else ()
             own = [output for output in own if output.name not in changed]

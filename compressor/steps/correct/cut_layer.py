@@ -18,7 +18,6 @@ from compressor.model.experts import ExpertsView, Parameters, Watch, apply_exper
 from compressor.model.loading import parent_and_name
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
-from compressor.steps.correct.step import OUTPUT, STREAM, Weights
 
 CHUNK = 4096  # tokens computed at once
 GROUPS = 8  # of batches, whose sums over tokens are added up first
@@ -66,7 +65,6 @@ class Recording:
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
     emphasis: Sequence[torch.Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
-    by: Weights = "output"  # what else weighs a token; a gradient is among the weights already
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: Rows = field(init=False)
@@ -115,32 +113,28 @@ class Recording:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         self._inputs.append(hidden)
         self._outputs.append(output)
-        if self.weighs:
+        weights = torch.ones(len(hidden), device=output.device)
+        if self.emphasis:
             seen = sum(size for batch, size in self.calls if batch == self._batch)
-            own = self.emphasis[self._batch].flatten()[seen : seen + len(hidden)] if self.emphasis else None
-            self._weights.append(
-                torch.ones(len(hidden), device=output.device) if own is None else own.to(output.device)
-            )
+            weights = self.emphasis[self._batch].flatten()[seen : seen + len(hidden)].to(output.device)
+        self._weights.append(weights)
         self.calls.append((self._batch, len(hidden)))
         self._call = None
 
     def came_out(self, hidden: torch.Tensor, shift: torch.Tensor | None = None) -> None:
-        """The decoder layer has put out a batch's hidden states [B, L, H]; `shift`, alike, is added to the outputs."""
+        """The decoder layer has put out a batch's hidden states [B, L, H]; `shift`, alike, is added to the outputs.
+
+        An error counts by the inverse square of the hidden state.
+        """
         rows = slice(self._come_out, self._outputs.used)
         self._come_out = rows.stop
         if rows.start == rows.stop:
             return
-        if self.by == STREAM:
-            own = self._weights.value[rows]
-            own *= stream_weights(hidden, len(own)).to(own)
+        weights = self._weights.value[rows]
+        weights *= stream_weights(hidden, len(weights)).to(weights)
         if shift is not None:
             outputs = self.outputs[rows]
             outputs += shift.flatten(0, -2).to(outputs)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether tokens have weights of their own."""
-        return bool(self.emphasis) or self.by == STREAM
 
     @property
     def inputs(self) -> torch.Tensor:
@@ -153,9 +147,9 @@ class Recording:
         return self._outputs.value
 
     @property
-    def weights(self) -> torch.Tensor | None:
-        """How much each token counts beside its own weight: [T]; None if all count alike."""
-        return None if self._weights.buffer is None else self._weights.value
+    def weights(self) -> torch.Tensor:
+        """How much each token's error counts: [T]."""
+        return self._weights.value if self._weights.used else torch.zeros(0)
 
     def positions(self, heldout: bool) -> torch.Tensor:
         """Positions [n] of the tokens that are held out, or of the others."""
@@ -169,10 +163,8 @@ class Recording:
             every = gathered(value, rows)
             return Rows(len(every), every, len(every))
 
-        whole = Recording(self.layer, 0, by=self.by)
-        whole._inputs, whole._outputs = gather(self.inputs), gather(self.outputs)
-        if self.weighs:
-            whole._weights = gather(self._weights.value)
+        whole = Recording(self.layer, 0)
+        whole._inputs, whole._outputs, whole._weights = map(gather, (self.inputs, self.outputs, self.weights))
         described = here().broadcast(
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
         )
@@ -215,7 +207,7 @@ class CutLayer:
     router: Any
     block: Any
     parameters: list[Parameters]
-    typical: float = 1.0  # median of the tokens' ||y||^2, times their weights where it is not the output that weighs
+    typical: float = 1.0  # median of the tokens' weighted ||y||^2
     constants: Constants | None = None
 
     @classmethod
@@ -225,8 +217,8 @@ class CutLayer:
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
         wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
         copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
-        weights = None if recording.by == OUTPUT else recording.weights
-        return cls(recording, experts, router, block, copies, _typical_energy(recording.outputs, weights), constants)
+        typical = _typical_energy(recording.outputs, recording.weights)
+        return cls(recording, experts, router, block, copies, typical, constants)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Split the positions `rows` [n], ascending, by the recorded calls that they lie in."""
@@ -283,16 +275,13 @@ class CutLayer:
         """Outputs of the base's experts there, in float32: [n, H]."""
         return picked(self.recording.outputs, rows).float()
 
-    def token_weights(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def token_weights(self, rows: torch.Tensor) -> torch.Tensor:
         """How much the error of each token at `rows` [n] counts: -> [n].
 
-        By the output: 1 / (||y||^2 + its median), so that a few tokens of huge output do not outweigh all others. By
-        the stream or a gradient: 1 / ||h||^2 or ||dloss/dh||, over the median of that times ||y||^2. Times what tokens
-        are emphasised by.
+        1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2; times what tokens are
+        emphasised by.
         """
-        by_output, own = self.recording.by == OUTPUT, self.recording.weights
-        weights = 1.0 / (targets.square().sum(-1) * by_output + self.typical)
-        return weights if own is None else weights * picked(own, rows).to(weights)
+        return picked(self.recording.weights, rows).float() * (1.0 / torch.tensor(self.typical)).item()
 
     def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
@@ -324,7 +313,7 @@ class CutLayer:
             totals = torch.zeros(2, dtype=torch.float64)
             for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
                 target = self.targets(chunk)
-                share = as_float64(self.token_weights(chunk, target))
+                share = as_float64(self.token_weights(chunk))
                 totals[0] += float(share @ as_float64(self.gap(chunk, target)).square().sum(-1))
                 totals[1] += float(share @ as_float64(target).square().sum(-1))
             return totals
@@ -333,11 +322,10 @@ class CutLayer:
         return off / size if size else 0.0
 
 
-def _typical_energy(outputs: torch.Tensor, weights: torch.Tensor | None = None) -> float:
+def _typical_energy(outputs: torch.Tensor, weights: torch.Tensor) -> float:
     """Median over the tokens of all ranks of weighted ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
-    energies = energies if weights is None else energies * weights
-    every = torch.cat(here().all_gather(energies.cpu()))
+    every = torch.cat(here().all_gather((energies * weights).cpu()))
     every = every if len(every) else torch.zeros(1)
     return float(every.median()) or float(every.mean()) or 1.0
 

@@ -45,8 +45,8 @@ from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import GRADIENT, Correct
-from compressor.steps.correct.streams import Originals, gradient_norms
+from compressor.steps.correct.step import Correct
+from compressor.steps.correct.streams import Originals
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
@@ -123,12 +123,6 @@ class RecordingVisitor(LayerVisitor):
     active: list[Observers | Recording] = field(default_factory=list, kw_only=True)  # what watches a replay's batches
     correction: Correct = field(default=UNCORRECTED, kw_only=True)
     originals: Originals | None = field(default=None, kw_only=True)
-    gradients: Mapping[tuple[str, int], Tensor] = field(default_factory=dict, kw_only=True)  # norms of, by unit, batch
-
-    def weigh_tokens(self) -> None:
-        """Take the norms of gradients, if tokens are weighed by them."""
-        if self.calibration is not None and self.correction.wanted and self.correction.weights == GRADIENT:
-            self.gradients = gradient_norms(self.model, self.calibration.batches)
 
     def entering(self, batch: int) -> None:
         for watching in self.active:
@@ -147,12 +141,8 @@ class RecordingVisitor(LayerVisitor):
     ) -> list[Recording]:
         """Show the batches to the observers, and return what the loaded layers make of them."""
         assert self.calibration is not None
-        text, emphasis = self.calibration, self.calibration.emphasis
-        if self.gradients:
-            own = [self.gradients.get((self.at.layer, number), batch) for number, batch in enumerate(text.batches)]
-            emphasis = tuple(a * b for a, b in zip(own, emphasis, strict=True)) if emphasis else tuple(own)
-        by = self.correction.weights
-        recordings = [Recording(layer, text.tokens, text.heldout, emphasis, by) for layer in layers]
+        text = self.calibration
+        recordings = [Recording(layer, text.tokens, text.heldout, text.emphasis) for layer in layers]
         self.active = [*observers, *recordings]
         for recording in recordings:
             recording.attach(self.model.partial.model)
@@ -273,7 +263,6 @@ def _compress_model(
     """One model's layers; for the sake of a visitor `end` the batches go on to its output."""
     batches = () if calibration is None else calibration.batches
     state = _InOrder(model, calibration, work, files, correction=work.correction)
-    state.weigh_tokens()
     evaluation, own, budget = [] if riding is None else riding.batches, None, DEFAULT_ACTIVATION_BUDGET
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
@@ -314,10 +303,6 @@ def compress_in_order(
     through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
-    if heads and work.correction.wanted and work.correction.weights == GRADIENT:
-        raise CompressionError(
-            "correct.weights=gradient knows no multi-token-prediction heads; leave it out, or pass --mtp drop"
-        )
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, riding)
     assert calibration is not None

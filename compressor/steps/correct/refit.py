@@ -21,7 +21,6 @@ from compressor.steps.correct.tuning import tune
 MOST_RATE = 0.03
 STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not better is undone
     NONE: (),
-    CONSTANTS: (),
     "ridge": ("ridge",),
     "tune": ("ridge", "tune"),
 }

@@ -66,7 +66,7 @@ class _Tokens:
         if not chunks:  # of another rank all of them
             none = layer.recording.outputs.new_zeros(0, 1, dtype=torch.float32)
             return cls(rows, [], none, none[:, 0], starts, numbers)
-        scales = torch.cat([layer.token_weights(chunk, layer.targets(chunk)).sqrt() for chunk in chunks])
+        scales = torch.cat([layer.token_weights(chunk).sqrt() for chunk in chunks])
         routes = [layer.route(chunk) for chunk in chunks]
         residual = torch.cat([layer.gap(chunk, layer.targets(chunk)) for chunk in chunks])
         return cls(torch.cat(chunks), routes, residual * scales[:, None], scales, starts, numbers)
@@ -249,7 +249,7 @@ def _constants_normal(cut: CutLayer, rows: torch.Tensor) -> tuple[torch.Tensor, 
     right = torch.zeros(count, width, dtype=torch.float64, device=device)
     for chunk in rows.split(CHUNK):
         target = cut.targets(chunk)
-        share = as_float64(cut.token_weights(chunk, target))[:, None]
+        share = as_float64(cut.token_weights(chunk))[:, None]
         weights, index = cut.route(chunk)
         gates = weights.new_zeros(len(chunk), cut.choices).scatter_add_(1, index, weights)
         gates = as_float64(gates[:, len(cut.parameters) :])

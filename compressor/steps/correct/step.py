@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONSTANTS, NONE = "constants", "none"
-OUTPUT, STREAM, GRADIENT = "output", "stream", "gradient"
-Weights = Literal["output", "stream", "gradient"]
 
 
 class Correct(Step):
@@ -28,20 +26,14 @@ class Correct(Step):
     only_after: ClassVar[tuple[str, ...]] = ("prune", CONSTANTS)
     not_after: ClassVar[Mapping[str, str]] = {"quantize": "it would write the experts that it refits unquantised"}
 
-    method: Literal["auto", "none", "ridge", "tune", "constants"] = Field(
+    method: Literal["auto", "none", "ridge", "tune"] = Field(
         "tune",
         description="Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in closed "
         "form. tune then trains router, gate, up and down projections by gradient steps. auto is what the strategy "
-        "asks for, and constants refits constants alone.",
+        "asks for.",
     )
     steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
     tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")
-    weights: Weights = Field(
-        "stream",
-        description="How much a token counts in the error: by the inverse square of the layer's output, by that of the "
-        "hidden state behind the layer (stream), or by the norm of the loss's gradient there, which takes a backward "
-        "pass.",
-    )
     toward: float | None = Field(
         None,
         ge=0,
@@ -78,10 +70,7 @@ class Correct(Step):
         from compressor.model.opened import refuse_shared_experts
 
         refuse_shared_experts(model)
-        after_constants = any(step.name == CONSTANTS for step in steps)
-        if self.method == CONSTANTS and not after_constants:
-            raise CompressionError("correct: method constants refits constants; put the step constants before it")
-        if after_constants and self.toward:
+        if self.toward and any(step.name == CONSTANTS for step in steps):
             raise CompressionError("correct: toward is not known beside constants; leave it out")
         return Needs(text=True, heldout=1, passes=1)
 

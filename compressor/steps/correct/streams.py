@@ -1,61 +1,25 @@
-"""The hidden states around a layer that is refitted: how much its tokens count in them, and the base's own.
+"""The base's own hidden states around a layer that is refitted.
 
 B sequences, L tokens, H hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from compressor.devices import as_float64
 from compressor.distributed import here
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import (
-    Forward,
-    LayerVisitor,
-    Replay,
-    ReversePass,
-    ReverseVisitor,
-    Spill,
-    hidden_of,
-)
+from compressor.model.streaming import Forward, LayerVisitor, Replay, Spill, hidden_of
 
 TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
-
-
-@dataclass(slots=True)
-class _GradientNorms(ReverseVisitor):
-    found: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-
-    def came_back(self, unit: str, batch: int, gradient: Tensor) -> None:
-        self.found[unit, batch] = gradient.float().flatten(2).norm(dim=-1)
-
-
-def gradient_norms(model: OpenModel, batches: Sequence[Tensor]) -> Mapping[tuple[str, int], Tensor]:
-    """||dloss/dh|| of each token, by decoder layer and batch: [B, L], h the hidden states behind the layer.
-
-    The loss is the next-token cross-entropy of token ids [B, L], summed. Of several ranks each has its own batches'.
-    Raises `CompressionError` where gradients cannot be taken layer by layer.
-    """
-    own = here().own(batches)
-    numbers = [*range(len(batches))] if own is None else sorted(own)
-
-    def loss(place: int, output: Any) -> Tensor:
-        logits = output.logits
-        following = batches[numbers[place]][:, 1:].to(logits.device)
-        return cross_entropy(logits[:, :-1].float().flatten(0, 1), following.flatten(), reduction="sum")
-
-    norms = _GradientNorms()
-    ReversePass(model, [batches[number] for number in numbers]).run(loss, norms)
-    return {(unit, numbers[place]): value for (unit, place), value in norms.found.items()}
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ def descend(layer: CutLayer, leaves: Leaves, experts: Collection[int], rows: Ten
         for expert, at, places in routed(gates, index, experts)
     }
     gap = here().all_reduce(_summed(leaves, own, targets)) - targets
-    gradient = gap * (layer.token_weights(rows, targets) * (2 / len(rows)))[:, None]
+    gradient = gap * (layer.token_weights(rows) * (2 / len(rows)))[:, None]
     pulls = {expert: gradient.index_select(0, each.tokens) for expert, each in own.items()}
     slopes = torch.zeros_like(gates)  # only an expert's rank knows those of its choices
     for expert, each in own.items():

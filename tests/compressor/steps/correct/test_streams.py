@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
@@ -44,46 +43,11 @@ def test_tokens_weigh_by_the_hidden_states_of_a_whole_model(
 ) -> None:
     stock, model = opened_wide(name, tmp_path)
     data, found = with_heldout(stock), recorded(monkeypatch)
-    run(model, keeps(model.architecture), data, correction=Correct(method="ridge", weights="stream"))
+    run(model, keeps(model.architecture), data, correction=Correct(method="ridge"))
     behind = hidden_states(stock, model.architecture, data.batches)
     for layer in model.architecture.layers:
-        weights = found[layer.name].weights
-        assert weights is not None
-        torch.testing.assert_close(weights, 1 / behind[layer.unit].norm(dim=-1) ** 2, rtol=1e-4, atol=0)
-
-
-def gradients(stock: PreTrainedModel, units: tuple[str, ...], ids: Tensor) -> dict[str, Tensor]:
-    """Of the summed next-token loss at what each decoder layer puts out, by autograd: [T, H]."""
-    kept = dict[str, Tensor]()
-
-    def keep(unit: str, output: Any) -> None:
-        kept[unit] = output if isinstance(output, Tensor) else output[0]
-        kept[unit].retain_grad()
-
-    handles = [
-        stock.get_submodule(unit).register_forward_hook(lambda _, __, output, unit=unit: keep(unit, output))
-        for unit in units
-    ]
-    stock.requires_grad_(True)
-    logits = stock(input_ids=ids, use_cache=False).logits
-    sum(cross_entropy(own[:-1], row[1:], reduction="sum") for own, row in zip(logits, ids, strict=True)).backward()
-    for handle in handles:
-        handle.remove()
-    return {unit: value.grad.flatten(0, -2) for unit, value in kept.items() if value.grad is not None}
-
-
-@JOINED
-def test_tokens_weigh_by_the_gradients_of_a_whole_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock, model = opened_wide(name, tmp_path)
-    data, found = with_heldout(stock), recorded(monkeypatch)
-    run(model, keeps(model.architecture), data, correction=Correct(method="ridge", weights="gradient"))
-    parts = [gradients(stock, model.architecture.units, batch) for batch in data.batches]
-    for layer in model.architecture.layers:
-        weights, expected = found[layer.name].weights, torch.cat([part[layer.unit] for part in parts]).norm(dim=-1)
-        assert weights is not None
-        torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-6)
+        expected = 1 / behind[layer.unit].norm(dim=-1) ** 2
+        torch.testing.assert_close(found[layer.name].weights, expected, rtol=1e-4, atol=0)
 
 
 def base_on(stock: PreTrainedModel, small: PreTrainedModel, layer: MoeLayer, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,15 +113,13 @@ def test_an_output_that_passes_a_norm_is_refused(name: str, tmp_path: Path) -> N
         run(model, drops(model.architecture), with_heldout(stock), correction=Correct(method="ridge", toward=0.5))
 
 
-def test_an_error_counts_tokens_by_these_weights_alone() -> None:
+def test_an_error_counts_tokens_by_these_weights() -> None:
     found = cut_case("mixtral", heaviest=9)
-    found.recording.by = "gradient"
     cut_layer, rows = cut_again(found), found.heldout
     weights, before = found.recording.weights, found.recording.outputs[rows].double()
-    assert weights is not None
     gaps = (stock_output(found, rows)[2].double() - before).square().sum(-1)
     own = weights[rows].double()
     expected = float((own * gaps).sum() / (own * before.square().sum(-1)).sum())
     assert cut_layer.error(rows) == pytest.approx(expected, rel=1e-5)
-    scaled = cut_layer.token_weights(rows, found.recording.outputs[rows])
+    scaled = cut_layer.token_weights(rows)
     torch.testing.assert_close(scaled / scaled.sum(), (own / own.sum()).float())
