@@ -78,7 +78,7 @@ CASES = (
     Case("compress --format onnx", _compress("--correct", "none", "--format", "onnx")),
     Case("compress --format safetensors,onnx", _compress("--correct", "none", "--format", "safetensors,onnx")),
     Case("compress all steps", _compress(*RIDGE, *ALL)),
-    Case("split", ("split", "MODEL", "-o", OUT, "--split", "2")),
+    Case("split", ("split", "MODEL", "-o", OUT, "--parts", "2")),
     Case("calibrate-router", ("calibrate-router", "small", "-o", OUT, "--base", "MODEL", *MOVE), (SMALL,)),
     Case("distill", ("distill", "small", "-o", OUT, "--base", "MODEL", *TRAIN), (SMALL,)),
     Case("apply", ("apply", "plan.json", "-o", OUT), (PLAN,)),

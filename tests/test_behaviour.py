@@ -128,7 +128,7 @@ def test_answers_are_written_once(run: Run, models: Path, tmp_path: Path) -> Non
         ((), "nothing is asked; name --prompts"),
         (("--prompts", "none.jsonl"), "prompts file none.jsonl does not exist"),
         (("--prompts", "{prompts}", "--seeds", 3), "--seeds has no effect without sampling"),
-        (("--prompts", "{prompts}", "--top-p", 0.9), "--top-p and --sampling-top-k have no effect"),
+        (("--prompts", "{prompts}", "--top-p", 0.9), "--top-p and --top-k have no effect"),
         (("--prompts", "{prompts}", "--chat"), "has no chat template"),
         (("--prompts", "{prompts}="), "lacks a source or a domain"),
         (("--prompts", "{prompts}", "--max-new-tokens", 10**6), "goes beyond the"),

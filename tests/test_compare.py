@@ -185,7 +185,7 @@ def test_per_source_rows_are_what_the_plans_of_each_source_give(
     model, common = home / "model", ("--per-source", *sources)
     found = tmp_path / "found"
     compare = ("compare", model, "-o", found, "--experts", 4, "--strategies", "auto", "--correct", "none,ridge")
-    assert run(*compare, "--evaluate", home / "e.jsonl", "--random-seeds", 1, *common).status == 0
+    assert run(*compare, "--heldout", home / "e.jsonl", "--random-seeds", 1, *common).status == 0
     plan = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "auto", "--correct", "ridge")
     assert run(*plan, *common).status == 0
     assert names(tmp_path) == ["found", "plan.a.json", "plan.b.json", "plan.json"]

@@ -203,7 +203,7 @@ def test_what_does_not_go_is_refused_by_name(checkpoint: Path, tmp_path: Path, r
     refused(run(*command[:-2]), "give --imatrix FILE of llama-imatrix, or apply a plan")
     refused(run("compress", checkpoint, *command[2:]), "--imatrix goes with a GGUF file")
     refused(run("inspect", tmp_path / "none.gguf"), "is not a file; name a GGUF file")
-    refused(run("split", model, "-o", tmp_path / "out", "--split", 2), "names a GGUF file, which only")
+    refused(run("split", model, "-o", tmp_path / "out", "--parts", 2), "names a GGUF file, which only")
     assert names(tmp_path) == before
     done = run(*command[:-1], old, "--strategy", "imatrix-energy")
     assert done.status == 0 and "has means in place of sums" in done.err

@@ -37,7 +37,8 @@ def test_items_of_a_file_that_are_answered_right_are_kept(run: Run, tmp_path: Pa
         items = data(tmp_path, *LINES)
         done = run("reference", model, "--calibration", items, "-o", out, "--json")
         assert done.status == 0 and "1 of 5 items of" in done.err and "line 5: answer is missing" in done.err, done.err
-        again = run("reference", model, "--data", out / "items.jsonl", "-o", tmp_path / "again", "--device", "cpu")
+        items = out / "items.jsonl"
+        again = run("reference", model, "--calibration", items, "-o", tmp_path / "again", "--device", "cpu")
     content, found = json.loads(done.out), read_reference(out)
     assert content["kept"] == len(found.items) == content["asked"][0]["right"] < 4
     assert SUM["answer"] in {item.answer for item in found.items} and " 992" not in {x.answer for x in found.items}

@@ -46,8 +46,8 @@ def test_the_compressed_model_alone_is_routed_and_the_report_tells(run: Run, pla
     out = tmp_path / "out"
     result = run(
         "gate", place / "base", place / "smaller", "--tasks", ",".join(TASKS), "--limit", 12, "--routing", "c3po",
-        "--reference", place / "set", "--optimizer", "kernel", "--share", 0, "--pathway-layers", 2, "--max-drop", 0.12,
-        "-o", out,
+        "--reference", place / "set", "--pathway-optimizer", "kernel", "--share", 0, "--pathway-layers", 2,
+        "--max-drop", 0.12, "-o", out,
     )  # fmt: skip
     assert result.status in (1, 3), result
     found = read_gate(out)

@@ -190,7 +190,8 @@ def test_what_cannot_be_split_so_leaves_nothing(
     options: tuple[Any, ...], fault: str, commands: tuple[tuple[Any, ...], ...], model: Path, tmp_path: Path, run: Run
 ) -> None:
     for name, *more in commands:
-        done = run(name, model, "-o", tmp_path / "out", *more, *options)
+        names = {"--split": "--parts", "--split-by": "--by"} if name == "split" else {}
+        done = run(name, model, "-o", tmp_path / "out", *more, *(names.get(word, word) for word in options))
         assert done.status == 2 and fault in done.err.splitlines()[-1]
         assert list(tmp_path.iterdir()) == []
 

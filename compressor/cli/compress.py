@@ -190,7 +190,7 @@ def compress(
         rendering.show_outcome(outcome, running.as_json, pushed)
 
 
-def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], against_base: bool) -> Callable[..., None]:
+def _of_step(step: type[Step], name: str, text: str, against_base: bool) -> Callable[..., None]:
     """A command that carries out one step on a finished checkpoint; its options are the step's fields."""
     sized = "sequence_length" in step.model_fields  # by the step itself
     fields = ("data", "emphasis", "strict") if sized else ("data", "samples", "sequence_length", "strict")
@@ -203,7 +203,7 @@ def _of_step(step: type[Step], name: str, text: str, names: dict[str, Any], agai
         running: Running,
         comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],
-        options: Annotated[dict[str, Any], options_of(step, STEP, names=names)],
+        options: Annotated[dict[str, Any], options_of(step, STEP)],
         seed: Seed = 0,
         dry_run: DryRun = False,
     ) -> None:
@@ -228,16 +228,14 @@ split = _of_step(
     Split,
     "split",
     "Split each expert into narrower sub-experts with the same output, which `compress` can drop one by one.",
-    {"parts": ("parts", "split"), "by": ("by", "split_by")},
     against_base=False,
 )
 calibrate_router = _of_step(
     Routers,
     "calibrate_router",
     "Calibrate a smaller model's routers against its base (after C3PO); kept if held-out text is closer to the base's.",
-    {"sequences": ("samples", "sequences"), "optimizer": ("pathway_optimizer", "optimizer")},
     against_base=True,
 )
 distill = _of_step(
-    Distill, "distill", "Train a smaller model to match its base's next-token distribution.", {}, against_base=True
+    Distill, "distill", "Train a smaller model to match its base's next-token distribution.", against_base=True
 )

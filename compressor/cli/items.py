@@ -49,8 +49,8 @@ class ItemFlags(Options):
         return {**self.model_dump(exclude={"file"}), "tasks": listed(self.tasks, "--tasks") or (), file: self.file}
 
 
-Items = Annotated[ItemFlags, options_of(ItemFlags, names={"file": ("calibration", "data")})]
-HeldoutItems = Annotated[ItemFlags, options_of(ItemFlags, names={"file": ("heldout", "data")})]
+Items = Annotated[ItemFlags, options_of(ItemFlags, names={"file": "calibration"})]
+HeldoutItems = Annotated[ItemFlags, options_of(ItemFlags, names={"file": "heldout"})]
 app = typer.Typer(
     help="Tune a model by LoRA experts that a contrastive loss keeps distinct (CoMoE).", no_args_is_help=True
 )
@@ -93,7 +93,7 @@ def train(
     running: Reading,
     config: Annotated[
         dict[str, Any],
-        options_of(ComoeConfig, EXPERTS, without=("targets", "seed"), names={"top_k": ("experts_per_token", "top_k")}),
+        options_of(ComoeConfig, EXPERTS, without=("targets", "seed")),
     ],
     options: Annotated[dict[str, Any], options_of(TuningOptions, TRAINING)],
     items: Items,

@@ -148,6 +148,4 @@ for command in (
     brief = command.__name__ in ("compress", "plan")
     name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
     app.command(name, epilog=REST if brief else None)(spread(command, SHOWN if brief else ()))
-for kind in measure.LISTS:  # as the lists were called
-    app.command(kind, hidden=True)(spread(measure.listing(kind)))
 app.add_typer(items.app, name="comoe")

@@ -1,7 +1,7 @@
 """The commands that change no model: `inspect`, `compare`, `attribute`, `list` and `demo`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -81,7 +81,6 @@ def compare(
     heldout: Annotated[
         list[str] | None, flag("Text to measure on. May be repeated (default: calibration text that no plan saw).")
     ] = None,
-    evaluate: Annotated[list[str] | None, flag("The same.", hidden=True)] = None,
     evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
     random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
@@ -106,7 +105,7 @@ def compare(
     shared: dict[str, Any] = {
         "split_by": split_by,
         "protect": protect,
-        "evaluate": [*(heldout or ()), *(evaluate or ())],
+        "evaluate": heldout or (),
         "evaluation_samples": evaluation_samples,
         "calibration": text,
         "seed": seed,
@@ -239,15 +238,6 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
             yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", None
         yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", None
         yield "adamw", "comoe train; --learning-rate is its learning rate.", None
-
-
-def listing(kind: str) -> Callable[..., None]:
-    """`list` of one kind as a command of its own."""
-
-    def command(running: Printing, needs: bool = False) -> None:
-        installed(kind, running, needs)
-
-    return command
 
 
 def demo(

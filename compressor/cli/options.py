@@ -109,13 +109,12 @@ def options_of(
     panel: str | None = None,
     only: Collection[str] | None = None,
     without: Collection[str] = ("calibration",),
-    names: Mapping[str, str | tuple[str, ...]] = MappingProxyType({"as_json": "json"}),
+    names: Mapping[str, str] = MappingProxyType({"as_json": "json"}),
     mention: bool = True,
 ) -> Choices:
     """Make an option of each described field of a class of options; its value is None where it is not given.
 
-    `names` are those of options that are not called like their field; of several, all but the first are hidden. The
-    help mentions defaults, or does not.
+    `names` are those of options that are not called like their field. The help mentions defaults, or does not.
     """
     options = Choices()
     for field, entry in described(model).items():
@@ -126,19 +125,18 @@ def options_of(
             kind = entry.kinds[0]
         elif entry.kinds and get_origin(entry.kinds[0]) is tuple:
             kind = list[str]
-        text, called = entry.text, names.get(field, field)
+        text, name = entry.text, names.get(field, field)
         if mention and entry.default is not False and entry.default not in (None, {}, ()):
             shown = ",".join(entry.default) if isinstance(entry.default, tuple) else entry.default
             shown = "yes" if shown is True else shown
             first, dot, more = text.rstrip(".").partition(". ")
             text = f"{first} (default: {shown}){dot}{more}."
-        for number, name in enumerate((called,) if isinstance(called, str) else called):
-            spelt = f"--{name.replace('_', '-')}"
-            two_ways = entry.annotation == bool | None or entry.default is True
-            both = f"{spelt}/--no-{spelt[2:]}" if two_ways else spelt
-            several = {"metavar": "<str>"} if kind == list[str] else {}
-            option: Any = Annotated[kind | None, flag(text, panel, both, hidden=number > 0, **several)]
-            options.append((field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
+        spelling = f"--{name.replace('_', '-')}"
+        if entry.annotation == bool | None or entry.default is True:
+            spelling = f"{spelling}/--no-{spelling[2:]}"
+        several = {"metavar": "<str>"} if kind == list[str] else {}
+        option: Any = Annotated[kind | None, flag(text, panel, spelling, **several)]
+        options.append((field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)))
     return options
 
 
@@ -258,10 +256,7 @@ SERVER_OPTIONS = options_of(ServerOptions, SERVERS)
 PATHWAY_OPTIONS = options_of(
     PathwayOptions,
     ROUTING,
-    names={
-        **{name: f"pathway_{name}" for name in ("layers", "experts", "tokens")},
-        **{name: (f"pathway_{name}", name) for name in ("optimizer", "steps")},  # which mean other things elsewhere
-    },
+    names={name: f"pathway_{name}" for name in ("layers", "experts", "tokens", "optimizer", "steps")},
 )
 
 

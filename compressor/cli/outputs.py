@@ -94,7 +94,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     running: Annotated[Running, options_of(Running, RUNNING, without=("overwrite", "resident"))],
-    options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": ("sampling_top_k", "top_k")})],
+    options: Annotated[dict[str, Any], options_of(GenerationOptions)],
 ) -> None:
     """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
     folder = Path(model)

@@ -31,7 +31,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise CompressionError("--top-p and --sampling-top-k have no effect without sampling; add --temperature 1")
+            raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
 
 
 SECONDS = 300.0  # to wait for an answer

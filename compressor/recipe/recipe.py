@@ -281,7 +281,6 @@ def validated(
     kind: type[Model], content: Mapping[str, Any], where: str, unknown: str = "there is no option", at: str = ""
 ) -> Model:
     """An instance of these values; raises `CompressionError` naming the value that is unknown or impossible."""
-    content = {getattr(kind, "spellings", {}).get(name, name): value for name, value in content.items()}
     for name in content:
         if name not in kind.model_fields:
             raise CompressionError(f"{unknown} {reprlib.repr(name)}{at}; {known_names(str(name), kind.model_fields)}")

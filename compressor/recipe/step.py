@@ -140,7 +140,6 @@ class Step(Options):
 
     name: ClassVar[str]
     order: ClassVar[int | None] = None  # order within a stage of layerwise steps; None: works on the whole model
-    spellings: ClassVar[Mapping[str, str]] = {}  # other names of options
     not_after: ClassVar[Mapping[str, str]] = {}  # earlier steps that it cannot follow, with the reason
     only_after: ClassVar[tuple[str, ...]] = ()  # of which one must come before, in the same stage
     processes: ClassVar[bool] = True  # whether several processes can share it

@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / (f"{name}.json" if command == "plan" else name)
         done = captured(command, model, "-o", target, "--experts", 4, *options)
         assert done.status == 0, done.err
-    done = captured("split", model, "-o", folder / "split", "--split", 2, "--calibration", text, *data[2:])
+    done = captured("split", model, "-o", folder / "split", "--parts", 2, "--calibration", text, *data[2:])
     assert done.status == 0, done.err
     return folder
 

@@ -20,7 +20,6 @@ class Split(Step):
 
     name: ClassVar[str] = "split"
     order: ClassVar[int | None] = 0
-    spellings: ClassVar[Mapping[str, str]] = {"order": "by"}
     not_after: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("split", "prune", "constants", "correct", "quantize"), "experts are split before anything else is done to them"
     )

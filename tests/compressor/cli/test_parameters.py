@@ -33,7 +33,7 @@ class Plain:
 def call(*arguments: str, **more: Any) -> Any:
     """What a command with these options gets; its output where it gets nothing."""
     seen: list[Any] = []
-    spelt = options_of(Shape, RUNNING, names={"number": ("count", "number")})
+    spelt = options_of(Shape, RUNNING, names={"number": "count"})
 
     def command(
         context: typer.Context,
@@ -58,7 +58,7 @@ def test_fields_become_options() -> None:
     )
     assert (place, shape, named) == ("here", Shape(number=5, words=("a", "b"), either=False), {"name": "y"})
     assert found == {"place", "count", "words", "either", "name"}
-    assert call("here", "--number", "3", "--switch")[1] == Shape(switch=True)  # by the hidden name
+    assert call("here", "--count", "3", "--switch")[1] == Shape(switch=True)
     assert call("here", "--rate", "0.5", "-o", "x")[2] == {"rate": 0.5}
 
 

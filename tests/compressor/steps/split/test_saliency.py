@@ -8,11 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from compressor.errors import CompressionError
 from compressor.model.experts import expert_parameters, intermediate, projections
 from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
-from compressor.recipe.recipe import make_step
 from compressor.steps.split.saliency import saliencies
 from tests import zoo
 from tests.opened import batches, opened
@@ -100,7 +98,3 @@ def test_kl_takes_tokens_that_the_model_draws(tmp_path: Path) -> None:
     assert float(mean.sum()) == pytest.approx(float(exact.sum()), rel=0.5)
 
 
-def test_the_issue_s_word_for_it() -> None:
-    assert make_step("split", {"order": "heapr"}).by == "heapr"  # type: ignore[attr-defined]
-    with pytest.raises(CompressionError, match="order"):
-        make_step("prune", {"order": "heapr"})
