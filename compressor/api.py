@@ -261,7 +261,6 @@ def compare(
     experts: Sequence[int] = (),
     ratios: Sequence[float] = (),
     splits: Sequence[int] = (1,),
-    split_by: str = "energy",
     top_ks: Sequence[int] = (),
     strategies: Sequence[str] | None = None,
     evaluate: Sequence[str] = (),
@@ -301,7 +300,6 @@ def compare(
         raise CompressionError(
             "constants stand for whole experts, and top-k stays; leave out --top-k, and name 1 among --split"
         )
-    make_step("split", {"by": split_by})
     contenders = _contenders(strategies, corrections, random_seeds)
     methods = tuple(correction(method) for method in corrections or ("none",)) if constants else ()
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
@@ -321,7 +319,7 @@ def compare(
         variants = []
         for each, of_top_ks in zip(seen, counts, strict=True):
             if each.is_split:
-                each = partitioned(each, data, split_by, run.progress, seed, changed=changed)
+                each = partitioned(each, data, run.progress, seed, changed=changed)
             planner = Planner(each, data, run.progress, seed)
             contenders = _attributable(contenders, planner, named=bool(strategies))
             for top_k, kept in zip(wanted, of_top_ks, strict=True):

@@ -229,7 +229,6 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--ratio", "half"], "--ratio 'half' should be shares separated by commas, as 0.25,0.5"),
     (["--split", "5"], "do not divide into 5 equal parts"),
     (["--top-k", "3"], "--top-k 3 is not between 1 and the 2 experts"),
-    (["--split-by", "chance"], "by is 'chance'; input should be 'energy', 'clusters'"),
     (["--strategies", "reep"], "no strategy 'reep'; did you mean 'reap'"),
     (["--strategies", "reap,reap"], "--strategies names one twice"),
     (["--strategies", "reap:x=1"], "'reap' has no option 'x'"),

@@ -85,9 +85,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.save(tmp_path_factory.mktemp("home") / "model", shard="60KB")
 
 
-def split(model: Path, out: Path, parts: int, by: str = "energy", text: Any = None, **more: Any) -> Outcome:
-    options = {"parts": parts, "by": by}
-    return compressor.change("split", str(model), out, options=options, text=text or TextOptions(), **more)
+def split(model: Path, out: Path, parts: int, text: Any = None, **more: Any) -> Outcome:
+    return compressor.change("split", str(model), out, options={"parts": parts}, text=text or TextOptions(), **more)
 
 
 def calibration(folder: Path) -> dict[str, Any]:
@@ -98,13 +97,13 @@ def data(folder: Path) -> TextOptions:
     return TextOptions(**{"data": str(small.text_file(folder)), "samples": 8, "sequence_length": 32})
 
 
-@pytest.mark.parametrize("by", ["weights", "energy", "clusters"])
+@pytest.mark.parametrize("by", ["weights", "energy"])
 def test_three_parts_hold_every_neuron_once(by: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked: dict[str, Any] = {} if by == "weights" else {"by": by, "text": data(tmp_path)}
+    asked: dict[str, Any] = {} if by == "weights" else {"text": data(tmp_path)}
     split(model, out, 3, **asked)
     record = json.loads((out / "compression.json").read_text())["plan"]["steps"][0]["plan"]
-    assert (record["parts"], record["by"], record["experts"], record["output_factor"]) == (3, by, 8, 3.0)
+    assert (record["parts"], record["experts"], record["output_factor"]) == (3, 8, 3.0)
     assert (record["calibration"] is None) == (by == "weights")
     before, after = stored(model), stored(out)
     name = "model.layers.1.block_sparse_moe.experts.{}.{}.weight"
@@ -176,12 +175,6 @@ COMPRESS = ("compress", "--experts", 6, "--strategy", "model-centric")
             (("split",), COMPRESS),
         ),
         (("--split", 65), "--split 65 is not 1 to 64", (("split",), COMPRESS)),
-        (("--split", 2, "--split-by", "clusters"), "clusters needs text on which neurons fire", (("split",), COMPRESS)),
-        (
-            ("--split", 2, "--split-by", "chance"),
-            "by is 'chance'; input should be 'energy', 'clusters'",
-            (("split",), COMPRESS),
-        ),
         (("--split", 2, "--top-k", 5), "--top-k 5 is not between 1 and the 4 experts that a token", (COMPRESS,)),
         (("--top-k", 3), "--top-k 3 is not between 1 and the 2 experts", (COMPRESS,)),
     ],
@@ -190,24 +183,24 @@ def test_what_cannot_be_split_so_leaves_nothing(
     options: tuple[Any, ...], fault: str, commands: tuple[tuple[Any, ...], ...], model: Path, tmp_path: Path, run: Run
 ) -> None:
     for name, *more in commands:
-        names = {"--split": "--parts", "--split-by": "--by"} if name == "split" else {}
+        names = {"--split": "--parts"} if name == "split" else {}
         done = run(name, model, "-o", tmp_path / "out", *more, *(names.get(word, word) for word in options))
         assert done.status == 2 and fault in done.err.splitlines()[-1]
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", ["weights", "clusters", "pruned"])
+@pytest.mark.parametrize("way", ["weights", "energy", "pruned"])
 def test_the_card_says_so_and_its_command_makes_the_same_again(
     way: str, model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model)
     if way == "pruned":
-        asked = {"experts": 5, "split": 2, "split_by": "clusters", "top_k": 3, "strategy": "gated-mass"}
+        asked = {"experts": 5, "split": 2, "top_k": 3, "strategy": "gated-mass"}
         compressor.compress("model", tmp_path / "out", **asked, **calibration(tmp_path))
         wanted = "16 experts in each of its 2 MoE layers, after a split of each of 8 experts into 2 parts"
     else:
-        split(model, tmp_path / "out", 2, **({} if way == "weights" else {"by": way, "text": data(tmp_path)}))
+        split(model, tmp_path / "out", 2, **({} if way == "weights" else {"text": data(tmp_path)}))
         wanted = "of which all experts stay, after a split of each of 8 experts into 2 parts"
     facts = read_facts(tmp_path / "out")
     assert wanted in str(introduction(facts))
@@ -250,7 +243,7 @@ def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path:
     compressor.apply(tmp_path / "plan.json", tmp_path / "second", model=str(model))
     assert tree(tmp_path / "first") == tree(tmp_path / "second")
     split = made.stage.split
-    assert split is not None and split["by"] == "energy" and made.stage.layers[0].experts == 16
+    assert split is not None and split["calibration"] and made.stage.layers[0].experts == 16
     config = json.loads((tmp_path / "first" / "config.json").read_text())
     assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (11, 4, 12)
 

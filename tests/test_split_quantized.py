@@ -20,7 +20,6 @@ from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.split.opening import (
-    Neurons,
     as_decided,
     cut_as_stored,
     order_of,
@@ -223,20 +222,11 @@ def test_experts_that_will_be_changed_are_dealt_out_freely(tmp_path: Path, caplo
     assert "its parts are written in a plain dtype: what changes experts needs one" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["energy", "clusters"])
-def test_blocks_are_ordered_as_their_sums_are(way: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    energy = torch.rand(3, 24, generator=generator, dtype=torch.float64)
-    fires = torch.rand(3, 2, 40, generator=generator)  # two kinds of blocks, which fire on tokens of their own
-    kinds = torch.tensor([0, 1, 1, 0, 1, 0]).repeat_interleave(4)
-    activity = tuple(fires[expert][kinds] * (0.9 + 0.2 * torch.rand(24, 1, generator=generator)) for expert in range(3))
-    layer: Any = None
-    order = order_of(Neurons(layer, energy, activity), 2, way, block=4)
+def test_blocks_are_ordered_as_their_sums_are() -> None:
+    energy = torch.rand(3, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    order = order_of(energy, 2, block=4)
     for expert, row in enumerate(order.tolist()):
         runs = [row[start : start + 4] for start in range(0, 24, 4)]
         assert all(run == list(range(run[0], run[0] + 4)) and run[0] % 4 == 0 for run in runs)
         sums = {run[0]: float(energy[expert, run].sum()) for run in runs}
-        if way == "energy":
-            assert min(sums[run[0]] for run in runs[:3]) > max(sums[run[0]] for run in runs[3:])
-        else:
-            assert [len({int(kinds[run[0]]) for run in half}) for half in (runs[:3], runs[3:])] == [1, 1]
+        assert min(sums[run[0]] for run in runs[:3]) > max(sums[run[0]] for run in runs[3:])

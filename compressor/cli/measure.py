@@ -72,7 +72,6 @@ def compare(
     split: Annotated[
         str | None, flag("Sub-experts to split each expert into first, such as 1,2,4 (default: 1; by size auto).", KEEP)
     ] = None,
-    split_by: Annotated[str, flag("How to partition its neurons: energy or clusters.", KEEP)] = "energy",
     top_k: Annotated[str | None, flag("num_experts_per_tok, one or several (default: unchanged).", KEEP)] = None,
     strategies: Annotated[
         str | None, flag("Comma-separated names, options as name:option=value (default: all installed).")
@@ -103,7 +102,6 @@ def compare(
     from compressor.report.sizes_report import size_blocks
 
     shared: dict[str, Any] = {
-        "split_by": split_by,
         "protect": protect,
         "evaluate": heldout or (),
         "evaluation_samples": evaluation_samples,

@@ -19,8 +19,6 @@ SUM_TOLERANCE = 1e-6
 LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # that float32 holds in full, in which experts are mixed
 LAYER_FACTS = ("experts", "top_k", "routing_groups", "chosen_groups", "experts_per_group")  # which a plan repeats
 MOST_PARTS = 64  # of an expert
-ENERGY, CLUSTERS, WEIGHTS = "energy", "clusters", "weights"  # how neurons are dealt out; the last without text
-HEAPR, KL = "heapr", "kl"  # by second-order saliency for the text's loss, or for the model's own distribution
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
 
 
@@ -280,14 +278,8 @@ def check_split(split: Mapping[str, Any]) -> None:
 
 def describe_split(split: Mapping[str, Any]) -> str:
     """What was done to every expert, in words."""
-    ways = {
-        ENERGY: "by what they do on text",
-        CLUSTERS: "in clusters that fire together",
-        HEAPR: "by what the text's loss hangs on",
-        KL: "by what the model's own distribution hangs on",
-    }
-    how = ways.get(str(split.get("by")), "by the norms of their weights")
-    neurons = f", neurons dealt out {how}" if "by" in split else ""
+    how = "by what they do on text" if split.get("calibration") else "by the norms of their weights"
+    neurons = f", neurons dealt out {how}" if "calibration" in split else ""
     return f"each of {split.get('experts')} experts into {split.get('parts')} parts{neurons}"
 
 

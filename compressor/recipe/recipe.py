@@ -39,7 +39,6 @@ UNEVEN_LAYERS = (
 )
 FIELDS = {  # options of `compress` that are fields of other steps than prune
     "split": ("split", "parts"),
-    "split_by": ("split", "by"),
     "experts_total": ("constants", "experts_total"),
     "budget": ("constants", "budget"),
     "correct": ("correct", "method"),

@@ -31,7 +31,7 @@ from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.streaming import Forward
 from compressor.pipeline.task import HELDOUT, Run, of_stage, open_run, read_calibration
 from compressor.progress import Progress
-from compressor.recipe.plan import ENERGY, CompressionPlan
+from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import Step
@@ -162,7 +162,7 @@ def plan_shares(
     for step in stage:
         if (own := step.resolved(base, stage)) is not None:
             seen, resolved[step.name] = own.view(seen), own
-    prune, split = resolved["prune"], resolved.get("split")
+    prune = resolved["prune"]
     assert isinstance(prune, Prune)
     strategy = load_strategy(prune.strategy, prune.options)
     reads = bool(strategy.needs - WEIGHTS)
@@ -183,9 +183,8 @@ def plan_shares(
     if not specs:
         return found, left_out, resolved
     if seen.is_split:
-        assert split is not None
-        text = data if reads or correction or split.by != ENERGY else None
-        seen = partitioned(seen, text, split.by, progress, seed, changed=correction is not None)
+        text = data if reads or correction else None
+        seen = partitioned(seen, text, progress, seed, changed=correction is not None)
     planner = Planner(seen, data, progress, seed)
     protected = protected_experts(prune.protect, min(specs), planner)
     planner = replace(planner, calibration=data if reads else None)

@@ -20,7 +20,7 @@ from compressor.model.moe_layer import resolve_count
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
-from compressor.recipe.plan import ENERGY, CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Needs, Step
 from compressor.recipe.steps_plan import Plan, decisions
@@ -281,16 +281,6 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
         return Needs(experts=experts)
     needs = spec.strategy.needs
     reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
-    if (
-        split is not None
-        and parts > 1
-        and split.by != ENERGY
-        and not reads
-        and all(step.name != "correct" for step in steps)
-    ):
-        raise CompressionError(
-            f"--split-by {split.by} needs text on which neurons fire; choose a strategy or a correction that reads it"
-        )
     attributes = protector_of(prune.protect) is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
     passes = 0 if not reads else 2 if attributes else 1
     return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts, passes=passes, notes=notes)

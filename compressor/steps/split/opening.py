@@ -10,9 +10,8 @@ import base64
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,9 @@ from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
-from compressor.recipe.plan import CLUSTERS, ENERGY, HEAPR, KL, MOST_PARTS, WEIGHTS, check_split
+from compressor.recipe.plan import MOST_PARTS, check_split
 from compressor.recipe.step import Step
 from compressor.steps.configuration import fields_set
-from compressor.steps.split.saliency import saliencies
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
@@ -46,18 +44,8 @@ WIDTH = 64  # neurons: sub-experts of a multiple of it suit kernels
 GGUF = "gguf"  # the format that llama.cpp reads
 PLAIN = "plain because"  # why parts are not cut from quantised tensors, among what is found of a model
 REMEDY = "restore the plan or make it anew"
-SAMPLE = 256  # tokens of each expert whose activations are kept
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Neurons:
-    """A layer's neurons: energies [E, I] float64, and for each expert what its neurons did [I, n], float32."""
-
-    layer: MoeLayer
-    energy: Tensor
-    activity: tuple[Tensor, ...] = ()
 
 
 @torch.no_grad()
@@ -65,25 +53,26 @@ def energy_of_weights(experts: Any) -> Tensor:
     """|gate row| * |up row| * |down column| of every neuron, [E, I] float64; without a gate, of the other two."""
     energy = torch.empty(int(experts.num_experts), width_of(experts), dtype=torch.float64)
     for expert in range(len(energy)):
-        own = projections(experts, expert)
-        product = as_float64(own.up).norm(dim=1) * as_float64(own.down).norm(dim=0)
-        energy[expert] = (product if own.gate is None else product * as_float64(own.gate).norm(dim=1)).cpu()
+        view = projections(experts, expert)
+        product = as_float64(view.up).norm(dim=1) * as_float64(view.down).norm(dim=0)
+        if view.gate is not None:
+            product = product * as_float64(view.gate).norm(dim=1)
+        energy[expert] = product.cpu()
     return energy
 
 
 class Meter:
-    """Sums what the neurons of one loaded layer do while batches pass it; `sample` keeps their activity as well.
+    """Sums the energies of one loaded layer's neurons while batches pass it.
 
     The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
     enters the down projection, so it is the squared norm of what the neuron adds to the output.
     """
 
-    def __init__(self, model: Any, layer: MoeLayer, sample: bool) -> None:
-        self.layer, self.sample = layer, sample
-        self.experts = experts = model.get_submodule(layer.name)
-        device = float64_device(experts.down_proj.device)
-        self.sums = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
-        self.kept: list[list[Tensor]] = [[] for _ in range(layer.experts)]
+    def __init__(self, model: Any, layer: MoeLayer) -> None:
+        self.layer = layer
+        self.experts = model.get_submodule(layer.name)
+        device = float64_device(self.experts.down_proj.device)
+        self.sums = torch.zeros(layer.experts, width_of(self.experts), dtype=torch.float64, device=device)
         self.watch = Watch(model, layer, on_experts=self._called).attach()
 
     @torch.no_grad()
@@ -92,119 +81,63 @@ class Meter:
             inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
             gated = as_float64(inner) * as_float64(weights[rows, slots, None])
             self.sums[expert] += gated.square().sum(0)
-            kept = self.kept[expert]
-            if self.sample and (missing := SAMPLE - sum(map(len, kept))) > 0:
-                kept.append(gated[:missing].float().cpu())
 
     @torch.no_grad()
-    def finish(self) -> Neurons:
-        """The measures of the layer; an expert that no token reached has those of its weights."""
+    def finish(self) -> Tensor:
+        """Return the energies [E, I] float64; an expert that no token reached has those of its weights."""
         self.watch.detach()
-        energy, activity = self.sums.cpu(), list[Tensor]()
-        for expert, kept in enumerate(self.kept):
+        energy = self.sums.cpu()
+        for expert in range(len(energy)):
             lengths = as_float64(projections(self.experts, expert).down).norm(dim=0).cpu()
             energy[expert] *= lengths.square()
-            sampled = torch.cat(kept) if kept else torch.zeros(0, len(lengths))
-            activity.append((sampled * lengths.float()).T)
         reached = energy.sum(1, keepdim=True) > 0
-        energy = torch.where(reached, energy, energy_of_weights(self.experts))
-        return Neurons(self.layer, energy, tuple(activity) if self.sample else ())
+        return torch.where(reached, energy, energy_of_weights(self.experts))
 
 
 class _Metering(LayerVisitor):
-    def __init__(self, sample: bool) -> None:
-        self.sample, self.meters = sample, list[Meter]()
+    """Collects the energies of every layer, by its name."""
+
+    def __init__(self) -> None:
+        self.energies = dict[str, Tensor]()
+        self.meters = list[Meter]()
 
     def loaded(self, unit: str) -> None:
-        self.meters = [Meter(self.at.model, layer, self.sample) for layer in self.at.moe_layers]
+        self.meters = [Meter(self.at.model, layer) for layer in self.at.moe_layers]
+
+    def passed(self, unit: str) -> None:
+        for meter in self.meters:
+            self.energies[meter.layer.name] = meter.finish()
+        self.meters = []  # before their layer's memory is given back
 
 
 def measured(
-    model: OpenModel,
-    batches: Sequence[Tensor] | None,
-    progress: Progress,
-    sample: bool,
-    seed: int = 0,
-    sensed: Mapping[str, Tensor] | None = None,
-) -> Iterator[Neurons]:
-    """The neurons of every MoE layer in order, one layer in memory at a time; without data, of the weights alone.
+    model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0
+) -> dict[str, Tensor]:
+    """The energies [E, I] of every MoE layer's neurons, a layer in memory at a time; without text, of weights alone."""
+    if batches is not None:
+        metering = _Metering()
+        Pass(model, batches, progress, "measure neurons", seed).run(metering)
+        return metering.energies
+    energies = dict[str, Tensor]()
+    progress.start("measure neurons", len(model.architecture.layers))
+    for layer in model.architecture.layers:
+        model.partial.load(model.partial.keys_under(layer.name))
+        energies[layer.name] = energy_of_weights(model.partial.model.get_submodule(layer.name))
+        model.partial.release(layer.block)
+        give_back()
+        progress.advance(layer.name)
+    return energies
 
-    Saliencies [E, I] that are known by layer stand for energies, except of experts that no token reached.
+
+def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
+    """The order of a layer's neurons by falling energy, [E, I] -> [E, I] int32; the lower number first of equals.
+
+    `block` neighbours stay together, and count as one of their summed energy.
     """
-    if batches is None or sensed:
-        layers = model.architecture.layers
-        progress.start("measure neurons", len(layers))
-        for layer in layers:
-            model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
-            energy = energy_of_weights(model.partial.model.get_submodule(layer.name))
-            if sensed and layer.name in sensed:
-                known = sensed[layer.name]
-                energy = torch.where(known.sum(1, keepdim=True) > 0, known, energy)
-            yield Neurons(layer, energy)
-            model.partial.release(layer.block)
-            give_back()
-            progress.advance(layer.name)
-        return
-    metering = _Metering(sample)
-    with closing(Pass(model, batches, progress, "measure neurons", seed).layers(metering)) as passed:
-        for _ in passed:
-            yield from (meter.finish() for meter in metering.meters)
-            metering.meters = []  # before their layer's memory is given back
-
-
-def by_energy(energy: Tensor) -> Tensor:
-    """Neurons by falling energy, the lower number first of equals: [..., I] -> [..., I]."""
-    return energy.argsort(dim=-1, descending=True, stable=True)
-
-
-def by_clusters(energy: Tensor, activity: Tensor, parts: int, seed: int = 0) -> Tensor:
-    """Neurons that do alike on the same tokens beside each other, [I]: `parts` clusters of equal size.
-
-    `activity` [I, n] is what each neuron adds to its tokens, up to direction; of it the size on each token, normed to
-    length 1, is clustered by k-means. A neuron goes to the nearest centre that has room, those first that would lose
-    most by another one. Clusters and the neurons in them stand by falling energy. Without tokens it is `by_energy`.
-    """
-    from scipy.cluster.vq import kmeans2
-    from scipy.spatial.distance import cdist
-
-    points = activity.abs() / activity.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    if activity.shape[1] == 0 or len(points.unique(dim=0)) < parts:
-        return by_energy(energy)
-    positions = points.double().numpy()
-    tried = [cdist(positions, kmeans2(positions, parts, iter=100, minit="++", rng=seed + i)[0]) for i in range(3)]
-    labels = balanced(torch.from_numpy(min(tried, key=lambda distances: np.square(distances.min(axis=1)).sum())))
-    order = by_energy(energy)
-    weight = torch.zeros(parts, dtype=energy.dtype).index_add_(0, labels, energy)
-    return torch.cat([order[labels[order] == cluster] for cluster in by_energy(weight)])
-
-
-def balanced(distances: Tensor) -> Tensor:
-    """Clusters [I] of equal size from distances [I, S]: the nearest that has room, by falling loss of the next one."""
-    count, parts = distances.shape
-    best = distances.sort(dim=1).values
-    room, labels = [count // parts] * parts, torch.empty(count, dtype=torch.long)
-    for neuron in by_energy(best[:, 1] - best[:, 0]).tolist():
-        for cluster in distances[neuron].argsort(stable=True).tolist():
-            if room[cluster]:
-                room[cluster] -= 1
-                labels[neuron] = cluster
-                break
-    return labels
-
-
-def order_of(neurons: Neurons, parts: int, way: str, seed: int = 0, block: int = 1) -> Tensor:
-    """The order of a layer's neurons, [E, I] int32; `block` neighbours stay together, and count as one."""
-    if block > 1:  # blocks as neurons: the sum of their energies, and the norm of what they do on each token
-        activity = tuple(each.unflatten(0, (-1, block)).norm(dim=1) for each in neurons.activity)
-        summed = replace(neurons, energy=neurons.energy.unflatten(1, (-1, block)).sum(-1), activity=activity)
-        blocks = order_of(summed, parts, way, seed)
-        return (block * blocks[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
-    if way != CLUSTERS:
-        order = by_energy(neurons.energy)
-    else:
-        pairs = zip(neurons.energy, neurons.activity, strict=True)
-        order = torch.stack([by_clusters(energy, activity, parts, seed) for energy, activity in pairs])
-    return order_of_parts(parts_of(order, parts))
+    blocks = energy.unflatten(1, (-1, block)).sum(-1)
+    falling = blocks.argsort(dim=1, descending=True, stable=True)
+    order = order_of_parts(parts_of(falling, parts))
+    return (block * order[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
 
 
 def parts_of(order: Tensor, parts: int) -> Tensor:
@@ -227,7 +160,8 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
         return with_top_k(model, top_k)
     if parts > MOST_PARTS:
         raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
-    if (known := f"split in {parts}") not in model.found:  # once, for blocks are run for that
+    known = f"split in {parts}"
+    if known not in model.found:  # once, for blocks are run for that
         model.found[known] = split_shape(model.architecture, parts)
     shape: SplitShape = model.found[known]
     stored = copy.copy(model.checkpoint)
@@ -262,7 +196,7 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
         raise CompressionError(f"--top-k {top_k} is not between 1 and the {most} experts that a token is routed to now")
     layers = tuple(replace(layer, top_k=min(layer.top_k, top_k)) for layer in architecture.layers)
     wanted = {layer.name: layer.top_k for layer in layers}
-    fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda each: min(each, top_k))
+    fields, _ = top_k_fields(architecture.config, architecture, wanted, lambda count: min(count, top_k))
     smaller = replace(architecture, layers=layers, written={**architecture.written, **fields})
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
@@ -288,26 +222,30 @@ def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
         kept = layers[0].experts if searched else resolve_count(layers, prune.experts, prune.ratio)
     except CompressionError:
         return 1, ""  # the number is refused when it is checked
-    servers = {*SERVERS} - ({LLAMA_CPP} if GGUF not in model.formats else set())
-    known = {(rule.server, rule.needs.words) for rule in broken(replace(served_model(model), experts=kept))}
-    all_widths = sorted({*widths(build_meta(model.config)).values()})
+    servers = [server for server in SERVERS if server != LLAMA_CPP or GGUF in model.formats]
+    broken_already = {(rule.server, rule.needs.words) for rule in broken(replace(served_model(model), experts=kept))}
+    all_widths = sorted(set(widths(build_meta(model.config)).values()))
     uneven = dict[int, list[str]]()  # numbers of parts that a width of experts does not make
     worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
     chosen = 1
     for parts in PARTS:
-        if odd := [width for width in all_widths if width % (parts * WIDTH)]:
-            uneven.setdefault(odd[0], []).append(str(parts))
+        odd = next((width for width in all_widths if width % (parts * WIDTH)), None)
+        if odd is not None:
+            uneven.setdefault(odd, []).append(str(parts))
             continue
         try:
             served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
         except CompressionError as error:
             return 1, str(error)
-        worse = [rule for rule in broken(served) if (rule.server, rule.needs.words) not in known]
-        against = [rule for rule in worse if rule.server in servers]
-        if not against:
+        worse = [
+            rule
+            for rule in broken(served)
+            if rule.server in servers and (rule.server, rule.needs.words) not in broken_already
+        ]
+        if not worse:
             chosen = parts
             break
-        worse_in.setdefault(against[0], f"with {parts} parts {against[0].server} {said(against[0], served)}")
+        worse_in.setdefault(worse[0], f"with {parts} parts {worse[0].server} {said(worse[0], served)}")
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
@@ -319,12 +257,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
 
 
 def partitioned(
-    model: OpenModel,
-    text: Calibration | None,
-    by: str,
-    progress: Progress,
-    seed: int,
-    changed: bool = False,
+    model: OpenModel, text: Calibration | None, progress: Progress, seed: int, changed: bool = False
 ) -> OpenModel:
     """The split model with its neurons in order: measured on the text, held-out sequences excepted, or on the weights.
 
@@ -332,18 +265,17 @@ def partitioned(
     """
     model = cut_as_stored(model, changed)
     assert model.whole is not None
-    whole, parts = model.whole, model.architecture.layers[0].parts
+    whole = model.whole
+    parts = model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
-    way = ENERGY if text is None else by
     batches = None if text is None else [text.batches[number] for number in text.fit]
 
     def orders() -> Mapping[str, Tensor]:
-        sensed = saliencies(whole, batches, way, progress, seed) if way in (HEAPR, KL) and batches else {}
-        neurons = measured(whole, batches, progress, way == CLUSTERS, seed, sensed)
-        return {each.layer.name: order_of(each, parts, way, seed, block) for each in neurons}
+        energies = measured(whole, batches, progress, seed)
+        return {name: order_of(energy, parts, block) for name, energy in energies.items()}
 
     by_layer = here().broadcast(orders)
-    facts = {"by": WEIGHTS if text is None else by, "calibration": None if text is None else text.identity}
+    facts = {"calibration": None if text is None else text.identity}
     return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
 
 
@@ -365,17 +297,19 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
 def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OpenModel:
     """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
-    factors, stored = model.partial.factors, model.stored_parts
-    if stored:
-        stored.check(orders)
-    listed = (name.encode() + b"\0" + order.int().contiguous().numpy().tobytes() for name, order in orders.items())
-    entry = {
-        **shapes(model.whole, factors.parts),
-        **({"block": stored.block} if stored else {}),
+    factors = model.partial.factors
+    entry = shapes(model.whole, factors.parts)
+    if model.stored_parts:
+        model.stored_parts.check(orders)
+        entry["block"] = model.stored_parts.block
+    digest = hashlib.sha256()
+    for name, order in orders.items():
+        digest.update(name.encode() + b"\0" + order.int().contiguous().numpy().tobytes())
+    entry |= {
         "output_factor": factors.output,
         "selection_factor": factors.selection,
         **facts,
-        "order_sha256": hashlib.sha256(b"".join(listed)).hexdigest(),
+        "order_sha256": digest.hexdigest(),
         "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
     }
     return replace(model, partial=model.partial.ordered(orders), split=entry)
@@ -389,18 +323,22 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     if split is None:
         return with_top_k(stored, top_k)
     check_split(split)
-    parts, width, orders = int(split["parts"]), widths(build_meta(stored.config)), dict[str, Tensor]()
+    parts = int(split["parts"])
     seen = seen_as(stored, parts, top_k)
-    for layer in stored.architecture.layers:
-        text = split["neurons"].get(layer.name)
-        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width[layer.name], parts, layer.name))
     if "block" not in split:
         seen = replace(seen, stored_parts=None)
-    planned = in_order(seen, orders, {name: split[name] for name in ("by", "calibration", "why") if name in split})
-    own = dict(planned.split or {})
-    if odd := [name for name in own.keys() | split.keys() if own.get(name) != split.get(name)]:
-        differs = ", ".join(sorted(odd))
-        raise CompressionError(f"the plan's split is not what the model asks for: {differs} differ; {REMEDY}")
+    orders = dict[str, Tensor]()
+    width_by_name = widths(build_meta(stored.config))
+    for layer in stored.architecture.layers:
+        text = split["neurons"].get(layer.name)
+        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width_by_name[layer.name], parts, layer.name))
+    facts = {name: split[name] for name in ("calibration", "why") if name in split}
+    planned = in_order(seen, orders, facts)
+    entry = dict(planned.split or {})
+    differing = [name for name in entry.keys() | split.keys() if entry.get(name) != split.get(name)]
+    if differing:
+        names = ", ".join(sorted(differing))
+        raise CompressionError(f"the plan's split is not what the model asks for: {names} differ; {REMEDY}")
     return planned
 
 
@@ -412,7 +350,8 @@ def packed(parts_of_neurons: Tensor, parts: int) -> str:
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
     """The part of each neuron, [E, I] int32; raises `CompressionError` for text that does not say it of all."""
-    count, bits = experts * width, (parts - 1).bit_length()
+    count = experts * width
+    bits = (parts - 1).bit_length()
     try:
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
         flags = np.unpackbits(data)[: count * bits].reshape(count, bits).astype(np.int32)

@@ -27,12 +27,6 @@ class Split(Step):
     parts: int | Literal["auto"] = Field(
         2, description="Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."
     )
-    by: Literal["energy", "clusters", "heapr", "kl"] = Field(
-        "energy",
-        description="The order that neurons are partitioned in: by energy; in clusters that fire together; by HEAPr's "
-        "saliency, which takes a backward pass; or by that for the model's own distribution (kl). All but energy need "
-        "text.",
-    )
 
     _why: str = PrivateAttr("")  # there are so many parts, where that was left open
 
@@ -56,8 +50,6 @@ class Split(Step):
 
     def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
         """Text of its own where it is named: else neurons are measured on what others read, or on their weights."""
-        if self.by != "energy" and self.calibration is None and all(step.name == self.name for step in steps):
-            raise CompressionError(f"--split-by {self.by} needs text on which neurons fire; pass --calibration")
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
         return Needs(text=self.calibration is not None and not planned, passes=int(self.parts != 1), notes=notes)
 
@@ -68,7 +60,7 @@ class Split(Step):
             return self._shapes(state.model)
         changed = any(step.name in ("correct", "distill") for step in state.steps)
         text = None if state.text is None else state.text.fit
-        split = partitioned(state.model, text, self.by, state.progress, state.seed, changed).split or {}
+        split = partitioned(state.model, text, state.progress, state.seed, changed).split or {}
         return {**split, **self._shapes(state.model)}
 
     def take(self, decided: Mapping[str, Any], state: "State") -> None:

@@ -27,7 +27,7 @@ SHOWN = {
     "--sequence-length", "--gate", "--format", "--push-to-hub", "--device", "--set", "--overwrite", "--help",
 }  # fmt: skip
 HIDDEN = shlex.split("""
-    --split 2 --split-by energy --protect auto --sequential --top-k 2 --mtp drop --budget even --experts-total 5
+    --split 2 --protect auto --sequential --top-k 2 --mtp drop --budget even --experts-total 5
     --deterministic --routers bias --merge max --no-merge-routers --representation surrogate --similarity rbf-cka
     --option align=true --max-drop 0.02 --confidence 0.9 --limit 5 --include-path tasks --batch-size 4 --stream
     --no-stream --search --keep-failed --inconclusive pass --private --seed 1 --revision main --dtype float32 --json
