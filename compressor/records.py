@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
@@ -17,24 +16,18 @@ from compressor.errors import CompressionError
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")  # as text, which Python's float() and JavaScript's Number() read
 NAMES = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 RESTORE = "restore the file from its source"
-MOST_DEPTH = 100  # of lists and objects within each other
-MOST_BITS = 64  # of a whole number that is a count, a size or a seed
-MOST_BYTES = 2**25  # of a report: twice a plan of 100 layers with 1,000 experts each
-MOST_BYTES_OF_PARTS = 2**27  # of a checkpoint's file, such as an index of millions of tensors
 
 Record = TypeVar("Record")
 _hints = lru_cache(get_type_hints)
 
 
-def read_json(path: Path, remedy: str, unreadable: str | None = None, most: int = MOST_BYTES) -> Any:
-    """The JSON in a file of at most so many bytes; what is none, or too large, is a `CompressionError`.
+def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
+    """Return the JSON in a file; what is none is a `CompressionError`, and a file that cannot be read if `unreadable`.
 
-    So is an unreadable file if there is a remedy for it.
+    `remedy` and `unreadable` say what to do about the one and the other.
     """
     try:
-        if (size := path.stat().st_size) > most:
-            raise CompressionError(f"{path} has {size:,} bytes, more than the {most:,} that are read of it; {remedy}")
-        return bounded(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         if unreadable is None:
             raise
@@ -43,22 +36,9 @@ def read_json(path: Path, remedy: str, unreadable: str | None = None, most: int 
         raise CompressionError(f"{path} is not valid JSON ({error}); {remedy}") from error
 
 
-def bounded(content: Any) -> Any:
-    """The same JSON; a `ValueError` where it is nested too deep to walk through, or has numbers no float can hold."""
-    level, depth = [content], 0
-    while level:
-        if any(isinstance(each, int) and each.bit_length() >= sys.float_info.max_exp for each in level):
-            raise ValueError("a number in it is too large")
-        if (depth := depth + 1) > MOST_DEPTH + 1:
-            raise ValueError(f"it is nested deeper than {MOST_DEPTH} lists or objects")
-        nested = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [inner for each in nested for inner in each]
-    return content
-
-
-def read_object(path: Path, most: int = MOST_BYTES_OF_PARTS) -> dict[str, Any]:
-    """The JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
-    content = read_json(path, RESTORE, most=most)
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
+    content = read_json(path, RESTORE)
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
     return content
@@ -145,11 +125,8 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
             raise _odd(value, "an object", where)
         return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
     if hint is float and (value in NOT_FINITE or type(value) is int):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise _odd(value, NAMES[hint], where) from error
-    if type(value) is not hint or (hint is int and value.bit_length() > MOST_BITS):
+        return float(value)
+    if type(value) is not hint:
         raise _odd(value, NAMES[hint], where)
     return value
 

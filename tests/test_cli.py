@@ -330,7 +330,6 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", 4, "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
     (["--experts", 4, "--dtype", "int8"], "no dtype 'int8'; known are auto"),
     (["--experts", 4, "--seed", 10**30], "seed is 10+; input should be less than 9223372036854775808"),
-    (["--experts", 4, "--samples", 10**8], "ask for 6,400,000,000 tokens, more than 1,000,000,000; ask for fewer"),
     (
         ["--experts", 4, *["--calibration", "a.txt"] * 100],
         "tuple should have at most 100 items after validation, not 101",

@@ -135,8 +135,8 @@ def test_the_default_calibration_is_c4_streamed(tmp_path: Path) -> None:
     assert "- org/chat@test_sft#prompt" in (tmp_path / "named" / "recipe.yaml").read_text()
     messages = (
         "'org/nothing' is no file, and cannot be read as a data set",
-        "org/chat has no split 'train'; its splits are train_sft, test_sft; write org/chat@train_sft",
-        "org/chat has no configuration 'no'; its configurations are default; write org/chat:default",
+        "Bad split: train. Available splits: ['train_sft', 'test_sft']",
+        "BuilderConfig 'no' not found. Available: ['default']",
     )
     for refusal, message in zip(refusals, messages, strict=True):
         assert refusal.status == 2 and message in refusal.err, refusal

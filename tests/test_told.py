@@ -16,7 +16,6 @@ from tokenizers import Regex, pre_tokenizers
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
 from compressor.errors import MOST_LETTERS, CompressionError, wrap_faults
-from compressor.records import MOST_DEPTH, bounded
 from tests import small
 from tests.command_line import Run, names, refused
 
@@ -76,16 +75,6 @@ def test_warnings_are_short_and_plain() -> None:
     said = _OneLine().format(record)
     assert said.startswith("WARNING: [/b]") and said.endswith("of a plugin") and said.isprintable()
     assert len(said) < 2 * MOST_LETTERS
-
-
-def test_json_is_bounded() -> None:
-    nested: Any = []
-    for _ in range(MOST_DEPTH - 1):
-        nested = [nested]
-    assert bounded(nested) is nested and bounded(2**1000) == 2**1000
-    for odd in ([[nested]], {"a": {"b": nested}}, {"a": [2**1024]}, -(2**1024)):
-        with pytest.raises(ValueError, match=r"nested deeper|too large"):
-            bounded(odd)
 
 
 def test_a_panic_is_told_and_a_key_is_not() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import Sequences, divided, read_sequences
-from compressor.data.sources import MOST_TOKENS, divide, shares, short_names
 from compressor.data.sources import WeightedSource as WeightedSource
+from compressor.data.sources import divide, shares, short_names
 from compressor.errors import CompressionError
 from compressor.model import tokenizer as checkpoint_tokenizer
 
@@ -149,11 +149,7 @@ class TextSpec:
         elif not 0 <= self.heldout < 1:
             fault = f"a share of {self.heldout} cannot be held out; give at least 0 and less than 1"
         else:
-            blocks = [(samples, length), (reserve, length)]
-            blocks += [(part.sequences + part.heldout, part.length) for part in self.parts.values()]
-            if (total := sum(count * tokens for count, tokens in blocks)) <= MOST_TOKENS:
-                return
-            fault = f"calibration and its parts ask for {total:,} tokens, more than {MOST_TOKENS:,}; ask for fewer"
+            return
         raise CompressionError(fault)
 
     @classmethod

@@ -9,7 +9,6 @@ from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
 from compressor.model.tokenizer import check_chat, has_chat_template
-from compressor.records import bounded
 
 CHATS = ("messages", "conversations")  # which some data sets hold as JSON
 PAIRS = (
@@ -50,7 +49,6 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
     if isinstance(row, ItemError):
         raise row
     try:
-        bounded(row)
         conversation = _conversation(row, column, where, choices)
         check_chat(conversation.messages, conversation.tools)
     except (TypeError, ValueError) as error:
@@ -117,7 +115,7 @@ def _parsed(text: Any, kind: type) -> Any:
     """Return the list or object that JSON text holds; None for any other value."""
     if isinstance(text, str):
         with suppress(ValueError, RecursionError):
-            value = bounded(json.loads(text))
+            value = json.loads(text)
             return value if isinstance(value, kind) else None
     return None
 

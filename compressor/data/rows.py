@@ -2,12 +2,12 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO, TextIOWrapper
 from itertools import chain, groupby
-from os.path import isfile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -23,23 +23,12 @@ from compressor.data.sources import (
     WeightedSource,
     has_text_suffix,
 )
-from compressor.errors import CompressionError, ItemError, first_line, wrap_faults
+from compressor.errors import CompressionError, ItemError, reason_of, wrap_faults
 
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
 Row = tuple[str, Any]  # the place of a row, for messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
-READING = (REMEDIES[0], "mend it, or download it again")
 PARQUET = b"PAR1"  # the first bytes of such a file
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
-ARCHIVES = {
-    b"PK\x03\x04": "a ZIP archive; unzip it first",
-    b"\xfd7zXZ": "compressed by xz; run unxz first",
-    b"7z\xbc\xaf": "a 7z archive; extract it first",
-    b"\x89HDF": "an HDF5 file; convert it to JSON lines first",
-    b"SQLite": "an SQLite database; export its table as CSV first",
-}
-MOST_LETTERS = 2**27  # of a document, or of the line that holds one
-MOST_NAMES = 20  # of splits or configurations in an error
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
 
@@ -61,11 +50,8 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
     if address.name == GIVEN:
         raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
     if address.name == DEMO_SOURCE and not path.exists():
-        if purpose == "prompts":
-            return SourceRows((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in load_items())
-        part = "calibration" if purpose == "calibration" else "heldout"
-        return SourceRows((DEMO_SOURCE, text) for text, _ in load_documents(part))
-    if isfile(path):
+        return SourceRows(_demo_rows(purpose))
+    if path.is_file():
         if address.config or address.split:
             plain = replace(address, config=None, split=None)
             raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
@@ -77,81 +63,81 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
     return SourceRows(_data_set_rows(address, seed, purpose), is_streamed=True)
 
 
+def _demo_rows(purpose: Purpose) -> Iterator[Row]:
+    if purpose == "prompts":
+        return ((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in load_items())
+    documents = load_documents("calibration" if purpose == "calibration" else "heldout")
+    return ((DEMO_SOURCE, text) for text, _ in documents)
+
+
 def _file_rows(path: Path, purpose: str) -> SourceRows:
     """Return the rows of a file by its content; its suffix decides only what the content leaves open."""
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(8)
-    except OSError as error:
-        raise CompressionError(f"{purpose} file {path} cannot be read: {error.strerror}") from error
-    for magic, what in ARCHIVES.items():
-        if start.startswith(magic):
-            raise CompressionError(f"{purpose} file {path} is {what}")
+    with _reading(path, purpose), _opened(path) as stream:
+        start = stream.read(16)
     if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
         return SourceRows(_parquet_rows(path, purpose))
+    if b"\0" in start:
+        raise CompressionError(f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet")
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED_SUFFIXES]
     suffix = suffixes[-1] if suffixes else ""
     if suffix in TABLE_SUFFIXES:
         return SourceRows(_table_rows(path, purpose))
-    begin = next((line.lstrip() for _, line in _lines(path, purpose) if line.strip()), "")
-    if _is_object(begin):
+    first_line = next((line.strip() for line in _lines(path, purpose) if line.strip()), "")
+    if first_line.startswith("{") and isinstance(_parsed(first_line), dict):
         return SourceRows(_json_lines(path, purpose))
-    if begin.startswith(("[", "{")) and (rows := _json_rows(path, purpose)) is not None:
-        return SourceRows((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    if first_line.startswith(("[", "{")):
+        with _reading(path, purpose), _opened(path) as stream:
+            content = _parsed(stream.read().decode("utf-8-sig", "replace"))
+        if content is not None:
+            rows = content if isinstance(content, list) else [content]
+            return SourceRows((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
     if suffix in JSON_SUFFIXES:
         return SourceRows(_json_lines(path, purpose))
     return SourceRows(_prose(path, purpose), is_prose=True)
 
 
-def _is_object(line: str) -> bool:
-    if line.startswith("{"):
-        with suppress(ValueError, RecursionError):
-            return isinstance(json.loads(line), dict)
-    return False
+def _parsed(text: str) -> Any:
+    """Return what JSON text holds; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
+    return wrap_faults(f"{purpose} file {path} cannot be read", REMEDIES[0], "mend it, or download it again")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed if need be."""
-    with path.open("rb") as raw:
-        start = raw.read(8)
-        compression = next((name for magic, name in COMPRESSIONS.items() if start.startswith(magic)), None)
-        if compression is None:
-            raw.seek(0)
+    """Open a file for reading, decompressed if its suffix says that it is compressed."""
+    if path.suffix.lower() not in COMPRESSED_SUFFIXES:
+        with path.open("rb") as raw:
             yield raw
-            return
-        import pyarrow
+        return
+    import pyarrow
 
-        with pyarrow.input_stream(str(path), compression=compression) as stream:
-            content = stream.read()
-        yield BytesIO(content)
-
-
-def _lines(path: Path, purpose: str) -> Iterator[tuple[int, str]]:
-    """Yield each line of a file after its number."""
-    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), _opened(path) as raw:
-        stream = TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte costs its row alone
-        for number, line in enumerate(iter(lambda: stream.readline(MOST_LETTERS + 1), ""), 1):
-            yield number, _bounded(line, f"{path}, line {number}")
+    with pyarrow.input_stream(str(path)) as stream:
+        content = stream.read()
+    yield BytesIO(content)
 
 
-def _bounded(text: str, where: str) -> str:
-    if len(text) > MOST_LETTERS:
-        raise CompressionError(f"{where} has more than {MOST_LETTERS:,} letters; {REMEDIES[0]}")
-    return text
+def _lines(path: Path, purpose: str) -> Iterator[str]:
+    with _reading(path, purpose), _opened(path) as raw:
+        yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")  # a bad byte costs its row alone
 
 
 def _prose(path: Path, purpose: str) -> Iterator[Row]:
-    for is_blank, paragraph in groupby(_lines(path, purpose), lambda numbered: numbered[1] == "\n"):
+    numbered = enumerate(_lines(path, purpose), 1)
+    for is_blank, paragraph in groupby(numbered, lambda entry: entry[1] == "\n"):
         if not is_blank:
             (number, first), *more = paragraph
-            where = f"{path}: the document at line {number}"
-            text = "".join([first, *(line for _, line in more)])
-            yield where, _bounded(text, where).removesuffix("\n") + "\n"
+            text = first + "".join(line for _, line in more)
+            yield f"{path}: the document at line {number}", text.removesuffix("\n") + "\n"
 
 
 def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
-    for number, line in _lines(path, purpose):
+    for number, line in enumerate(_lines(path, purpose), 1):
         where = f"{path}, line {number}"
         if line.strip():
             try:
@@ -161,38 +147,25 @@ def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
             yield where, row
 
 
-def _json_rows(path: Path, purpose: str) -> list[Any] | None:
-    """Return the rows of a file that is one JSON array, or one object; None for any other file."""
-    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), _opened(path) as stream:
-        try:
-            content = json.loads(stream.read().decode("utf-8-sig"))
-        except (ValueError, RecursionError):
-            return None
-    return content if isinstance(content, list) else [content]
-
-
 def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
     """Yield the rows of a CSV file by the names in its first line; the separator is what stands there most often."""
-    csv.field_size_limit(MOST_LETTERS)
-    lines = (line for _, line in _lines(path, purpose))
+    csv.field_size_limit(sys.maxsize)
+    lines = _lines(path, purpose)
     header = next(lines, "")
     separator = max(",;\t", key=header.count)
     reader = csv.DictReader(chain([header], lines), delimiter=separator)
-    try:
-        for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row:
-                yield where, ItemError(f"{where} has more fields than the first line has names; mend or remove it")
-            else:
-                yield where, row
-    except csv.Error as error:
-        raise CompressionError(f"{path}, line {reader.line_num} is no CSV ({error}); mend it") from error
+    for row in reader:
+        where = f"{path}, line {reader.line_num}"
+        if None in row:
+            yield where, ItemError(f"{where} has more fields than the first line has names; mend or remove it")
+        else:
+            yield where, row
 
 
 def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
-    with wrap_faults(f"{purpose} file {path} cannot be read", *READING), ParquetFile(path) as table:
+    with _reading(path, purpose), ParquetFile(path) as table:
         rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
@@ -200,15 +173,17 @@ def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
 def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[Row]:
     """Yield rows of a data set, streamed in the order of the seed.
 
-    Raises `CompressionError` for a configuration or split that it does not have, naming those that there are.
+    Raises `CompressionError` for a configuration or split that it does not have.
     """
     import datasets
 
     name, split = address.name, address.split or "train"
     config = address.config or ("en" if name == DEFAULT_SOURCE else None)
+    is_saved = any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
     try:
-        if any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-            rows = _saved(name, address, split).shuffle(seed=seed).to_iterable_dataset()
+        if is_saved:
+            saved = datasets.load_from_disk(name)
+            rows = _split_of(saved, split).shuffle(seed=seed).to_iterable_dataset()
         else:
             stream = datasets.load_dataset(name, config, split=split, streaming=True)
             rows = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -216,38 +191,17 @@ def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[Row]:
             rows = rows.decode(False)  # pictures are opened by `data.media`
         for number, row in enumerate(rows, 1):
             yield f"data set {address}, row {number} as shuffled", row
-    except CompressionError:
-        raise
-    except Exception as error:
-        fault = f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({first_line(error)})"
-        remedy = f"pass --{purpose} with a text or JSONL file, a data set id, or 'demo'"
-        with suppress(Exception):  # what keeps the data set from being read may keep these from being listed
-            configs = datasets.get_dataset_config_names(name)
-            chosen = config or datasets.get_dataset_default_config_name(name)
-            if chosen not in configs:
-                fault = f"data set {name} has no {f'configuration {config!r}' if config else 'default configuration'}"
-                remedy = f"its configurations are {_shown(configs)}; write {replace(address, config=configs[0])}"
-            elif split not in (splits := datasets.get_dataset_split_names(name, chosen)):
-                fault = f"data set {name} has no split {split!r}"
-                remedy = f"its splits are {_shown(splits)}; write {replace(address, split=splits[0])}"
-        raise CompressionError(f"{fault}; {remedy}") from error
+    except Exception as error:  # data sets raise what they like
+        raise CompressionError(
+            f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set ({reason_of(error)}); "
+            f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
+        ) from error
 
 
-def _saved(folder: str, address: Address, split: str) -> Any:
-    """Return a data set that `save_to_disk` has written."""
-    import datasets
-
-    saved = datasets.load_from_disk(folder)
-    if not isinstance(saved, datasets.DatasetDict):
+def _split_of(saved: Any, split: str) -> Any:
+    """Return the split of a data set that `save_to_disk` has written, or the whole one where it has none."""
+    if not hasattr(saved, "keys"):
         return saved
     if split not in saved:
-        names = list(saved)
-        example = replace(address, split=names[0])
-        raise CompressionError(
-            f"data set {folder} has no split {split!r}; its splits are {_shown(names)}; write {example}"
-        )
+        raise ValueError(f"it has no split {split!r}, but {', '.join(saved)}")
     return saved[split]
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

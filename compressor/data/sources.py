@@ -19,7 +19,6 @@ DEFAULT_SOURCE = "allenai/c4"  # the papers' choice; its config "en" is used
 DEMO_SOURCE = "demo"
 DATA_SET_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 ADDRESS = re.compile(r"(?P<name>.+?)(:(?P<config>[^:@#/]+))?(@(?P<split>[^@#/]+))?(#(?P<column>[^#]+))?", re.DOTALL)
-MOST_TOKENS = 10**9  # of calibration text
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
 TEXT_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES, ".parquet", ".txt", ".text", ".md")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
-from compressor.records import MOST_BYTES_OF_PARTS, bounded, plain_json, read_as
+from compressor.records import plain_json, read_as
 
 REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend the text")
 
@@ -59,8 +59,6 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
     Lines that are none are left out with one warning, or refused if `strict`.
     """
     try:
-        if (size := path.stat().st_size) > MOST_BYTES_OF_PARTS:
-            raise CompressionError(f"{path} has {size:,} bytes, more than {MOST_BYTES_OF_PARTS:,}; split it up")
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
@@ -70,7 +68,7 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
     for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
         with left_out.each():
             try:
-                items.append(replace(read_as(Item, bounded(json.loads(line))), where=where))
+                items.append(replace(read_as(Item, json.loads(line)), where=where))
             except CompressionError as error:
                 raise ItemError(f"{where}: {error}") from error
             except (ValueError, RecursionError) as error:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
 
 from compressor.errors import KEY_VARIABLE, CompressionError, first_line, reason_of
-from compressor.records import bounded
 
 if TYPE_CHECKING:
     import ssl
@@ -263,7 +262,7 @@ def _certificates() -> "ssl.SSLContext":
 
 
 def _mended(body: bytes) -> str:
-    """JSON text without half characters; raises `ValueError` for what is none, or nested too deep."""
-    content = bounded(json.loads(body.decode("utf-8-sig", "replace")))
+    """JSON text without half characters; raises `ValueError` for what is none."""
+    content = json.loads(body.decode("utf-8-sig", "replace"))
     text = json.dumps(content, ensure_ascii=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -22,11 +22,11 @@ from compressor.formatting import known_names
 from compressor.model.loaded import LoadedModel
 from compressor.recipe.step import Options, Step, TextOptions
 from compressor.recipe.steps_plan import Plan
-from compressor.records import MOST_DEPTH
 from compressor.run_record import read_record
 
 RECIPE = "recipe.yaml"
 MOST_BYTES = 1_000_000
+MOST_DEPTH = 100  # of lists and mappings within each other
 MOST_PARTS, MOST_LETTERS = 2**18, 4096  # of YAML, and of each word: no whole number of more digits can be shown
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built so
 TAG = "tag:yaml.org,2002:"

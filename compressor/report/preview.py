@@ -1,6 +1,7 @@
 """What calibration will read of a source: rows, columns, and the first documents token by token."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,7 +10,7 @@ from typing import Any
 from compressor.data.batches import TextSpec, read_text
 from compressor.data.documents import HasMediaError, documents, pack
 from compressor.data.media import read_sequences
-from compressor.data.sources import MOST_TOKENS, WeightedSource
+from compressor.data.sources import WeightedSource
 from compressor.errors import LeftOut
 from compressor.progress import quiet_transformers
 
@@ -62,7 +63,7 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
                 if tokenizer is None:
                     pieces: Sequence[Any] = document.text.split()
                 else:
-                    stream = pack([document], tokenizer, MOST_TOKENS)
+                    stream = pack([document], tokenizer, sys.maxsize)
                     pieces, opening = stream.ids.tolist(), opening or stream.opening
                 lengths.append(len(pieces))
                 if len(shown) < most:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from compressor.errors import CompressionError
-from compressor.records import MOST_BITS, plain_json, read_as, read_json, read_object
+from compressor.records import plain_json, read_as, read_json, read_object
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Outer:
     rest: Any = None
 
 
-COUNTS = some.integers(1 - 2**MOST_BITS, 2**MOST_BITS - 1)
+COUNTS = some.integers()
 INNER = some.builds(Inner, some.text(), some.floats(allow_nan=False), some.none() | some.tuples(COUNTS, some.text()))
 OUTER = some.builds(
     Outer,
@@ -55,12 +55,10 @@ def test_defaults_may_be_missing_and_further_fields_are_left_aside() -> None:
     ("change", "message"),
     [
         ({"count": True}, "^count should be a whole number, it is True$"),
-        ({"count": 2**64}, "^count should be a whole number, it is 18446744073709551616$"),
         ({"count": 1.0}, "^count should be a whole number, it is 1.0$"),
         ({"kind": "three"}, "^kind should be one of one, two, it is 'three'$"),
         ({"inner": [{"share": 1}]}, r"^inner\[0\]\.name is missing$"),
         ({"inner": [{"name": "a", "share": True}]}, r"^inner\[0\]\.share should be a number, it is True$"),
-        ({"inner": [{"name": "a", "share": 10**400}]}, r"^inner\[0\]\.share should be a number, it is 10{79} \.\.\.$"),
         ({"inner": [{"name": "a", "share": 0, "pair": [1]}]}, r"^inner\[0\]\.pair should be a list of 2"),
         ({"times": {"all": "1"}}, r"^times\.all should be a number, it is '1'$"),
         ({"times": []}, r"^times should be an object, it is \[\]$"),
@@ -85,13 +83,3 @@ def test_files_that_hold_no_json_are_refused_with_the_remedy(tmp_path: Path) -> 
         read_object(tmp_path / "absent")
     with pytest.raises(CompressionError, match=r"absent cannot be read \(No such file or directory\); name another$"):
         read_json(tmp_path / "absent", "mend it", "name another")
-
-
-def test_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
-    file = tmp_path / "sparse.json"
-    with file.open("wb") as stream:
-        stream.truncate(2**40)
-    with pytest.raises(CompressionError, match="has 1,099,511,627,776 bytes, more than the 33,554,432 that are read"):
-        read_json(file, "mend it")
-    with pytest.raises(CompressionError, match="more than the 134,217,728 that are read"):
-        read_object(file)

@@ -126,7 +126,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("a.txt", "\n \n\t\n\n", "a.txt is empty"),
     ("a.jsonl", "", "a.jsonl is empty"),
     ("a.jsonl", '{"text": ""}\n{"text": " "}', "a.jsonl is empty"),
-    ("a.txt", b"\xff\xfe\x00", "a.txt: the document at line 1: .*a byte that is no UTF-8"),
+    ("a.txt", b"\xff\xfe", "a.txt: the document at line 1: .*a byte that is no UTF-8"),
     ("a.txt", b"two\r\n" * 9_999 + b"\xff", "a.txt: the document at line 1: .*a byte that is no UTF-8"),
     ("a.jsonl", "\ufeff".encode() + b"\n" * 9_999 + b'"\xc3"', "a.jsonl, line 10000: .*a byte that is no UTF-8"),
     ("a.jsonl", "[" * 99_999, "a.jsonl, line 1 is not valid JSON"),
@@ -152,25 +152,6 @@ def test_bad_data_is_refused(name: str, content: str | bytes, message: str, tmp_
     with pytest.raises(CompressionError, match=message) as fault:
         run(write(tmp_path, content, name))
     assert "\n" not in str(fault.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", "x\n" + 201 * "y", "a.txt, line 2 has more than 200 letters; split it up"),
-        ("a.jsonl", "\n" + json.dumps({"text": 201 * "y"}), "a.jsonl, line 2 has more than 200 letters; split it up"),
-        ("a.txt", "x\n\n" + 101 * "y\n", "a.txt: the document at line 3 has more than 200 letters; split it up"),
-    ],
-)
-def test_a_line_or_document_without_end_is_refused(
-    name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("compressor.data.rows.MOST_LETTERS", 200)
-    with pytest.raises(CompressionError, match=message):
-        run(write(tmp_path, content, name))
-    longest = ["y" * 199, "y\n" * 99, "z"]
-    found = run(write(tmp_path, "\n\n\n".join(longest)), samples=1, length=1000)
-    assert sorted(decode(found).split("</s>")[:-1]) == sorted(text.rstrip() + "\n" for text in longest)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -206,10 +187,10 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
         ("a.jsonl@train", r"has no configurations and splits; write .*a\.jsonl$"),
         ("a.jsonl#body", "line 1 has no 'body'; it has text"),
         ("empty", "cannot be read as a data set"),
-        ("set", "has no default configuration; its configurations are plain, chat; write .*set:plain$"),
-        ("set:no", "has no configuration 'no'; its configurations are plain, chat; write .*set:plain$"),
-        ("set:chat", "has no split 'train'; its splits are train_sft, test_sft; write .*set:chat@train_sft$"),
-        ("set:plain@no#body", "has no split 'no'; its splits are train; write .*set:plain@train#body$"),
+        ("set", r"missing.*'plain', 'chat'.*; pass --calibration with a text .*, ID:CONFIGURATION@SPLIT of a data set"),
+        ("set:no", r"'no' not found.*'plain', 'chat'"),
+        ("set:chat", r"Bad split: train.*'train_sft', 'test_sft'"),
+        ("set:plain@no#body", r"Bad split: no.*'train'"),
         ("set:plain#no", "row 1 as shuffled has no 'no'; it has body, number"),
         ("set:plain", r"row 1 as shuffled has no text, messages.*; it has body, number"),
         ("memory:0123456789abcdef", "was given in Python and is in no file; name one with --calibration"),

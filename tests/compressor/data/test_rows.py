@@ -92,8 +92,8 @@ def test_prose_that_begins_like_json_is_prose(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"PK\x03\x04...", "is a ZIP archive; unzip it first"),
-        ("a.txt.xz", b"\xfd7zXZ\x00", "is compressed by xz; run unxz first"),
+        ("a.jsonl", b"PK\x03\x04\x14\x00...", "a.jsonl is no text in UTF-8; convert it to JSON lines, CSV or parquet"),
+        ("a.txt", "text".encode("utf-16"), "a.txt is no text in UTF-8"),
         ("a.gz", gzip.compress(LINES.encode() * 99)[:-40], "a.gz cannot be read"),
         ("a.csv", '"', "a.csv is empty"),
     ],
@@ -105,7 +105,7 @@ def test_what_is_not_read_is_said(name: str, content: str | bytes, message: str,
 
 def test_a_split_that_a_saved_data_set_lacks_is_named(tmp_path: Path) -> None:
     DatasetDict({"one": Dataset.from_list(ROWS), "two": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(CompressionError, match=r"has no split 'train'; its splits are one, two; write .*saved@one"):
+    with pytest.raises(CompressionError, match="has no split 'train', but one, two"):
         rows_of(tmp_path / "saved")
     assert len(rows_of(Path(f"{tmp_path}/saved@two"))) == 3
 
@@ -118,18 +118,11 @@ def turns(*contents: Any, role: Any = "user", **more: Any) -> dict[str, Any]:
     return {"messages": [*({"role": role, "content": content} for content in contents), answer], **more}
 
 
-def deep(levels: int, beginning: str = "[", end: str = "]") -> str:
-    return levels * beginning + levels * end
-
-
 PAIR = {"prompt": "one", "completion": "two", "answer": "two"}
-DEEP = '{"messages": [{"role": "user", "content": "x"}], "%s": %s}'
 MALFORMED: list[Any] = [  # rows, or the text of one
     *("{", '"', "7", "null", "true", "NaN", "[]", "{}", '[{"text": "a"}]', '{"other": 1}', '{"text": "a"'),
     *('{"text": 3}', '{"text": null}', '{"text": NaN}', '{"text": {}}', '{"text": [1]}', '{"text": true}'),
-    *(deep(99_999), deep(3000, '{"text":', "}"), f'{{"text": {deep(200)}}}', f'{{"text": "x", "n": {deep(500)}}}'),
-    *(DEEP % ("tools", deep(300)), DEEP % ("tools", json.dumps("{")), DEEP % ("id", deep(300, '{"a":', "}"))),
-    *(f'{{"text": "x", "n": 1{digits * "0"}}}' for digits in (2000, 5000)),
+    *(99_999 * "[", f'{{"text": {20 * "["}{20 * "]"}}}', f'{{"text": "x", "n": 1{5000 * "0"}}}'),
     *(b'{"text": "caf\xe9", "prompt": "\xe9", "answer": "x"}', b"\xff\xfe{", b"\x80", b'{"text": "\x00"}'),
     *({"messages": wrong} for wrong in (5, True, {}, [], [5], [[]], [None], [{}], [{"content": "x"}])),
     *({"conversations": [{"from": wrong, "value": "x"}]} for wrong in (["human"], {}, None, 3)),
@@ -139,7 +132,7 @@ MALFORMED: list[Any] = [  # rows, or the text of one
     *(turns([part]) for part in ({"type": ["text"]}, {"type": {}}, {"type": "text", "text": 3}, {"text": ["x"]})),
     *({**PAIR, "prompt": wrong} for wrong in (3, " ", [], {"a": 1}, [{"role": "user", "content": 3}])),
     *({**PAIR, "history": wrong} for wrong in ([3], [["x"]], [[1, 2]], [["x", None]], [{"a": 1}], {"a": 1}, 3)),
-    *(turns("x", role="assistant", tools=wrong) for wrong in ("{", "\ud800", deep(900))),
+    *(turns("x", role="assistant", tools=wrong) for wrong in ("{", "\ud800")),
     {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [3]}]},
 ]
 PICTURES: list[Any] = [

@@ -215,7 +215,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "times its coefficients it is more than float32 holds",
     ),
     "top-k 0": (layer(top_k=0), "with a top-k of 0 would never be asked"),
-    "scale huge": (group(scale=10**400), "a number in it is too large"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
