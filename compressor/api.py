@@ -15,7 +15,7 @@ from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
 from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
-from compressor.distributed import here, refuse_several
+from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
@@ -496,7 +496,7 @@ def gate(
     reference = None if routing is None else trusted_reference(routing)
     if reference is not None and wanted.options.stream:
         raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
-    tasks = here().first_before_others(lambda: resolve_tasks(wanted.options))
+    tasks = ranks().first_before_others(lambda: resolve_tasks(wanted.options))
     if reference is not None:
         refuse_other_tasks(tasks)
     found = passable(outlook(tasks, wanted))

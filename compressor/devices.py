@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError, reason_of
 from compressor.memory import available
 
@@ -17,9 +17,9 @@ def pick_device(name: str) -> torch.device:
     """The torch device for `auto` or a device's name; refuses one that is not there."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None or here().is_alone:
+        if found is None or ranks().is_alone:
             return found or torch.device("cpu")
-        return torch.device(found.type, here().local % torch.accelerator.device_count())
+        return torch.device(found.type, ranks().local % torch.accelerator.device_count())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

@@ -175,7 +175,7 @@ def unseen_launcher() -> Iterator[None]:
 _entered = [Ranks()]
 
 
-def here() -> Ranks:
+def ranks() -> Ranks:
     """Return the ranks that share this run: a single process, unless `process_group` says otherwise."""
     return _entered[-1]
 
@@ -198,28 +198,28 @@ def process_group() -> Iterator[Ranks]:
     A failing rank raises its error, rank 0 alone if it fails as well. A rank that loses its connection to another one
     leaves with exit status 2; if no rank has failed with an error, but one was killed, rank 0 says so.
     """
-    ranks = launched()
-    if ranks.is_alone:
-        yield ranks
+    group = launched()
+    if group.is_alone:
+        yield group
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # broken connections are reported here
     import torch.distributed as dist
 
-    store = _joined(ranks)
-    _entered.append(ranks)
+    store = _joined(group)
+    _entered.append(group)
     try:
-        yield ranks
-        ranks.barrier()
+        yield group
+        group.barrier()
     except LostRankError as error:
-        if ranks.is_first and not any(store.check([f"failed/{rank}"]) for rank in range(ranks.size)):
+        if group.is_first and not any(store.check([f"failed/{rank}"]) for rank in range(group.size)):
             raise CompressionError(
                 "another rank was ended; run the same command again, with any number of ranks, to go on"
             ) from error
         raise SystemExit(2) from error
     except BaseException as error:
         try:
-            store.set(f"failed/{ranks.rank}", "1")
-            for _ in range(0 if ranks.is_first else ALIKE):
+            store.set(f"failed/{group.rank}", "1")
+            for _ in range(0 if group.is_first else ALIKE):
                 if store.check(["failed/0"]):  # rank 0 says why
                     raise SystemExit(2) from error
                 time.sleep(0.1)
@@ -227,7 +227,7 @@ def process_group() -> Iterator[Ranks]:
             raise SystemExit(2) from error
         raise
     finally:
-        _entered.remove(ranks)
+        _entered.remove(group)
         with suppress(RuntimeError):  # the group's threads must not outlive the interpreter
             dist.destroy_process_group()
 
@@ -266,7 +266,7 @@ def _joined(ranks: Ranks) -> Any:
 @contextmanager
 def held(out: Path) -> Iterator[Path]:
     """Yield the hidden folder beside `out`, on storage that all ranks see; rank 0 holds its lock."""
-    with alone(out) if here().is_first else nullcontext(work_folder(out)) as folder:
-        here().barrier()  # the lock is held now
+    with alone(out) if ranks().is_first else nullcontext(work_folder(out)) as folder:
+        ranks().barrier()  # the lock is held now
         yield folder
-        here().barrier()
+        ranks().barrier()

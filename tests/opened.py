@@ -42,7 +42,7 @@ def logits(run: Pass, *visitors: LayerVisitor) -> dict[int, Tensor]:
     class Keeping(LayerVisitor):
         repeatable = True
 
-        def finished(self, batch: int, output: Any) -> None:
+        def on_batch_end(self, batch: int, output: Any) -> None:
             found[batch] = output.logits.clone()
 
     run.run(Keeping(), *visitors)

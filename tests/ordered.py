@@ -114,7 +114,7 @@ class Watched(LayerVisitor):
     first: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         self.logits[batch - self.first] = output.logits.clone()
 
 

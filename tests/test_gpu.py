@@ -62,7 +62,7 @@ def test_outputs_and_gradients(name: str, tmp_path: Path) -> None:
         found = dict[str, Tensor]()
 
         class Keeping(LayerVisitor):
-            def finished(self, batch: int, output: Any) -> None:
+            def on_batch_end(self, batch: int, output: Any) -> None:
                 found[str(batch)] = output.logits.float().cpu()
 
         Pass(model, parts, to_end=True).run(Keeping())
@@ -132,7 +132,7 @@ def test_one_layer_and_its_successor_are_on_the_device(tmp_path: Path) -> None:
     held = list[int]()
 
     class Watching(LayerVisitor):
-        def passed(self, unit: str) -> None:
+        def on_layer_end(self, unit: str) -> None:
             held.append(torch.cuda.memory_allocated())
 
     torch.cuda.synchronize()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
 from compressor.devices import as_float64, float64_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.formatting import one_line
 from compressor.tolerance import rounded
 
@@ -213,7 +213,7 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
                 for number in (first, second)
             )
             table += as_float64(torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]))
-        counts, routed = here().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
+        counts, routed = ranks().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
         expected = routed[0][:, None] * routed[1] / tokens
         excess = counts - expected
         excess[excess <= NOTABLE * expected.sqrt()] = 0

@@ -24,7 +24,7 @@ from compressor.attribution.projecting import Projection, Tally
 from compressor.attribution.routers import ObservedRouters, observe_routers
 from compressor.attribution.tracing import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.streaming import Forward, Pass
@@ -107,7 +107,7 @@ def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) ->
     ends = torch.zeros(2, count, dtype=torch.float64)
     if projection.remainder is not None:  # at the one rank that has run the first batch
         ends = torch.stack([each.abs().amax((0, 2)) for each in (routers.logits[0], projection.remainder)])
-    sums, (largest, left) = here().all_reduce(variances), here().all_reduce(ends.cpu().double())
+    sums, (largest, left) = ranks().all_reduce(variances), ranks().all_reduce(ends.cpu().double())
     unexplained = left / largest.clamp(min=torch.finfo(torch.float32).tiny)
     for layer, share in zip(routers.layers, unexplained.tolist(), strict=True):
         if share > tolerance:
@@ -147,9 +147,9 @@ class _ByKey(TracedPass):
     split: dict[tuple[int, int, int], KeyInfluence] = field(default_factory=dict)  # by layer, sequence and head
     products: list[Product] = field(default_factory=list)  # of the layer that is running
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The layer's own forward, traced and with its products recorded."""
-        traced = TracedPass.replaced(self, unit, own)
+        traced = TracedPass.wrap_forward(self, unit, own)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with _Products(self.products):
@@ -223,5 +223,5 @@ def key_influence(
         Pass(model, sequences, progress, "key tokens", 0, shared=True).run(by_key)
     finally:
         live.set_attn_implementation(before)
-    everyone = {place: split for own in here().all_gather(by_key.split) for place, split in own.items()}
+    everyone = {place: split for own in ranks().all_gather(by_key.split) for place, split in own.items()}
     return [everyone[place] for place in sorted(everyone)]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
-from compressor.attribution.routers import ObservedRouters, Selection, View, ranks
+from compressor.attribution.routers import ObservedRouters, Selection, View, ranks_of
 from compressor.attribution.tracing import STREAM, TracedPass, UnitTrace, parts_of
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.moe_layer import layer_number, layers_by_unit
 
 FIGURES = ("influence", "positive", "negative", "covariance", "rank_change")  # of a sender, in the order of its sums
@@ -58,7 +58,7 @@ def rank_change(
     `logits` and `removed` are [n, R, E], `chosen` and their ranks `before` [n, R, K]; `share` [R, K] is 1 / K of each
     router, 0 in slots that it does not use.
     """
-    after = ranks(selection.scores(logits - removed, routers), chosen)
+    after = ranks_of(selection.scores(logits - removed, routers), chosen)
     return as_float64((after - before).abs() * share).sum((0, 2))
 
 
@@ -124,14 +124,14 @@ class Tallies:
             self.totals[name] = Tally(name, kind, unit, module, number, sums, reaches)
         return self.totals[name]
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         """Add up the layer's sums of all ranks."""
-        if here().is_alone:
+        if ranks().is_alone:
             return
         own = [tally for tally in self.totals.values() if tally.unit == unit]
         for tally in own:  # begun anew
             del self.totals[tally.name]
-        for part in (tally for each in here().all_gather(own) for tally in each):
+        for part in (tally for each in ranks().all_gather(own) for tally in each):
             tally = self.of(part.name, part.kind, unit, part.module, part.number)
             tally.sums += part.sums
             tally.reaches |= part.reaches
@@ -188,10 +188,10 @@ class Projection(TracedPass):
             if together is not None and view.terms is trace.terms:  # for later routers, which see all of the layer
                 self._add(self.tallies.of(f"{unit} MoE", "moe", unit, unit), together, None, batch, view.span)
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
-        TracedPass.passed(self, unit)
-        self.tallies.passed(unit)
+        TracedPass.on_layer_end(self, unit)
+        self.tallies.on_layer_end(unit)
         split = {tally.module for tally in self.tallies.totals.values() if tally.kind == "head"}
         experts = self.routers.model.architecture.experts
         for name, tally in self.tallies.totals.items():
@@ -206,7 +206,7 @@ class Projection(TracedPass):
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
         """The strongest edges to single experts' scores, averaged over so many tokens."""
         mean = tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
-        edges: tuple[ScoreEdge, ...] = here().broadcast(lambda: mean)
+        edges: tuple[ScoreEdge, ...] = ranks().broadcast(lambda: mean)
         return edges
 
     def _written(self, unit: str, trace: UnitTrace, view: View) -> Iterator[tuple[Tally, View, Tensor, Tensor | None]]:

@@ -6,7 +6,7 @@ All are called by all ranks together. The attribution is run once for all plans 
 import logging
 from typing import TYPE_CHECKING
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.extras import require
 
 if TYPE_CHECKING:  # a recipe names protectors, and is read without torch
@@ -27,8 +27,8 @@ def hubs(planner: "Planner") -> list[tuple[str, int]]:
 
     attribution = _attribution(planner)
     experts: list[tuple[str, int]]
-    experts = here().broadcast(lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)])
-    if not experts and here().is_first:
+    experts = ranks().broadcast(lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)])
+    if not experts and ranks().is_first:
         logger.warning("no expert of this model is a hub on the calibration data, so --protect auto protects none")
     return experts
 
@@ -45,8 +45,8 @@ def central(planner: "Planner", count: int) -> list[tuple[str, int]]:
         labels = ranking(centralities(graph), RELATIVE)[:count]
         return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in labels]
 
-    experts: list[tuple[str, int]] = here().broadcast(first)
-    if not experts and here().is_first:
+    experts: list[tuple[str, int]] = ranks().broadcast(first)
+    if not experts and ranks().is_first:
         logger.warning("no expert steers a later router, so --protect graph:%d protects none", count)
     return experts
 

@@ -22,7 +22,7 @@ from compressor.attribution.tracing import (
     router_width,
     same_chains,
 )
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -39,7 +39,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def ranks(scores: Tensor, chosen: Tensor) -> Tensor:
+def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
     """How many experts score above each chosen one: [..., E], [..., K] -> [..., K]."""
     picked = scores.gather(-1, chosen)
     return torch.stack([(scores > picked[..., k, None]).sum(-1) for k in range(chosen.shape[-1])], -1)
@@ -86,7 +86,7 @@ def best_selection(
 
     def agreement(selection: Selection) -> float:
         scores = selection.scores(logits).masked_fill(~within, -torch.inf)
-        return float(((ranks(scores, chosen) < used[:, None]) & valid).sum() / (valid.sum() * len(logits)))
+        return float(((ranks_of(scores, chosen) < used[:, None]) & valid).sum() / (valid.sum() * len(logits)))
 
     return max(range(len(tried)), key=lambda number: agreement(tried[number]))
 
@@ -172,7 +172,7 @@ class ObservedRouters(TracedPass):
     def __post_init__(self) -> None:
         self.layers = self.model.architecture.layers
         device, top_k = self.model.partial.device, max(layer.top_k for layer in self.layers)
-        for batch in sorted(here().share(self.batches)):
+        for batch in sorted(ranks().share(self.batches)):
             shape = self.batches[batch].numel(), len(self.layers)
             logits = (*shape, self.model.architecture.experts)
             self.logits[batch] = allocate(logits, torch.float32, device, BUDGET // len(self.batches))
@@ -220,7 +220,7 @@ class ObservedRouters(TracedPass):
     def rank(self) -> None:
         """Leave out routers that no token came to; learn what the others rank by, and the ranks of what they chose."""
         reached = torch.tensor([layer.name in self._rows for layer in self.layers])
-        marks = here().all_reduce(torch.cat([reached[:, None], self.valid.cpu()], 1).int()) > 0
+        marks = ranks().all_reduce(torch.cat([reached[:, None], self.valid.cpu()], 1).int()) > 0
         seen, self.valid = marks[:, 0].nonzero().flatten().tolist(), marks[:, 1:].to(self.valid.device)
         if len(seen) < len(self.layers):
             self.layers, self.valid = tuple(self.layers[number] for number in seen), self.valid[seen]
@@ -233,11 +233,11 @@ class ObservedRouters(TracedPass):
         shape = len(names), self.model.architecture.experts
         logits = self._first_tokens(self.logits, torch.zeros(shape, device=self.valid.device))
         chosen = self._first_tokens(self.chosen, self.valid.long())
-        best = here().broadcast(lambda: best_selection(tried, logits, chosen, self.valid, groups))
+        best = ranks().broadcast(lambda: best_selection(tried, logits, chosen, self.valid, groups))
         if self.logits:  # a rank without a batch has seen no biases
             self.selection = tried[best]
         for batch, own_logits in self.logits.items():
-            self.chosen_ranks[batch] = ranks(self.selection.scores(own_logits), self.chosen[batch])
+            self.chosen_ranks[batch] = ranks_of(self.selection.scores(own_logits), self.chosen[batch])
 
     def _first_tokens(self, parts: dict[int, Tensor], like: Tensor) -> Tensor:
         """The first tokens of all batches together, however they are cut and whoever has them: [n, *like]."""
@@ -245,7 +245,7 @@ class ObservedRouters(TracedPass):
         first = like.new_zeros(min(SELECTION_TOKENS, starts[-1]), *like.shape)
         for batch, part in parts.items():
             first[starts[batch] : starts[batch + 1]] = part[: max(0, len(first) - starts[batch])]
-        return here().all_reduce(first)
+        return ranks().all_reduce(first)
 
     def later(self, unit: str) -> list[int]:
         """Numbers of the routers in layers after this one."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.experts import Watch
 from compressor.model.moe_layer import MoeLayer
@@ -478,7 +478,7 @@ class TracedPass(LayerVisitor):
         """Look at a layer's trace on a batch; may raise `CompressionError`."""
         raise NotImplementedError
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The layer's own forward, traced."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -491,6 +491,6 @@ class TracedPass(LayerVisitor):
 
         return traced
 
-    def passed(self, unit: str) -> None:
-        if faults := [fault for fault in here().all_gather(self.fault) if fault is not None]:
+    def on_layer_end(self, unit: str) -> None:
+        if faults := [fault for fault in ranks().all_gather(self.fault) if fault is not None]:
             raise CompressionError(min(faults)[1])

@@ -32,7 +32,7 @@ from compressor.checkpoint.reader import (
     read_weight_map,
     refuse_links,
 )
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError, first_line, without_tokens
 from compressor.files import TEMPLATES, json_object
 from compressor.progress import Progress, Silent
@@ -303,7 +303,7 @@ def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
 
 def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
     """Locate a model; of several processes the first one downloads it."""
-    return here().first_before_others(lambda: locate(model, revision, progress))
+    return ranks().first_before_others(lambda: locate(model, revision, progress))
 
 
 def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:

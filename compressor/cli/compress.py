@@ -28,7 +28,7 @@ from compressor.cli.outputs import push_made
 from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
-from compressor.distributed import held, here, refuse_several
+from compressor.distributed import held, ranks, refuse_several
 from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
@@ -81,7 +81,7 @@ def plan(
         if dry_run:
             return show_dry_run(compressor.dry_run(recipe), running.as_json)
         outputs += source_files(output, short_names([entry.source for entry in sources]))
-    here().broadcast(lambda: check_files(outputs, running.overwrite))
+    ranks().broadcast(lambda: check_files(outputs, running.overwrite))
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if is_gguf:
@@ -92,7 +92,7 @@ def plan(
             )
         else:
             plans = [compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)]
-        if here().is_first:
+        if ranks().is_first:
             check_files(outputs, running.overwrite)  # planning takes a while
             write_plans(outputs, plans)
     content = [each.to_dict() for each in plans]
@@ -185,7 +185,7 @@ def compress(
             terms=",".join(written),
             **running.making(progress),
         )
-    if here().is_first:
+    if ranks().is_first:
         pushed = push_made(output, recipe.output, None, running.as_json)
         rendering.show_outcome(outcome, running.as_json, pushed)
 

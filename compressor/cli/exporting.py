@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError, reason_of
 from compressor.files import alone, new_folder
 from compressor.progress import Progress
@@ -95,4 +95,4 @@ def additions(formats: Sequence[str], progress: Progress) -> Callable[[Path], No
         shutil.rmtree(folder)
         other.replace(folder)
 
-    return (lambda folder: here().broadcast(lambda: export(folder))) if others else None
+    return (lambda folder: ranks().broadcast(lambda: export(folder))) if others else None

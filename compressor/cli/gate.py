@@ -24,7 +24,7 @@ from compressor.cli.options import (
 )
 from compressor.cli.outputs import push_made
 from compressor.cli.terminal import print_report, progress_bars, reporting
-from compressor.distributed import here, refuse_several
+from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.evaluation.options import ServerOptions
@@ -112,8 +112,8 @@ def gate(
             progress=progress,
             announce=announcer(running.as_json),
         )
-        written = write_gate(result, output, running.overwrite) if output is not None and here().is_first else []
-    if here().is_first:
+        written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
+    if ranks().is_first:
         summarise(result)
     show_gate(result, running.as_json, written)
     raise typer.Exit(EXIT_STATUS[wanted.counted(result.verdict)])
@@ -191,7 +191,7 @@ def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], ru
     if WRITER not in formats:
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
     reports = output.with_name(f"{output.name}.gate")
-    here().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
+    ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     with progress_bars(running.as_json) as progress:
         gated = compress_gated(
             recipe,
@@ -205,9 +205,9 @@ def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], ru
             **running.making(progress),
         )
         result = gated.decisive.result
-        written = write_gate(result, reports, overwrite=True) if here().is_first else []
-    status, pushed = here().broadcast(lambda: EXIT_STATUS[wanted.counted(result.verdict)]), None
-    if not here().is_first:
+        written = write_gate(result, reports, overwrite=True) if ranks().is_first else []
+    status, pushed = ranks().broadcast(lambda: EXIT_STATUS[wanted.counted(result.verdict)]), None
+    if not ranks().is_first:
         raise typer.Exit(status)
     summarise(result)
     if gated.outcome is not None and status == EXIT_STATUS["pass"]:
@@ -242,7 +242,7 @@ def outlook_of(wanted: "GateRequest") -> "Outlook":
     from compressor.evaluation.gate import outlook
     from compressor.evaluation.tasks import resolve_tasks
 
-    return outlook(here().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
+    return outlook(ranks().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
 
 
 def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:
@@ -250,7 +250,7 @@ def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], Non
     from compressor.evaluation.gate_report import outlook_blocks
 
     def announce(found: "Outlook") -> None:
-        if here().is_first and (dry_run or not as_json):
+        if ranks().is_first and (dry_run or not as_json):
             print_report(as_json, plain_json(found), outlook_blocks(found))
 
     return announce

@@ -14,7 +14,7 @@ from compressor.cli import compress, evaluate, gate, items, measure, outputs, te
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.entry_points import packages
 from compressor.errors import CompressionError, is_panic, plain, reason_of, without_tokens
 from compressor.files import FULL
@@ -76,7 +76,7 @@ def _own_warnings() -> Iterator[None]:
 
     def shown(record: logging.LogRecord) -> bool:
         wanted = record.levelno >= logging.WARNING or "--json" not in sys.argv
-        return wanted and here().is_first  # several ranks say the same
+        return wanted and ranks().is_first  # several ranks say the same
 
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)

@@ -29,7 +29,7 @@ from compressor.cli.options import (
 from compressor.cli.settings import MONE
 from compressor.cli.sizes import Bytes, For, size_options
 from compressor.cli.terminal import print_report, progress_bars, reporting
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.document.blocks import Table
 from compressor.document.blocks import Text as Line
 from compressor.entry_points import EXPORTERS, STEPS, working
@@ -138,7 +138,7 @@ def compare(
             per_source=per_source,
             **running.reading(progress),
         )
-        written = write_reports(comparison, output, running.overwrite) if here().is_first else []
+        written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
     show_comparison(comparison, running.as_json, written)
 
 
@@ -176,7 +176,7 @@ def attribute(
             **running.reading(progress),
         )
         results, written = findings(attribution, threshold, top), list[Path]()
-        if output is not None and here().is_first:
+        if output is not None and ranks().is_first:
             written = write_attribution(results, output, running.overwrite)
     show_attribution(results, running.as_json, written)
 

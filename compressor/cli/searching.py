@@ -17,7 +17,7 @@ from typing import Any
 from compressor.api import compress
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import domain_of
-from compressor.distributed import held, here
+from compressor.distributed import held, ranks
 from compressor.errors import CompressionError, RejectedError
 from compressor.evaluation.evaluate import PACKAGES, REPORT, plan_evaluation
 from compressor.evaluation.gate import GateRequest, Outlook, check_readings, outlook, passable, run_gate
@@ -99,7 +99,7 @@ def prepare_gate(
         check_search(recipe)
     source = find_model(str(recipe.model), recipe.revision, progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
-    tasks = here().first_before_others(lambda: resolve_tasks(gate.options))
+    tasks = ranks().first_before_others(lambda: resolve_tasks(gate.options))
     opened = open_model(source, recipe.dtype, device) if search else None
     counts = [] if opened is None else possible_counts(opened, recipe)
     gate = shared_among(gate, counts) if counts else gate
@@ -179,9 +179,10 @@ def compress_gated(
         def judge(folder: Path) -> None:
             result = run_gate(source, ModelSource(str(folder), None, folder), tasks, gate, listener, label=target.name)
             experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).stage.experts
-            accepted = here().broadcast(lambda: accepts(result))  # from now on a rank that rejects may clear the folder
+            # from here on a rank that rejects may clear the folder
+            accepted = ranks().broadcast(lambda: accepts(result))
             attempts.append(Attempt(count or experts, result, accepted))
-            if here().is_first:
+            if ranks().is_first:
                 (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
                 if trial:  # where it can't be cached, a killed search merely tries it again
                     write_cached(_trial_file(trial), gate_content(result))
@@ -189,11 +190,11 @@ def compress_gated(
                 raise RejectedError(f"{target} did not pass the gate ({result.verdict}) and was not written")
             if after is not None:
                 after(folder)
-            if trial and here().is_first:
+            if trial and ranks().is_first:
                 record_request(folder, whole)
                 record_request(folder, trial)
 
-        before, again = len(attempts), begun and here().broadcast(lambda: answers(target, trial))
+        before, again = len(attempts), begun and ranks().broadcast(lambda: answers(target, trial))
         with suppress(RejectedError):
             outcome = compress(
                 tried,
@@ -225,7 +226,7 @@ def compress_gated(
         of_recipe = [plain, texts, [[step.name, step.to_dict()] for step in recipe.steps]]
         facts = [opened.fingerprint, opened.checkpoint.stamp(), str(opened.partial.device), of_recipe]
         whole = request_key(facts, judged)
-        begun = known and here().broadcast(lambda: answers(target, whole))
+        begun = known and ranks().broadcast(lambda: answers(target, whole))
 
         def trial_of(count: int) -> str:
             return request_key("trial", [*facts, count], _gate_facts(gate), versions(PACKAGES), (of_tasks, terms))
@@ -258,7 +259,7 @@ def _trial_file(key: str) -> Path:
 
 def _cached_trial(key: str) -> GateResult | None:
     """The result in the cache, read by the first rank for all; None if there is none that can be read."""
-    content = here().broadcast(lambda: read_cached(_trial_file(key)))
+    content = ranks().broadcast(lambda: read_cached(_trial_file(key)))
     try:
         return None if content is None else gate_from_content(content)
     except CompressionError as error:

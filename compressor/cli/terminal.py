@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from compressor.distributed import held, here, process_group, refuse_several
+from compressor.distributed import held, process_group, ranks, refuse_several
 from compressor.document.blocks import Block
 from compressor.document.terminal import show
 from compressor.files import check_folder
@@ -71,7 +71,7 @@ class Bars:
 @contextmanager
 def progress_bars(quiet: bool) -> Iterator[Any]:
     """Bars on stderr, unless only JSON is wanted."""
-    if quiet or not here().is_first:
+    if quiet or not ranks().is_first:
         yield Silent()
     else:
         with Bars() as bars:
@@ -82,7 +82,7 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
 def reporting(output: Path | None, names: Sequence[str], overwrite: bool, quiet: bool) -> Iterator[Any]:
     """Progress bars while the folder for reports of these names, if one is wanted, is checked and held by this run."""
     if output is not None:
-        here().broadcast(lambda: check_folder(output, names, overwrite))
+        ranks().broadcast(lambda: check_folder(output, names, overwrite))
     with held(output) if output else nullcontext(), progress_bars(quiet) as progress:
         yield progress
 

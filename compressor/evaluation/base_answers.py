@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
 from compressor.kept import facts_of, keep_tensors, kept_tensors
@@ -102,7 +102,7 @@ def read_base(
             if evaluator is not None and asked:
                 riding = stack.enter_context(evaluator.keeping(len(wanted)))
                 visitors, batches = [*visitors, riding], [*batches, *riding.batches]
-            own = None if here().is_alone else range(len(batches))
+            own = None if ranks().is_alone else range(len(batches))
             Pass(model, batches, progress, "ask the base", to_end=True, own=own).run(*visitors)
         if evaluator is not None:
             for number in asked:
@@ -136,7 +136,7 @@ class _Asking(LayerVisitor):
         self.last, self.wanted = last, wanted
         self.states: dict[int, Tensor] = {}
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         batch = self.at.batch
         if unit != self.last or batch >= len(self.wanted) or not self.wanted[batch].hidden:
             return own
@@ -150,7 +150,7 @@ class _Asking(LayerVisitor):
         return forward
 
     @torch.no_grad()
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         if batch >= len(self.wanted):
             return
         logits: Tensor = output.logits

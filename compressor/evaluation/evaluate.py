@@ -19,7 +19,7 @@ import torch
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.tasks import (
     PERPLEXITIES,
@@ -231,7 +231,7 @@ class Evaluation:
 
     def _keep(self, scores: ItemScores) -> None:
         """Store a result. Where that fails, the run goes on with a warning."""
-        for path, key in self.files.get(scores.task, {}).items() if here().is_first else ():
+        for path, key in self.files.get(scores.task, {}).items() if ranks().is_first else ():
             if error := write_cached(path, {"key": key, "scores": asdict(scores)}):
                 logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
 
@@ -258,7 +258,7 @@ def plan_evaluation(
             key = {**facts, "model": model, "task": task.name, "version": task.version}
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
             files.setdefault(task.name, {})[cache / f"{digest[:32]}.json"] = key
-    known = here().broadcast(lambda: {name: scores for name in files if (scores := _stored(files[name])) is not None})
+    known = ranks().broadcast(lambda: {name: scores for name in files if (scores := _stored(files[name])) is not None})
     planned = Evaluation(source, tuple(tasks), options, answerer, False, files, known)
     if not planned.missing or answerer is not None or not streams(source, options):
         return planned
@@ -292,7 +292,7 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
 
     Raises `CompressionError` where several ranks are asked not to.
     """
-    if here().is_alone:
+    if ranks().is_alone:
         return options.stream if options.stream is not None else not fits_whole(source, options.dtype, options.device)
     if options.stream is False:
         raise CompressionError(

@@ -18,7 +18,7 @@ from torch.nn.functional import log_softmax
 
 from compressor.data.batches import EvaluationSet
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs
@@ -192,7 +192,7 @@ class Evaluator:
 
     @property
     def own(self) -> list[int]:
-        own = here().own(self.batches)
+        own = ranks().own(self.batches)
         return list(range(len(self.batches))) if own is None else sorted(own)
 
     def tokens_of(self, number: int) -> list[int]:
@@ -268,8 +268,9 @@ class Evaluator:
         with self.measuring(model) as riding, torch.no_grad():
             device, dtype = (one := next(model.parameters())).device, one.dtype
             for place in riding.own:
-                riding.entering(place)
-                riding.finished(place, model(**forward_inputs(riding.batches[place], device, dtype), use_cache=False))
+                riding.on_batch_start(place)
+                inputs = forward_inputs(riding.batches[place], device, dtype)
+                riding.on_batch_end(place, model(**inputs, use_cache=False))
         return riding.figures[0]
 
     @contextmanager
@@ -333,10 +334,10 @@ class Riding(LayerVisitor):
         return [place for place, (_, number) in enumerate(self.places) if number in own]
 
     def alone_in(self, model: OpenModel, progress: Progress, phase: str) -> Pass:
-        own = None if here().is_alone else self.own
+        own = None if ranks().is_alone else self.own
         return Pass(model, self.batches, progress, phase, to_end=True, own=own)
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         place = batch - self.first
         self._now = self.places[place] if 0 <= place < len(self.places) else None
         if self.variants is not None:
@@ -370,7 +371,7 @@ class Riding(LayerVisitor):
             return None
         return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""
         if self._now is None or (self.brief and self._now[0] is None):
             return
@@ -389,7 +390,7 @@ class Riding(LayerVisitor):
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        seen = {key: values for each in here().all_gather(self._seen) for key, values in each.items()}
+        seen = {key: values for each in ranks().all_gather(self._seen) for key, values in each.items()}
         batches, domains = self.evaluator.batches, self.evaluator.domains
         self.figures = []
         for variant in sorted({variant for variant, _ in seen if variant is not None}) or [None]:

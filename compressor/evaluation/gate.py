@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from compressor.checkpoint.source import ModelSource
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, StockWriter, Writer
 from compressor.evaluation.behaviour import UNIT, Answering, stock_pair, write_base, write_both, written_conditions
@@ -177,7 +177,7 @@ def run_gate(
     judging = wanted.judging
     stock = None if judging is None else stock_pair(*writers, judging)
     readings = None if judging is None or stock is None else read_all(stock[0], judging)
-    judged_files = here().broadcast(lambda: identity_of(compressed, answerer, digests=True))
+    judged_files = ranks().broadcast(lambda: identity_of(compressed, answerer, digests=True))
     larger = plan_evaluation(base, tasks, wanted.options, wanted.cache, base_answerer)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
     smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)

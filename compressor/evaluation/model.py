@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available
@@ -215,7 +215,7 @@ class _Answers(LayerVisitor):
         self.batches, self.found = batches, dict[int, Answer]()
         self.chosen = False
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         self.chosen = False
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
@@ -227,7 +227,7 @@ class _Answers(LayerVisitor):
         return (_scored(hidden, batch)[None], *args[1:])
 
     @torch.no_grad()
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         rows = self.batches[batch]
         logits = output.logits[0] if self.chosen else _scored(output.logits, rows)
         for each, part in zip(rows, logits.split([each.scored for each in rows]), strict=True):
@@ -288,7 +288,7 @@ class StreamedModel(WatchedModel):
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
             one.run(answers)
-        every = {number: answer for each in here().all_gather(answers.found) for number, answer in each.items()}
+        every = {number: answer for each in ranks().all_gather(answers.found) for number, answer in each.items()}
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", request, every[number])

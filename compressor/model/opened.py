@@ -15,7 +15,7 @@ import torch
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import free_memory, pick_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.architecture import Architecture, build_stored, discover, load_config
@@ -160,8 +160,8 @@ def fits(model: OpenModel, promised: int = 0) -> bool:
 
 def memory_budget(device: torch.device) -> float | None:
     """Bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
-    free, ranks = free_memory(device), here().size if device.type == "cpu" else 1
-    return None if free is None else (1 - SPARE) * free / ranks
+    free, sharing = free_memory(device), ranks().size if device.type == "cpu" else 1
+    return None if free is None else (1 - SPARE) * free / sharing
 
 
 def how_resident(model: OpenModel) -> str:

@@ -30,7 +30,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
@@ -157,29 +157,29 @@ class LayerVisitor:
     at: Place
     repeatable: ClassVar[bool] = False  # if a layer may come several times, as it does in some models
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         """A layer has been loaded, and every batch has come as far as it."""
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         """All visitors have seen the layer loaded, and no batch has passed it yet.
 
         `replay(numbers)` runs these batches through the layer and leaves them where they are.
         """
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The forward that the batch which is running passes, in place of the layer's `own`; replays keep that."""
         return own
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         """A batch is about to run: to the first layer, through a layer to the next one, in a replay, to the output."""
 
-    def came_out(self, output: Any) -> None:
+    def on_layer_output(self, output: Any) -> None:
         """The layer's own forward, or what replaced it, has put this out for a batch, in replays too (`hidden_of`)."""
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         """Every batch has passed the layer, which is still loaded."""
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         """A batch that goes to the end has reached the model's output."""
 
 
@@ -266,7 +266,7 @@ class _Lockstep:
         everything = self.units if run.finishing else self.place.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.spill = Spill(run.activation_budget)
-        self.own = here().own(run.batches, run.evaluation) if run.shared else run.own
+        self.own = ranks().own(run.batches, run.evaluation) if run.shared else run.own
         modules = {unit: self.model.get_submodule(unit) for unit in self.units}
         self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
         for unit, module in modules.items():
@@ -313,12 +313,12 @@ class _Lockstep:
             if self.waiting - {unit} and (successor := following.get(unit)):
                 self.partial.read_ahead(self.partial.keys_under(successor))
             for visitor in self.visitors:
-                visitor.loaded(unit)
+                visitor.on_layer_loaded(unit)
             for visitor in self.visitors:
-                visitor.before(unit, replay)
+                visitor.before_layer(unit, replay)
             places = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
-                visitor.passed(unit)
+                visitor.on_layer_end(unit)
             yield unit
             self.partial.release(unit)
             give_back()
@@ -332,7 +332,7 @@ class _Lockstep:
                 if isinstance(output, str):  # it stands before a layer, after the last one
                     raise self._another_run(output)
                 for visitor in self.visitors:
-                    visitor.finished(number, output)
+                    visitor.on_batch_end(number, output)
 
     def close(self) -> None:
         """End all batches, and leave the model empty and as it was."""
@@ -365,7 +365,7 @@ class _Lockstep:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
         self.place.batch = number
         for visitor in self.visitors:
-            visitor.entering(number)
+            visitor.on_batch_start(number)
         with torch.set_grad_enabled(self.run.gradients):
             return self.runs[number].switch(*values)
 
@@ -391,12 +391,12 @@ class _Lockstep:
             copies = (value.clone() if isinstance(value, torch.Tensor) else value for value in args)
             self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
         for visitor in self.visitors:
-            own = visitor.replaced(unit, own)
+            own = visitor.wrap_forward(unit, own)
         return self._came_out(own(*args, **kwargs))
 
     def _came_out(self, output: Any) -> Any:
         for visitor in self.visitors:
-            visitor.came_out(output)
+            visitor.on_layer_output(output)
         return output
 
     def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -438,7 +438,7 @@ Loss = Callable[[int, Any], torch.Tensor]  # (batch, the model's output) -> its 
 class ReverseVisitor(LayerVisitor):
     """What is done along a reverse pass, on the way forward and on the way back.
 
-    `loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
+    `on_layer_loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
     gradients unless a visitor has them do so there.
     """
 
@@ -502,7 +502,7 @@ class ReversePass:
             partial.read_ahead(partial.keys_under(units[number - 1]))
         module = partial.model.get_submodule(unit)
         for visitor in visitors:
-            visitor.loaded(unit)
+            visitor.on_layer_loaded(unit)
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
@@ -510,7 +510,7 @@ class ReversePass:
                 visitor.replaying(unit, batch)
             own: Forward = module.forward
             for visitor in visitors:
-                own = visitor.replaced(unit, own)
+                own = visitor.wrap_forward(unit, own)
             calls.hand_down(unit, batch, own)
             for visitor in visitors:
                 visitor.returned(unit, batch)
@@ -534,7 +534,7 @@ class _Calls(LayerVisitor):
         self.losses = [0.0] * count
         self.strayed = list[str]()
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The layer's forward, with its call kept and its outputs made leaves from which gradients start."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -566,7 +566,7 @@ class _Calls(LayerVisitor):
         for leaf in (value for value in before if value.requires_grad):  # reached through the layers' replay alone
             leaf.register_hook(lambda _, unit=unit: self.strayed.append(unit))
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         """Take the loss of a batch that has reached the output, and its gradient at the last layer's hidden states."""
         hidden, *others = self.outputs[batch]
         with torch.enable_grad():

@@ -15,7 +15,7 @@ from pathlib import Path
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.domains import judged
 from compressor.evaluation.evaluator import FEWEST, Evaluator
@@ -131,7 +131,7 @@ def run(
                 logger.warning(what, *names)
             check_carried(model.source.folder)
             refuse_places(terms, (model, base))
-            key = here().broadcast(task.key)
+            key = ranks().broadcast(task.key)
             known = terms.accept is None or terms.terms is not None
             place = request_key(key, recipe.output.max_shard_bytes, terms.terms) if known else None
         in_place = partial(_in_place, terms, place, task, opened.peak)
@@ -141,14 +141,14 @@ def run(
         with held(terms.out) as work:
             if (outcome := in_place()) is not None:  # another run of it has just ended
                 return outcome
-            here().broadcast(lambda: check_target(terms.out, terms.overwrite))
-            here().broadcast(lambda: check_space(terms.out, needed))
+            ranks().broadcast(lambda: check_target(terms.out, terms.overwrite))
+            ranks().broadcast(lambda: check_space(terms.out, needed))
             work.resume(key)
             state = first_state(task, opened, work, observer)
             stage = make_all(state)
-            here().barrier()
+            ranks().barrier()
             outcome = _finish(task, state, stage, terms, opened.peak, place)
-            here().broadcast(lambda: publish(work, terms.overwrite))
+            ranks().broadcast(lambda: publish(work, terms.overwrite))
     return outcome
 
 
@@ -186,7 +186,7 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
                     clear(folder)
         return same
 
-    if not here().broadcast(answered):
+    if not ranks().broadcast(answered):
         return None
     report_in_place(terms.out)
     outcome = replace(read_outcome(terms.out), loader_fault=fault_of(terms.out))
@@ -226,10 +226,10 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         stage.job.verify(work.output)
 
     with state.clock.phase("write"):
-        here().broadcast(assembled)
+        ranks().broadcast(assembled)
     outcome = replace(outcome, heldout=_judged(task, state, work.output))
     if outcome.heldout is not None:
-        here().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
+        ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     fit = None if state.text is None else state.text.fit
     changed = stage is not first or any(step.order is None for step in task.steps)
     heads = first.heads if stage.heads else ()
@@ -246,7 +246,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         loader_fault=fault_of(work.output),
         acceptance=acceptance,
     )
-    if here().is_first:  # recorded before the rename, for a run that is killed right after it
+    if ranks().is_first:  # recorded before the rename, for a run that is killed right after it
         identity = None if state.text is None else state.text.identity
         run_record = RunRecord(
             model.source.name,
@@ -417,7 +417,7 @@ def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
         for tensors in result.tensors:
             put_tensors(stage.folder, tensors, f"{number}-{step.name}")
 
-    here().broadcast(put_all)
+    ranks().broadcast(put_all)
     stage.model = None  # its files are others now
     state.plan = state.plan.with_entry(number, result=dict(result.figures), text=state.own_text)
     work.record(number, state.plan.steps[number].to_dict())

@@ -24,7 +24,7 @@ from compressor.data.batches import (
 )
 from compressor.data.emphasis import PLAIN, Emphasis, Marked
 from compressor.data.sources import DEFAULT_SOURCE, Address, WeightedSource, local_name, parse_sources
-from compressor.distributed import here, launched
+from compressor.distributed import launched, ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import check_base
 from compressor.evaluation.generate import read_facts
@@ -325,7 +325,7 @@ def read_texts(task: Task) -> Texts:
             text = repeat_text(repeated, tokenizer, task.model.vocabulary, evaluation=spec.evaluation)
         else:
             text = read_text(spec, tokenizer, task.model.vocabulary)
-        here().assert_same_on_all(text.identity["sha256"], "calibration text")
+        ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
         texts[number] = text
     return texts.get(None), {number: text for number, text in texts.items() if number is not None}
 
@@ -380,7 +380,7 @@ def read_calibration(run: Run, options: TextOptions, seed: int, heldout: float =
         emphasis=emphasis,
     )
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
-    here().assert_same_on_all(data.identity["sha256"], "calibration text")
+    ranks().assert_same_on_all(data.identity["sha256"], "calibration text")
     run.progress = Announced([how_resident(model)], run.progress)
     return data
 

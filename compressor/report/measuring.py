@@ -477,7 +477,7 @@ class _SideBySide(LayerVisitor):
         self.watches: list[_Watched] = []
         self.turn, self.held, self.random = 0, torch.empty(0), torch.get_rng_state()
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         for model in self.models[1:]:
             model.partial.load(model.partial.keys_under(unit))
         models = [model.partial.model for model in self.models]
@@ -487,7 +487,7 @@ class _SideBySide(LayerVisitor):
             needs = [VISITS | self.similarity(layers[0].name).needs, VISITS][-len(models) :]
             self.watches.append(_Watched(layers, models, needs, self.sizes, self.seed))
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))
         for watch in self.watches:
             watch.stop_collecting()
@@ -497,7 +497,7 @@ class _SideBySide(LayerVisitor):
         else:
             self.random = torch.get_rng_state()
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         forward = self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ class SideBySide(Variants):
         self.filled: int | None = None
         self.cut: tuple[Kept, dict[str, Tensor]] | None = None  # of the loaded layer
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         if self.variant is None or not self.at.moe_layers:
             return own
         shadow = self.smaller[self.variants[self.variant][0].plan.experts].shadow
@@ -109,7 +109,7 @@ class SideBySide(Variants):
         forward: Forward = shadow.model.get_submodule(unit).forward
         return forward
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for smaller in self.smaller.values():
             smaller.shadow.empty_again()
         self.filled = self.cut = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.architecture import another_top_k
 from compressor.model.experts import apply_expert, expert_parameters, routed
 from compressor.model.moe_layer import MoeLayer
@@ -124,7 +124,7 @@ class Sum(Meter):
         self.total += scale * other.total
 
     def all_reduce(self) -> None:
-        self.total = here().all_reduce(self.total)
+        self.total = ranks().all_reduce(self.total)
 
     def finish(self, smaller_router: SmallerRouter) -> Tensor:
         return self.total

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.data.batches import Calibration, sample_rows
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
@@ -284,13 +284,13 @@ class Collector:
 
     def gather(self) -> None:
         """Add up the sums of all ranks, and bring their samples together in the order of the batches."""
-        self.tokens = int(here().all_reduce(torch.tensor(self.tokens)))
+        self.tokens = int(ranks().all_reduce(torch.tensor(self.tokens)))
         samples = {name: meter for name, meter in self.meters.items() if isinstance(meter, Sample)}
         parts = {name: meter.parts for name, meter in samples.items()}
         device = self.model.get_submodule(self.layer.name).down_proj.device
-        ranks = here().all_gather(parts)
+        every_rank = ranks().all_gather(parts)
         for name, sample in samples.items():
-            others = [rank[name] for number, rank in enumerate(ranks) if number != here().rank]
+            others = [rank[name] for number, rank in enumerate(every_rank) if number != ranks().rank]
             sample.parts += tree_map_only(Tensor, lambda value: value.to(device), list(chain(*others)))
             sample.parts.sort(key=itemgetter(0))
         for meter in self.meters.values():
@@ -384,10 +384,10 @@ class Observers:
         Of several ranks the first has them, of the batches of all; the others get the bare layer.
         """
         self.detach()
-        if not here().is_alone:
+        if not ranks().is_alone:
             for collector in self.collectors.values():
                 collector.gather()
-            if not here().is_first:
+            if not ranks().is_first:
                 return LayerStatistics(self.layer, seed=self.seed)
         smaller = partial(self.routers, self.layer)
         fit, held = (
@@ -443,7 +443,7 @@ def _from_weights(
     model: OpenModel, needs: frozenset[str], routers: Routers, progress: Progress, seed: int
 ) -> Iterator[LayerStatistics]:
     layers = model.architecture.layers
-    if not here().is_first:
+    if not ranks().is_first:
         yield from (LayerStatistics(layer, seed=seed) for layer in layers)
         return
     progress.start("plan", len(layers))
@@ -462,13 +462,13 @@ class _Watching(LayerVisitor):
     def __init__(self, observers: Callable[[MoeLayer], Observers]) -> None:
         self.observers, self.active = observers, list[Observers]()
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.active = [self.observers(layer) for layer in self.at.moe_layers]
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         for observers in self.active:
             observers.enter(batch)
 
-    def came_out(self, output: Any) -> None:
+    def on_layer_output(self, output: Any) -> None:
         for observers in self.active:
             observers.came_out(hidden_of(output))

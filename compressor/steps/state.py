@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from compressor.data.batches import Text
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.evaluation.base_answers import Distributions, read_base
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.moe_layer import MoeLayer
@@ -132,10 +132,10 @@ class State:
                 f"{name}-{n}" for name, step in steps.items() if step.asks_hidden for n in range(len(batches[name]))
             ]
             keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
-            own = here().own([batch for (batch,) in texts.values()])
+            own = ranks().own([batch for (batch,) in texts.values()])
             mine = {key: each for n, (key, each) in enumerate(texts.items()) if own is None or n in own}
             read_base(self.base, mine, evaluator, self.progress, keep, hidden)
-            here().barrier()  # the work folder has what every process has computed now
+            ranks().barrier()  # the work folder has what every process has computed now
             read = read_base(self.base, texts, None, self.progress, keep, hidden)
             answers = {name: [read[f"{name}-{n}"][0] for n in range(len(each))] for name, each in batches.items()}
             self.shared[sha256] = evaluator, batches, answers

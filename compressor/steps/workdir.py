@@ -26,9 +26,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressor import distributed as ranks
+from compressor import distributed
 from compressor.checkpoint.reader import DTYPE_BITS, INDEX_NAME, SINGLE_NAME, Checkpoint, TensorInfo, read_header
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import (
     LOCK,
@@ -84,7 +84,7 @@ class Workdir:
             clear(self.folder)
             return {}
 
-        self.steps = here().broadcast(journal)
+        self.steps = ranks().broadcast(journal)
         self._save()
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
@@ -93,12 +93,12 @@ class Workdir:
         self._save()
 
     def _save(self) -> None:
-        if here().is_first:
+        if ranks().is_first:
             write_whole(self.folder / JOURNAL, json.dumps({"key": self.key, "steps": [*self.steps.items()]}))
 
     def drop(self, stage: Path) -> None:
         """Remove a stage that a later one was made of."""
-        if here().is_first:
+        if ranks().is_first:
             shutil.rmtree(stage, ignore_errors=True)
 
     def kept(self, number: int, name: str) -> Path:
@@ -111,7 +111,7 @@ class Workdir:
 
     def drop_kept(self, number: int) -> None:
         """Remove what step `number` has kept, which nobody needs any more."""
-        for path in (self.folder / "kept").glob(f"{number}-*") if here().is_first else ():
+        for path in (self.folder / "kept").glob(f"{number}-*") if ranks().is_first else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
     @property
@@ -126,11 +126,11 @@ def held(out: Path) -> Iterator[Workdir]:
     A fault leaves nothing of it, a kill what a run of the same key goes on with. Raises `CompressionError` while
     another run holds it.
     """
-    with wrap_full_disk(work_folder(out).parent), ranks.held(out) as folder:
+    with wrap_full_disk(work_folder(out).parent), distributed.held(out) as folder:
         try:
             yield Workdir(out, folder)
         except Exception:
-            if here().is_first:
+            if ranks().is_first:
                 clear(folder)
             raise
 
@@ -162,28 +162,28 @@ def check_space(out: Path, nbytes: int) -> None:
 
 def is_written(stage: Path) -> bool:
     """Return True if all files of a stage are there: its index is written last."""
-    return bool(here().broadcast((stage / INDEX_NAME).exists))
+    return bool(ranks().broadcast((stage / INDEX_NAME).exists))
 
 
 def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
     """Write the files of a job that are not there yet; processes take turns. `steps` label those that make them."""
-    if here().is_first:
+    if ranks().is_first:
         folder.mkdir(parents=True, exist_ok=True)
-    here().barrier()
+    ranks().barrier()
     files = {unit: f"{unit or 'rest'}.safetensors" for unit in job.units}
     with LayerWriter() as writer:
         for number, (unit, file) in enumerate(files.items()):
             done = made_by(folder / file)
-            if here().takes_turn(number) and (done is None or done[: len(steps)] != tuple(steps)):
+            if ranks().takes_turn(number) and (done is None or done[: len(steps)] != tuple(steps)):
                 outputs = [output for output in job.outputs if output.unit == unit]
                 writer.write(folder / file, outputs, job.produce(unit), steps)
             advance(unit or "embeddings and head")
-    here().barrier()
-    if here().is_first:
+    ranks().barrier()
+    if ranks().is_first:
         for name, source in job.files.items():
             write_file(folder / name, source if isinstance(source, bytes) else source.read_bytes())
         write_index(folder, {output: files[output.unit] for output in job.outputs})
-    here().barrier()
+    ranks().barrier()
 
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:

@@ -167,18 +167,18 @@ class _Observer(LayerVisitor):
         case = self.cases[self.at.batch]
         return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The layer's own forward, of nudged values for the nudged batch."""
         if self.cases[self.at.batch].name != NUDGED_NAME:
             return own
         return lambda hidden_states, *args, **kwargs: own(nudge(hidden_states), *args, **kwargs)
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         if self.shown is not None:
             self.shown(self.partial, unit)
         widen(self.partial.model, self.partial.keys_under(unit))
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         case = self.cases[batch]
         self.cases[batch] = replace(case, logits=per_token(self.partial.model, case.tokens, output.logits))
 

@@ -245,7 +245,7 @@ def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor
 
     class Losses(LayerVisitor):
         @torch.no_grad()
-        def finished(self, batch: int, output: Any) -> None:
+        def on_batch_end(self, batch: int, output: Any) -> None:
             logits, tokens = output.logits[:, :-1].float(), batches[batch][:, 1:]
             found.append(cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(1).double())
 

@@ -27,7 +27,7 @@ class Everything(ReverseVisitor):
     def __init__(self, model: OpenModel) -> None:
         self.whole, self.norms = model.partial.model, dict[str, float]()
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.whole.get_submodule(unit).requires_grad_(True)
 
     def done(self, unit: str) -> None:

@@ -168,7 +168,7 @@ class Substituting(Variants):
     def __init__(self, model: OpenModel, variants: Sequence[Variant]) -> None:
         self.model, self.variants = model, variants
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         partial = self.model.partial
         for layer in self.at.moe_layers:
             constants = None if self.variant is None else self.variants[self.variant].get(layer.name)
@@ -176,7 +176,7 @@ class Substituting(Variants):
                 constants = replace(constants, values=constants.values.to(partial.device, partial.dtype))
             substitute(partial.model.get_submodule(layer.name), constants)
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for layer in self.at.moe_layers:
             substitute(self.model.partial.model.get_submodule(layer.name), None)
 
@@ -498,7 +498,7 @@ class InOrder(RecordingVisitor):
         Pass(self.model, batches, self.progress, "correct", self.seed, evaluation=evaluation).run(*visitors)
         return self.figures
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         """Record the loaded layer, refit it with its constants, and let the batches pass that."""
         layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
         fresh = [layer for layer in layers if facts_of(kept_at(self.folder, layer)) is None]
@@ -517,7 +517,7 @@ class InOrder(RecordingVisitor):
             self.figures[layer.name] = facts_of(path)
         give_back()
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for layer in self.at.moe_layers:
             substitute(self.model.partial.model.get_submodule(layer.name), None)
 
@@ -631,7 +631,7 @@ def _refitted(
 class _Outputs(LayerVisitor):
     logits: list[Tensor] = field(default_factory=list)
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         self.logits.append(output[0].detach().float().cpu())
 
 

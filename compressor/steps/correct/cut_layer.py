@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
 from compressor.model.moe_layer import MoeLayer
@@ -165,7 +165,7 @@ class Recording:
 
         whole = Recording(self.layer, 0)
         whole._inputs, whole._outputs, whole._weights = map(gather, (self.inputs, self.outputs, self.weights))
-        described = here().broadcast(
+        described = ranks().broadcast(
             lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
         )
         arguments = self.arguments or [  # of a rank that has recorded nothing
@@ -237,14 +237,14 @@ class CutLayer:
             for call in range(first, len(self.recording.calls), GROUPS):
                 group += make(call)
             total += group
-        return here().all_reduce(total)
+        return ranks().all_reduce(total)
 
     def _ordered(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The order by batches [n] of all ranks' tokens at their `rows`, rank by rank, and where this rank's begin."""
         calls = zip(self.recording.calls, self.split(rows), strict=True)
         own = torch.cat([torch.full((len(part),), batch) for (batch, _), part in calls] or [rows[:0]])
-        every = here().all_gather(own)
-        return torch.cat(every).argsort(stable=True), sum(map(len, every[: here().rank]))
+        every = ranks().all_gather(own)
+        return torch.cat(every).argsort(stable=True), sum(map(len, every[: ranks().rank]))
 
     def every(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """This rank's part of every step-th of all ranks' tokens at `rows`, counted in the order of the batches."""
@@ -325,7 +325,7 @@ class CutLayer:
 def _typical_energy(outputs: torch.Tensor, weights: torch.Tensor) -> float:
     """Median over the tokens of all ranks of weighted ||y||^2; the mean where most are 0, and 1 where all are."""
     energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
-    every = torch.cat(here().all_gather((energies * weights).cpu()))
+    every = torch.cat(ranks().all_gather((energies * weights).cpu()))
     every = every if len(every) else torch.zeros(1)
     return float(every.median()) or float(every.mean()) or 1.0
 
@@ -335,13 +335,13 @@ def gathered(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     A rank without tokens has values of any shape; they become those of rank 0.
     """
-    counts, begin = here().all_gather(len(rows)), 0
-    dtype, *shape = here().broadcast(lambda: [values.dtype, *values.shape[1:]])
+    counts, begin = ranks().all_gather(len(rows)), 0
+    dtype, *shape = ranks().broadcast(lambda: [values.dtype, *values.shape[1:]])
     every = allocate((sum(counts), *shape), dtype, values.device)
     for owner, count in enumerate(counts):
         part = every[begin : begin + count]
-        if owner == here().rank and count:
+        if owner == ranks().rank and count:
             part.copy_(values[rows])
-        here().copy_from(owner, [part])
+        ranks().copy_from(owner, [part])
         begin += count
     return every

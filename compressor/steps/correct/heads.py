@@ -9,7 +9,7 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, legs_of, names_of
 from compressor.model.opened import OpenModel, open_alike
@@ -138,7 +138,7 @@ def statistics_with_heads(
             for stats in collect(leg.model, needs, passing, progress, seed, per_source, leg):
                 yield stats if leg.head is None else _named(stats, leg.head)
         if leg.head is not None:
-            every_rank = here().all_reduce(agreement(legs[0], leg))
+            every_rank = ranks().all_reduce(agreement(legs[0], leg))
             accepted[leg.head.named.name] = _figure(every_rank, "before", calibration)
 
 

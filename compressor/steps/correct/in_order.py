@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
 from compressor.files import write_whole
@@ -124,11 +124,11 @@ class RecordingVisitor(LayerVisitor):
     correction: Correct = field(default=UNCORRECTED, kw_only=True)
     originals: Originals | None = field(default=None, kw_only=True)
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         for watching in self.active:
             watching.enter(batch)
 
-    def came_out(self, output: Any) -> None:
+    def on_layer_output(self, output: Any) -> None:
         hidden = hidden_of(output)
         for watching in self.active:
             if isinstance(watching, Recording) and self.originals is not None:
@@ -166,7 +166,7 @@ class _InOrder(RecordingVisitor):
     def __post_init__(self) -> None:
         self.shadow, self.routers = ShadowModel(self.model, self.work.experts), smaller_routers(self.model.architecture)
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
         layers = self.at.moe_layers
         if layers and self.originals is not None:
@@ -183,15 +183,15 @@ class _InOrder(RecordingVisitor):
         if self.at.batch < len(self.calibration.batches) and self.at.batch not in self.calibration.heldout:
             counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for watch, counts in self.counting:
             watch.detach()
             assert self.work.on_routed is not None and self.calibration is not None
             fit = (own for number, own in enumerate(self.calibration.batches) if number not in self.calibration.heldout)
-            self.work.on_routed(watch.layer, here().all_reduce(counts), sum(batch.numel() for batch in fit))
+            self.work.on_routed(watch.layer, ranks().all_reduce(counts), sum(batch.numel() for batch in fit))
         self.counting = []
         self.shadow.empty_again()
 
@@ -200,7 +200,7 @@ class _InOrder(RecordingVisitor):
         if self.files is None:
             return False
         plans = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        here().assert_same_on_all(len(plans), f"number of corrected layers of {unit} in its hidden folder")
+        ranks().assert_same_on_all(len(plans), f"number of corrected layers of {unit} in its hidden folder")
         if len(plans) < len(layers):
             return False
         self.plans.update(plans)
@@ -238,10 +238,10 @@ class _InOrder(RecordingVisitor):
         state = self.shadow.model.state_dict()
         for layer in layers:
             tensors = {key: state[key] for key in cut_keys(layer)}
-            if not here().is_alone:
+            if not ranks().is_alone:
                 sums = [float(as_float64(value).sum()) for value in tensors.values()]
-                here().assert_same_on_all(sums, f"result for {layer.name}")
-            if self.files is not None and here().takes_turn(layer.index):
+                ranks().assert_same_on_all(sums, f"result for {layer.name}")
+            if self.files is not None and ranks().takes_turn(layer.index):
                 self.files.save(self.plans[layer.name], layer, tensors)
 
     def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
@@ -283,7 +283,7 @@ def _compress_model(
         activation_budget=budget,
     )
     one.run(*(visitor for visitor in (state, state.originals, riding, end) if visitor is not None))
-    here().barrier()  # until all layers are kept
+    ranks().barrier()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers)
 
 
@@ -337,7 +337,7 @@ def correct(
     done = [files.plan(layer) for layer in model.architecture.layers]
     done += [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
     layers = tuple(layer for layer in done if layer is not None)
-    here().assert_same_on_all(len(layers), "number of corrected layers in its hidden folder")
+    ranks().assert_same_on_all(len(layers), "number of corrected layers in its hidden folder")
     if len(layers) < len(done):
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
@@ -365,20 +365,20 @@ class _SideBySide(Variants):
         self.model, self.files, self.plans = model, files, plans
         self.smaller = ShadowModel(model, experts), ShadowModel(model, experts)
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         if layers := self.at.moe_layers:
             device = self.model.partial.device
             corrected = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
             self.smaller[0].fill(unit, corrected)
             self.smaller[1].fill(unit, cut_layers(self.model.partial.model, layers, self.plans))
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         if self.variant is None or not self.at.moe_layers:
             return own
         forward: Forward = self.smaller[self.variant].model.get_submodule(unit).forward
         return forward
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for each in self.smaller:
             each.empty_again()
 
@@ -404,12 +404,12 @@ def keep_the_better(
     What was measured on `texts`, token ids [B, L], is kept beside the files, and a run that was killed goes on from
     there. Of fewer than eight sequences, or without a language-model head, nothing is measured: the corrections stay.
     """
-    undoing: Difference | None = here().broadcast(lambda: read_difference(files))
+    undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
     if undoing is None:
         undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
         if undoing.sequences >= FEWEST and head_of(model.partial.model) is not None:
             undoing = compare_corrections(model, plans, files, Evaluator.of(model, texts), progress)
-        if here().is_first:
+        if ranks().is_first:
             write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
     if not undoing.accepted:
         return tuple(plans)
@@ -425,13 +425,13 @@ def keep_the_better(
         figures |= {"kept": "none", "reason": reason}
         undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
     for unit, layers in layers_by_unit(model.architecture.layers).items():
-        if here().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
+        if ranks().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
             model.partial.load(model.partial.keys_under(unit))
             cut = cut_layers(model.partial.model, layers, undone)
             for layer in layers:
                 files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
             model.partial.release(unit)
-    here().barrier()  # until all layers are kept
+    ranks().barrier()  # until all layers are kept
     return tuple(undone[plan.module] for plan in plans)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
@@ -116,7 +116,7 @@ def correct_layer(
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
     fit, heldout = recording.positions(heldout=False), recording.positions(heldout=True)
-    fitted, evaluated = here().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
+    fitted, evaluated = ranks().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
     if not evaluated:
         return {"kept": NONE, "reason": "no calibration token reached the layer"}
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compressor.devices import as_float64, float64_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.experts import intermediate, routed
 from compressor.steps.correct.cut_layer import CHUNK, CutLayer
 
@@ -161,9 +161,9 @@ def _best(
         change = torch.zeros_like(right, dtype=torch.float32)
         columns = zip(right.chunk(parts, dim=1), change.chunk(parts, dim=1), strict=True)
         for part, (wanted, into) in enumerate(columns):
-            if here().takes_turn(part):
+            if ranks().takes_turn(part):
                 into.copy_(torch.full_like(wanted, math.nan) if failed else torch.cholesky_solve(wanted, factor))
-        change = here().all_reduce(change)
+        change = ranks().all_reduce(change)
         if (off := missed(change)) < least:
             best, least = (change, penalty), off
     return best
@@ -193,7 +193,7 @@ def refit_down(layer: CutLayer, fit_rows: torch.Tensor, heldout_rows: torch.Tens
 
     Nothing changes where the experts' output is normalised after the down projection: it is not linear in it then.
     """
-    count = int(here().all_reduce(torch.tensor(len(fit_rows))))
+    count = int(ranks().all_reduce(torch.tensor(len(fit_rows))))
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
     step = -(-count // TOKENS)  # every step-th token

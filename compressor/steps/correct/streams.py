@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
@@ -41,7 +41,7 @@ class Originals(LayerVisitor):
 
     def own(self, batches: Sequence[Tensor], evaluation: Sequence[Tensor]) -> frozenset[int] | None:
         """The numbers of this rank's batches: of each text both, and those of the evaluation behind them."""
-        mine, more = here().own(batches), here().own(evaluation)
+        mine, more = ranks().own(batches), ranks().own(evaluation)
         if mine is None or more is None:
             return None
         both = {*mine, *(number + self.count for number in mine)}
@@ -53,13 +53,13 @@ class Originals(LayerVisitor):
         replay(range(self.count, 2 * self.count))
         self.passing = False
 
-    def came_out(self, output: Any) -> None:
+    def on_layer_output(self, output: Any) -> None:
         self.last = hidden_of(output)
         if self.passing:
             self.outputs[self.at.batch] = output
             self.spill.keep(self.at.batch, hidden_of(output))
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """What a batch has passed already, where it has."""
         if self.at.batch not in self.outputs:
             return own
@@ -101,7 +101,7 @@ class Originals(LayerVisitor):
                 sums += torch.stack([once @ output, output @ output, once @ once, bent]).cpu()
             else:
                 sums[3] = torch.inf
-        along, size, moved, bent = here().all_reduce(sums).tolist()
+        along, size, moved, bent = ranks().all_reduce(sums).tolist()
         unknown = bent > BENT**2 * moved
         if unknown and self.toward is not None:
             raise CompressionError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.experts import routed
 from compressor.steps.correct.cut_layer import CutLayer
 
@@ -83,7 +83,7 @@ def descend(layer: CutLayer, leaves: Leaves, experts: Collection[int], rows: Ten
         expert: _Reached(at, places, gates[at, places, None], layer.slot_output(expert, inputs.index_select(0, at)))
         for expert, at, places in routed(gates, index, experts)
     }
-    gap = here().all_reduce(_summed(leaves, own, targets)) - targets
+    gap = ranks().all_reduce(_summed(leaves, own, targets)) - targets
     gradient = gap * (layer.token_weights(rows) * (2 / len(rows)))[:, None]
     pulls = {expert: gradient.index_select(0, each.tokens) for expert, each in own.items()}
     slopes = torch.zeros_like(gates)  # only an expert's rank knows those of its choices
@@ -93,7 +93,7 @@ def descend(layer: CutLayer, leaves: Leaves, experts: Collection[int], rows: Ten
         if each.output.requires_grad:
             each.output.backward(pulls[expert] * each.weights)
     if weights.requires_grad:
-        weights.backward(here().all_reduce(slopes))
+        weights.backward(ranks().all_reduce(slopes))
     return counts
 
 
@@ -128,7 +128,7 @@ def tune(
     The `rate` is relative to each tensor's root mean square, and falls to 0. Each rank gives its own tokens at `rows`,
     and all end with the same values.
     """
-    if not here().is_alone:
+    if not ranks().is_alone:
         layer, rows = layer.gathered(rows)
 
     def values(experts: Iterable[int]) -> list[Tensor]:
@@ -141,8 +141,8 @@ def tune(
         foreseen = [_routed_tokens(layer, *layer.route(chosen)) for chosen in batches[:REBALANCED]]
     counts = torch.zeros(layer.choices, dtype=torch.int64)
     loads = (sum(foreseen, start=counts) + UPDATE * len(foreseen)).tolist()
-    owner_of, leaves = owners(loads, here().size), balanced(loads)
-    own = [expert for expert, owner in enumerate(owner_of) if owner == here().rank]
+    owner_of, leaves = owners(loads, ranks().size), balanced(loads)
+    own = [expert for expert, owner in enumerate(owner_of) if owner == ranks().rank]
     tuned = [*values(own), *router]
     optimizers = {value: torch.optim.Adafactor([value.requires_grad_()]) for value in tuned}
 
@@ -165,4 +165,4 @@ def tune(
         value.requires_grad_(False)
         value.grad = None
     for expert, owner in enumerate(owner_of):
-        here().copy_from(owner, values([expert]))
+        ranks().copy_from(owner, values([expert]))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, Figures, Variants
 from compressor.kept import keep_tensors, kept_tensors
@@ -308,14 +308,14 @@ class InMemory(_Engine):
         except NotFiniteError:
             fault = 1.0
         sums = torch.tensor([fault, *objective.parts.values()], dtype=torch.float64)
-        faults, *parts = here().all_reduce(sums).tolist()
+        faults, *parts = ranks().all_reduce(sums).tolist()
         objective.parts = dict(zip(objective.parts, parts, strict=True))
         if faults:  # at one rank, so at all
             raise NotFiniteError
         for unit, layer in self.layers.items():
             state = self.states[unit]
             gradients = self.gradients(layer, state.masters)
-            gradients = {name: here().all_reduce(value.float()) for name, value in gradients.items()}
+            gradients = {name: ranks().all_reduce(value.float()) for name, value in gradients.items()}
             update(state, gradients, self.options.optimiser, rate)
 
     def _backward(self, objective: Objective) -> None:
@@ -324,11 +324,11 @@ class InMemory(_Engine):
         modules = {unit: model.get_submodule(unit) for unit in self.model.architecture.units}
         try:
             for unit, module in modules.items():
-                module.forward = objective.replaced(unit, module.forward)
+                module.forward = objective.wrap_forward(unit, module.forward)
             with torch.enable_grad():
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
-                        objective.entering(number)
+                        objective.on_batch_start(number)
                         output = model(
                             **forward_inputs(batch.tokens, device, self.model.partial.dtype), use_cache=False
                         )
@@ -400,7 +400,7 @@ class _Masters(Variants, ReverseVisitor):
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:
         self.engine, self.rate = engine, rate
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         engine = self.engine
         if (layer := engine.layers.get(unit)) is not None:
             masters = kept_state(engine.now, unit, engine.model.partial.device, moments=False).masters

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from compressor.data.emphasis import PLAIN, Emphasis
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import rows_at_once
@@ -106,7 +106,7 @@ class Objective(ReverseVisitor):
 
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
         self.options, self.model, self.seed, self.step = options, model, seed, step
-        own = slice(here().rank, None, here().size)  # this rank's sequences, maybe none
+        own = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
         self.batches = [Batch(batch.tokens[own], batch.base.rows(own), batch.weights[own]) for batch in batches]
         self.tokens = sum(batch.tokens.numel() for batch in batches)
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
@@ -138,13 +138,13 @@ class Objective(ReverseVisitor):
         weight: float = getattr(self.options, name)
         return weight * value
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         self.batch = batch
 
     def replaying(self, unit: str, batch: int) -> None:
         self.batch = batch
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         """The layer's forward; where gradients are taken, the parts that its output contributes join the loss."""
         layers = self.layers.get(unit, [])
         if not layers and unit != self.last:

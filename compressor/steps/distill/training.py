@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
 from compressor.files import write_whole
@@ -104,9 +104,9 @@ class Training:
         """All steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.engine.options.steps)
         state = self._kept()
-        here().assert_same_on_all(state and state.step, f"training in {self.place}")
+        ranks().assert_same_on_all(state and state.step, f"training in {self.place}")
         if state is None:
-            if here().is_first:
+            if ranks().is_first:
                 shutil.rmtree(self.place, ignore_errors=True)
             first, kl = self._evaluate(0)
             state = State((first,), kl, kl)
@@ -116,7 +116,7 @@ class Training:
             self.progress.advance("step")
         while state.ended is None:
             state = self._next(state)
-            if here().is_first:  # write how far it has come, then remove the states that are of no more use
+            if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
                 self.place.mkdir(parents=True, exist_ok=True)
                 write_whole(self.place / STATE, json.dumps(asdict(state)))
                 for folder in {*self.place.glob("step-*")} - {self.folder(state.best), self.folder(state.step)}:
@@ -168,7 +168,7 @@ class Training:
             ended = DONE
         elif sum(entry.step > best.step for entry in curve) >= options.patience:
             ended = NO_BETTER
-        if here().is_first:
+        if ranks().is_first:
             engine.save(self.folder(end))
         return State(curve, state.first, kl if best is now else state.best_kl, best.step, ended)
 
@@ -184,8 +184,8 @@ def distill(options: Distill, run: Run) -> Result:
     assert place is not None
     trained = place / "made"
     if (figures := facts_of(trained / FIGURES)) is None:  # else of an earlier run
-        if options.stream and not here().is_alone:
-            raise CompressionError(f"distill: stream trains in one process, and {here().size} were started; start one")
+        if options.stream and not ranks().is_alone:
+            raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
         for layer in run.model.architecture.layers if options.contrastive else ():
             if not 2 <= layer.top_k < layer.experts:
                 raise CompressionError(
@@ -209,7 +209,7 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
         training = Training(engine, text, evaluator, steps, run.progress)
         state = training.run()
         figures = state.result()
-        if not here().is_first:
+        if not ranks().is_first:
             return figures
         shutil.rmtree(trained, ignore_errors=True)
         for number, unit in enumerate(engine.layers if figures["changed"] else ()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor import entry_points
 from compressor.data.batches import Calibration
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.moe_layer import resolve_count
@@ -99,7 +99,7 @@ class Planner:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
             ) from error
-        found: dict[str, Tensor] = here().broadcast(lambda: changes)
+        found: dict[str, Tensor] = ranks().broadcast(lambda: changes)
         return found
 
     def plans(
@@ -130,7 +130,7 @@ class Planner:
 
         run = (self.progress, self.seed, per_source, accepted)
         for stats in statistics_with_heads(self.model, heads, needs, data, *run):
-            for key, plan in here().broadcast(partial(decide, stats)):
+            for key, plan in ranks().broadcast(partial(decide, stats)):
                 layers[key].append(plan)
             del stats  # samples need not outlive the layer
         planned = []
@@ -161,7 +161,7 @@ class Planner:
         rank_changes = self.rank_changes([spec.strategy])
 
         def decide(stats: LayerStatistics) -> LayerPlan:
-            plan: LayerPlan = here().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
+            plan: LayerPlan = ranks().broadcast(lambda: _layer_plan(stats, spec, protected, rank_changes))
             return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
@@ -292,7 +292,7 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     if (protector := protector_of(protect)) is None:
         return given_protected(protect, layers, keep)
     experts = protector(planner)  # by all processes together
-    fitting: Protected = here().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
+    fitting: Protected = ranks().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
     return fitting
 
 

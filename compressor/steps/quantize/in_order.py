@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.experts import Watch, expert_parameters, intermediate
 from compressor.model.loading import parent_and_name, set_tensor
@@ -72,7 +72,7 @@ def hessian_of(inputs: Iterable[Tensor], matrix: Matrix, device: torch.device) -
 
 def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
     """The sum of all processes' Hessians of a matrix; raises `CompressionError` for one that is not finite."""
-    total = here().all_reduce(hessian)
+    total = ranks().all_reduce(hessian)
     if not bool(total.isfinite().all()):
         fault = "its inputs are not finite on the calibration text"
         raise CompressionError(f"{matrix.module}: {fault}; try --dtype float32")
@@ -94,7 +94,7 @@ class Quantizing(RecordingVisitor):
     largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
     scales: dict[Matrix, Tensor] = field(default_factory=dict)  # of the layer's matrices: [O, n]
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         own = self.matrices.of(unit)
         if not own:
             return
@@ -129,9 +129,9 @@ class Quantizing(RecordingVisitor):
             self._quantize_experts(live, each, [matrix for matrix in own if matrix.owner == each.layer.name])
         for recording in recordings:
             self._tune(live, recording)
-        if here().is_first:
+        if ranks().is_first:
             self.kept.save(unit, self.sums, self.tensors)
-        here().barrier()
+        ranks().barrier()
         self.tensors = {}
 
     def _names(self, matrix: Matrix) -> list[str]:
@@ -214,4 +214,4 @@ def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progre
     one = Pass(model, calibration.batches, progress, "quantize", seed, wanted=units, shared=True)
     with torch.no_grad():
         one.run(visitor)
-    here().barrier()
+    ranks().barrier()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.model.experts import Parameters, apply_expert, expert_parameters, matrix_of
 from compressor.steps.correct.cut_layer import CutLayer, Recording
 from compressor.steps.correct.refit import MOST_RATE, float_router
@@ -78,7 +78,7 @@ def tune_rounded(
     `router` are keys of tensors that may change; scales are stored in `dtype`.
     """
     layer, fit, heldout = recording.layer, recording.positions(heldout=False), recording.positions(heldout=True)
-    if not min(here().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()):
+    if not min(ranks().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()):
         return Tuned({})
     modules = [live.get_submodule(name) for name in (layer.name, layer.router, layer.block)]
     dtypes = {key: value.dtype for key, value in live.state_dict().items() if key in router}

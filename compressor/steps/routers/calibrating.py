@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
@@ -31,12 +31,12 @@ def calibrate_routers(options: Routers, state: State) -> Result:
     """
     place = state.kept("routers.safetensors")
     assert place is not None
-    if here().broadcast(lambda: facts_of(place)) is None:
+    if ranks().broadcast(lambda: facts_of(place)) is None:
         calibrated = _calibrate(options, state)
-        if here().is_first:
+        if ranks().is_first:
             keep_tensors(place, *calibrated)
-    figures = here().broadcast(lambda: facts_of(place))
-    return Result(figures, iter([kept_tensors(place)] if here().is_first else ()))
+    figures = ranks().broadcast(lambda: facts_of(place))
+    return Result(figures, iter([kept_tensors(place)] if ranks().is_first else ()))
 
 
 def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
@@ -68,7 +68,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
     require_enough(evaluator.sequences, "routers")
 
     def text(numbers: range) -> Text:
-        own = here().own([batches[number] for number in numbers])
+        own = ranks().own([batches[number] for number in numbers])
         return [(batches[n], answers[n]) for place, n in enumerate(numbers) if own is None or place in own]
 
     methods, tried = ("router", "bias") if options.method == "auto" else (options.method,), dict[str, Calibrated]()

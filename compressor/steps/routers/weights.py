@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.devices import as_float64
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
 from compressor.model.loading import parent_and_name, set_tensor
@@ -86,7 +86,7 @@ class _Routed(Variants, ReverseVisitor):
     def __init__(self, model: OpenModel, trials: Sequence[Weights]) -> None:
         self.model, self.trials = model, trials
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         if self.variant is not None:
             whole = self.model.partial.model
             for key, weight in self.trials[self.variant].items():
@@ -210,8 +210,8 @@ class RouterGradients(ReverseVisitor):
             key = router_weight(layer)
             rows, width = self.at.model.get_parameter(key).shape
             own = self._own.pop(key, Moments.empty(width, rows))
-            inputs, both, gradients = map(here().all_reduce, (own.inputs, own.both, own.gradients))
-            if tokens := int(here().all_reduce(torch.tensor(own.tokens))):
+            inputs, both, gradients = map(ranks().all_reduce, (own.inputs, own.both, own.gradients))
+            if tokens := int(ranks().all_reduce(torch.tensor(own.tokens))):
                 self.found[key] = Moments(inputs, both, gradients, tokens)
 
 
@@ -292,12 +292,12 @@ class _Inputs(LayerVisitor):
     biased: set[str] = field(default_factory=set)
     _watching: ExitStack = field(default_factory=ExitStack)
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         for layer in self.at.moe_layers:
             if layer in self.layers:
                 self._watching.enter_context(watched(self.at.model, layer, partial(self._add, layer.name)))
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         self._watching.close()
 
     def _add(self, name: str, product: Product) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compressor.data.batches import Calibration
 from compressor.devices import as_float64, float64_device
-from compressor.distributed import here
+from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
@@ -101,10 +101,10 @@ class _Metering(LayerVisitor):
         self.energies = dict[str, Tensor]()
         self.meters = list[Meter]()
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.meters = [Meter(self.at.model, layer) for layer in self.at.moe_layers]
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         for meter in self.meters:
             self.energies[meter.layer.name] = meter.finish()
         self.meters = []  # before their layer's memory is given back
@@ -274,7 +274,7 @@ def partitioned(
         energies = measured(whole, batches, progress, seed)
         return {name: order_of(energy, parts, block) for name, energy in energies.items()}
 
-    by_layer = here().broadcast(orders)
+    by_layer = ranks().broadcast(orders)
     facts = {"calibration": None if text is None else text.identity}
     return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.attribution.projecting import rank_change
-from compressor.attribution.routers import ACTIVATIONS, Selection, best_selection, competing, ranks, selections
+from compressor.attribution.routers import ACTIVATIONS, Selection, best_selection, competing, ranks_of, selections
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -38,8 +38,8 @@ def test_ranks_are_places_in_the_sorted_order(shape: tuple[int, int, int], seed:
     scores = normal(*shape, seed=seed)
     count = data.draw(st.integers(1, shape[2]))
     chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1)).argsort(-1)[..., :count]
-    assert torch.equal(ranks(scores, chosen), places(scores).gather(-1, chosen))
-    assert torch.equal(ranks(scores, top(scores, count)), torch.arange(count).expand(*shape[:2], count))
+    assert torch.equal(ranks_of(scores, chosen), places(scores).gather(-1, chosen))
+    assert torch.equal(ranks_of(scores, top(scores, count)), torch.arange(count).expand(*shape[:2], count))
 
 
 @given(st.integers(0, 999), st.sampled_from(sorted(ACTIVATIONS)), st.booleans())
@@ -50,7 +50,7 @@ def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: str, bias
     selection = Selection(activation, bias)
     chosen = torch.rand(tokens, routers, experts).argsort(-1)[..., :slots]
     share = torch.tensor([[1 / count if slot < count else 0 for slot in range(slots)] for count in used])
-    before = ranks(selection.scores(logits), chosen)
+    before = ranks_of(selection.scores(logits), chosen)
     found = rank_change(logits, removed, chosen, before, share, selection, slice(None))
 
     def rank(values: Tensor, token: int, router: int, expert: int) -> int:

@@ -127,7 +127,7 @@ class Scaled(Variants):
     def __init__(self, model: OpenModel) -> None:
         self.unit = model.architecture.units[0]
 
-    def replaced(self, unit: str, own: Forward) -> Forward:
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
         if unit != self.unit or self.variant is None:
             return own
         scale = 1 + self.variant / 10

@@ -44,10 +44,10 @@ class Loaded(LayerVisitor):
         state = self.partial.model.state_dict()
         return {n for n in names for key in state if key.startswith(f"{n}.") and state[key].device.type != "meta"}
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         self.most = max(self.most, len(self._loaded(set(self.blocks))))
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.beside_layers |= self._loaded(set(self.blocks.values()))
 
 
@@ -121,5 +121,5 @@ def test_a_reverse_pass_takes_pictures_unless_layers_get_features_of_the_tower(t
 class _Asking(ReverseVisitor):
     """Asks for the gradients of all that is loaded."""
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.at.model.get_submodule(unit).requires_grad_(True)

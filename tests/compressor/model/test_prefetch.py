@@ -185,7 +185,7 @@ def test_an_abandoned_pass_ends_its_thread(
             assert go_on.wait(60)
 
     class Failing(LayerVisitor):
-        def before(self, unit: str, replay: Any) -> None:
+        def before_layer(self, unit: str, replay: Any) -> None:
             assert started.wait(60) and len(readers()) == 1
             if how == "fail":
                 raise ValueError("a visitor's own")

@@ -18,11 +18,11 @@ class Replaying(LayerVisitor):
     def __init__(self, times: int, batches: int) -> None:
         self.times, self.batches, self.outputs = times, batches, list[Any]()
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         for _ in range(self.times):
             replay(range(self.batches))
 
-    def finished(self, batch: int, output: Any) -> None:
+    def on_batch_end(self, batch: int, output: Any) -> None:
         self.outputs.append(output)
 
 

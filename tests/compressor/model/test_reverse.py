@@ -40,7 +40,7 @@ class Gathering(ReverseVisitor):
         self.found: dict[str, Tensor | None] = {}
         self.most = 0
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self.whole.get_submodule(unit).requires_grad_(True)
 
     def replaying(self, unit: str, batch: int) -> None:
@@ -101,11 +101,11 @@ def test_weights_that_a_visitor_changes_are_changed_on_both_ways(tmp_path: Path)
     layer = model.architecture.layers[0]
 
     class Changing(Gathering):
-        def loaded(self, unit: str) -> None:
+        def on_layer_loaded(self, unit: str) -> None:
             if unit == layer.unit:  # what is loaded may be the checkpoint's own file, mapped: replaced, never written
                 key = f"{layer.router}.weight"
                 set_tensor(self.whole, key, 0.5 * self.whole.get_parameter(key))
-            super().loaded(unit)
+            super().on_layer_loaded(unit)
 
     changing, parts = Changing(model), batches(stock)
     losses = ReversePass(model, parts).run(loss, changing)

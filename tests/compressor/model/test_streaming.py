@@ -39,16 +39,16 @@ class Calling(LayerVisitor):
     def _call(self, name: str, *args: Any) -> None:
         self.functions.get(name, lambda *_: None)(*args)
 
-    def loaded(self, unit: str) -> None:
+    def on_layer_loaded(self, unit: str) -> None:
         self._call("loaded", unit)
 
-    def before(self, unit: str, replay: Replay) -> None:
+    def before_layer(self, unit: str, replay: Replay) -> None:
         self._call("before", unit, replay)
 
-    def entering(self, batch: int) -> None:
+    def on_batch_start(self, batch: int) -> None:
         self._call("entering", batch)
 
-    def passed(self, unit: str) -> None:
+    def on_layer_end(self, unit: str) -> None:
         self._call("passed", unit)
 
 
@@ -226,16 +226,16 @@ def test_several_visitors_take_turns_and_each_replaces_the_forward_of_the_one_be
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def loaded(self, unit: str) -> None:
+        def on_layer_loaded(self, unit: str) -> None:
             noted.append((self.name, "loaded", unit))
 
-        def before(self, unit: str, replay: Replay) -> None:
+        def before_layer(self, unit: str, replay: Replay) -> None:
             noted.append((self.name, "before", unit))
 
-        def passed(self, unit: str) -> None:
+        def on_layer_end(self, unit: str) -> None:
             noted.append((self.name, "passed", unit))
 
-        def replaced(self, unit: str, own: Forward) -> Forward:
+        def wrap_forward(self, unit: str, own: Forward) -> Forward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 noted.append((self.name, "forward", unit))
                 return own(*args, **kwargs)
@@ -263,14 +263,14 @@ def test_a_visitor_is_told_where_the_pass_is(tmp_path: Path) -> None:
             noted.append((what, self.at.batch, self.at.layer, layers))
             assert self.at.model is model.partial.model
 
-        def passed(self, unit: str) -> None:
+        def on_layer_end(self, unit: str) -> None:
             self.note("passed")
 
-        def entering(self, batch: int) -> None:
+        def on_batch_start(self, batch: int) -> None:
             assert batch == self.at.batch
             self.note("entering")
 
-        def finished(self, batch: int, output: Any) -> None:
+        def on_batch_end(self, batch: int, output: Any) -> None:
             self.note("finished")
 
     Pass(model, batches(stock, (1, 2)), to_end=True).run(Noting())
