@@ -1,4 +1,4 @@
-"""JSON files, and dataclasses as JSON there and back: whatever does not fit is told with its place."""
+"""JSON files, and dataclasses as JSON there and back: an error names the field that does not fit."""
 
 import json
 import math
@@ -22,10 +22,7 @@ _hints = lru_cache(get_type_hints)
 
 
 def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
-    """Return the JSON in a file; what is none is a `CompressionError`, and a file that cannot be read if `unreadable`.
-
-    `remedy` and `unreadable` say what to do about the one and the other.
-    """
+    """Return the JSON in a file; raises `CompressionError` for other text, and for no file if a remedy is given."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,7 +34,7 @@ def read_json(path: Path, remedy: str, unreadable: str | None = None) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in one of a checkpoint's files; anything else is a `CompressionError`."""
+    """Return the JSON object in one of a checkpoint's files; raises `CompressionError` for anything else."""
     content = read_json(path, RESTORE)
     if not isinstance(content, dict):
         raise CompressionError(f"{path} should hold a JSON object; {RESTORE}")
@@ -45,17 +42,21 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def spelled(value: float) -> float | str:
-    """A number, or the word for what JSON has no number for."""
-    return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else NOT_FINITE[value < 0]
+    """Return a number, or the word for what JSON has no number for."""
+    if math.isfinite(value):
+        return float(value)
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def finite(value: float) -> float | None:
-    """A number, or None for what JSON has no number for."""
+    """Return a number, or None for what JSON has no number for."""
     return float(value) if math.isfinite(value) else None
 
 
 def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
-    """Dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything else as text."""
+    """Return dataclasses, mappings, sequences and, by `number`, numbers as JSON has them; anything else as text."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, Mapping):
@@ -68,77 +69,85 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
 
 
 def read_as(kind: type[Record], content: Any, where: str = "", closed: bool = False) -> Record:
-    """A dataclass from a JSON object with its fields; those with a default may be missing.
+    """Return a dataclass from a JSON object with its fields; those with a default may be missing.
 
     Further fields are left aside, or refused where the object is `closed`. Raises `CompressionError` naming the first
     field that is missing, unknown or of another type; true is no whole number.
     """
-    hints, values = _hints(kind), {}  # type: ignore[arg-type]
+    hints = _hints(kind)  # type: ignore[arg-type]
+    known = ", ".join(sorted(hints))
     if not isinstance(content, dict):
-        raise _odd(content, f"an object with {', '.join(sorted(hints))}" if closed else "an object", where)
-    if closed and (unknown := sorted(set(content) - set(hints))):
-        known = ", ".join(sorted(hints))
-        raise CompressionError(f"{f'{where} has an ' if where else ''}unknown field {unknown[0]!r}; known are {known}")
+        raise _misfit(content, f"an object with {known}" if closed else "an object", where)
+    unknown = sorted(set(content) - set(hints))
+    if closed and unknown:
+        subject = f"{where} has an " if where else ""
+        raise CompressionError(f"{subject}unknown field {unknown[0]!r}; known are {known}")
+    values = {}
     for entry in fields(kind):  # type: ignore[arg-type]
-        place = f"{where}.{entry.name}" if where else entry.name
+        name = f"{where}.{entry.name}" if where else entry.name
         if entry.name in content:
-            values[entry.name] = value_as(content[entry.name], hints[entry.name], place, closed)
+            values[entry.name] = value_as(content[entry.name], hints[entry.name], name, closed)
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise CompressionError(f"{place} is missing{'; restore it' if closed else ''}")
+            raise CompressionError(f"{name} is missing{'; restore it' if closed else ''}")
     return kind(**values)
 
 
 def check_fields(record: Any) -> None:
     """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names the first misfit."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
+        value = getattr(record, name)
         try:
-            TypeAdapter(hint).validate_python(value := getattr(record, name))
+            TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             raise CompressionError(f"{name} is {value}; {message[0].lower()}{message[1:]}") from error
 
 
 def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
-    """A JSON value as the type that its field has; `where` names it in a `CompressionError`."""
-    origin, inner = get_origin(hint), get_args(hint)
+    """Return a JSON value as the type that its field has; `where` names it in a `CompressionError`."""
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if hint is Any:
         return value
     if is_dataclass(hint):
         return read_as(hint, value, where, closed)  # type: ignore[arg-type]
     if origin in (Union, UnionType):
-        (kind,) = (each for each in inner if each is not NoneType)
+        (kind,) = (option for option in inner if option is not NoneType)
         return None if value is None else value_as(value, kind, where, closed)
     if origin is Literal:
         if value not in inner:
-            raise _odd(value, f"one of {', '.join(inner)}", where)
+            raise _misfit(value, f"one of {', '.join(inner)}", where)
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise _odd(value, "a list", where)
+            raise _misfit(value, "a list", where)
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) != len(value):
-            raise _odd(value, f"a list of {len(kinds)}", where)
+            raise _misfit(value, f"a list of {len(kinds)}", where)
         pairs = enumerate(zip(value, kinds, strict=True))
-        return tuple(value_as(entry, kind, f"{where}[{n}]", closed) for n, (entry, kind) in pairs)
+        return tuple(value_as(entry, kind, f"{where}[{number}]", closed) for number, (entry, kind) in pairs)
     if origin is Mapping:
         if not isinstance(value, dict):
-            raise _odd(value, "an object", where)
+            raise _misfit(value, "an object", where)
         return {name: value_as(entry, inner[1], f"{where}.{name}", closed) for name, entry in value.items()}
-    if hint is float and (value in NOT_FINITE or type(value) is int):
+    if hint is float and (type(value) is int or value in NOT_FINITE):
         return float(value)
     if type(value) is not hint:
-        raise _odd(value, NAMES[hint], where)
+        raise _misfit(value, NAMES[hint], where)
     return value
 
 
-def _odd(value: Any, wanted: str, where: str) -> CompressionError:
+def _misfit(value: Any, wanted: str, where: str) -> CompressionError:
     shown = repr(value)
-    return CompressionError(f"{where} should be {wanted}, it is {shown if len(shown) < 80 else shown[:80] + ' ...'}")
+    if len(shown) >= 80:
+        shown = f"{shown[:80]} ..."
+    return CompressionError(f"{where} should be {wanted}, it is {shown}")
 
 
 def readable_json(content: Mapping[str, Any]) -> str:
-    """Indented JSON in which lists of plain values stand on one line, so that a person can read it."""
-    return _lines(json.loads(json.dumps(content)), "") + "\n"  # as JSON has it: lists for tuples, text for keys
+    """Return indented JSON in which lists of plain values stand on one line, so that a person can read it."""
+    as_json = json.loads(json.dumps(content))  # lists for tuples, text for keys
+    return _lines(as_json, "") + "\n"
 
 
 def _lines(content: Any, margin: str) -> str:
@@ -153,5 +162,5 @@ def _lines(content: Any, margin: str) -> str:
 
 
 def _plain(content: Any) -> str:
-    """JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
+    """Return JSON on one line; lone halves of characters, which names may hold and UTF-8 cannot, as their escapes."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
+from compressor.attribution.hubs import Hub
 from compressor.checkpoint.reader import Size
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep, layer_to_dict
@@ -88,8 +89,7 @@ STEPS: tuple[dict[str, Any], ...] = (ROUTERS, DISTILLED)
 
 def report(depth: int = 4, experts: int = 16, kept: int = 12, **others: Any) -> Report:
     """Everything known, of so many layers."""
-    hub = {"module": "model.layers.1.mlp.experts", "layer": 1, "expert": kept - 1, "influence": 3.21, "aarv": 40.1,
-           "influence_score": 7.2, "aarv_score": 5.5, "share": 0.31}  # fmt: skip
+    hub = Hub("model.layers.1.mlp.experts", 1, kept - 1, 3.21, 40.1, 7.2, 5.5, 0.31)
     planned: dict[str, Any] = {
         "source": "org/some-moe-model", "revision": "c0ffee123", "strategy": "hc-smoe",
         "options": {"linkage": "average"}, "correction": {"method": "tune", "steps": 300}, "steps": STEPS,
@@ -159,19 +159,17 @@ def hostile() -> Report:
         calibration={"source": HOSTILE, "sha256": HOSTILE, HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE},
         layers=layers, seconds={HOSTILE: 1.0}, command=(HOSTILE,),
         gate=replace(gate, base=HOSTILE, compressed=HOSTILE, tasks=tasks, options={HOSTILE: HOSTILE}),
-        hubs=({"module": HOSTILE, "expert": HOSTILE, "layer": HOSTILE, "influence": HOSTILE},), missing=(HOSTILE,),
+        hubs=(Hub(HOSTILE, 0, 1, 3.21, 40.1, 7.2, 5.5, 0.31),), missing=(HOSTILE,),
         left_out=(HOSTILE,), zeroed_fields=(HOSTILE,), measured_text=HOSTILE,
         steps=(
             {"name": HOSTILE, "options": {HOSTILE: HOSTILE}, "result": {HOSTILE: HOSTILE}},
             {"name": "distill", "options": {HOSTILE: HOSTILE}, "result": {HOSTILE: HOSTILE}},
             {"name": "routers", "options": {}, "result": {
-                "before": 10**400, "after": HOSTILE, "taken": HOSTILE, "layers": [HOSTILE, {"place": HOSTILE}],
-                "steps": [HOSTILE, {"step": 10**400}]}},
+                "before": 0.4, "after": 0.3, "taken": HOSTILE, "layers": [{"place": HOSTILE}], "steps": []}},
             {"name": "distill", "options": {}, "result": {
-                "changed": True, "best": HOSTILE, "after": 10**400, "ended": HOSTILE,
-                "curve": [HOSTILE, {}, {"step": 1, "kl": 1e308, "loss": 10**400}, *[
-                    {"step": number, "kl": apart, "loss": 1.0, "training": {HOSTILE: HOSTILE}}
-                    for number, apart in enumerate((1e300, -1e300))]]}},
+                "changed": True, "before": "Infinity", "best": 1, "after": 0.1, "ended": HOSTILE, "curve": [
+                    {"step": number, "kl": apart, "loss": "NaN", "training": {HOSTILE: 1.0}}
+                    for number, apart in enumerate(("Infinity", 0.1, 0.2))]}},
         ),
     )  # fmt: skip
 

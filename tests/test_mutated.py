@@ -38,7 +38,6 @@ from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import report_data
-from compressor.report.figures import figures
 from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
 from compressor.steps.prune.protecting import given_protected
@@ -47,7 +46,6 @@ from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.plans import by_hand, pruned
 
-DRAWN = ("experts", "errors")  # of the figures, those that show what the file says
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 0.5, 1.7e308, -1.7e308, float("inf"),
     -float("inf"), float("nan"), "", "0", "NaN", "\ud800", "[/b]", "\x1b[31m\u202e", "a\x00b", "x" * 300, "x" * 5000,
@@ -297,14 +295,6 @@ def test_gate(raw: bytes) -> None:
         differing(folder, result.compressed_identity)
 
 
-@given(mutated(compression))
-def test_compression(raw: bytes) -> None:
-    with folder_with(compression__json=raw) as folder, only_sentences():
-        data = report_data(folder)
-        page(data, figures(data, DRAWN)).encode("utf-8", "backslashreplace")
-        json.loads(data.to_json())
-
-
 def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:
     """Read a reference set with these files beside sound tensors."""
     write_reference(made_reference(), folder / "set", False)
@@ -353,7 +343,7 @@ def test_adapters(raw: bytes) -> None:
 
 SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
     test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
-    test_gate: gate, test_compression: compression, test_reference: lambda: reference()[0],
+    test_gate: gate, test_reference: lambda: reference()[0],
     test_item: lambda: reference()[1], test_adapters: lambda: adapters()[0],
 }  # fmt: skip
 

@@ -6,13 +6,14 @@ What was measured on text comes from `compressor.report.measuring`. E experts, N
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import GateResult, gate_content
@@ -20,7 +21,7 @@ from compressor.formatting import counted, joined, one_line, ranges
 from compressor.pipeline.outcome import Outcome, read_outcome
 from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json, read_json
+from compressor.records import plain_json, read_json, value_as
 
 FORMAT = "moe-compressor-report/3"
 NO_RECORD = "This machine has no record of the run, so its times and memory are not shown."
@@ -93,9 +94,9 @@ class LayerReport(LayerMeasures):
 
 
 def heldout_error(layer: LayerPlan, name: str) -> float | None:
-    """An error that a layer's reconstruction recorded; None where it recorded none."""
-    error = correction_of(layer).get(name)
-    return error if isinstance(error, int | float) else None
+    """Return an error that a layer's reconstruction recorded; None where it recorded none."""
+    error: float | None = correction_of(layer).get(name)
+    return error
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Report(Outcome):
     """An outcome, and all that was measured of it."""
 
     layers: tuple[LayerReport, ...] = ()
-    hubs: tuple[Mapping[str, Any], ...] = ()
+    hubs: tuple[Hub, ...] = ()
     missing: tuple[str, ...] = ()  # what is not shown, and the option that gives it
     measured_tokens: int = 0
     measured_text: str | None = None
@@ -154,12 +155,14 @@ def report_data(
     )
 
 
-def _read_hubs(path: Path) -> tuple[Mapping[str, Any], ...]:
+def _read_hubs(path: Path) -> tuple[Hub, ...]:
     remedy = "name a hubs.json that moe-compress attribute has written"
     content = read_json(path, remedy, remedy)
-    if not isinstance(content, list) or not all(isinstance(entry, dict) and "expert" in entry for entry in content):
-        raise CompressionError(f"{path} should hold a list of experts; {remedy}")
-    return tuple(content)
+    try:
+        hubs: tuple[Hub, ...] = value_as(content, tuple[Hub, ...], "the list of hubs")
+    except CompressionError as error:
+        raise CompressionError(f"{path}: {error}; {remedy}") from error
+    return hubs
 
 
 def named(layers: Iterable[LayerReport]) -> tuple[LayerReport, ...]:

@@ -25,7 +25,7 @@ from compressor.document.drawing import (
 from compressor.document.picture import FONT, Drawing
 from compressor.evaluation.gate_report import gate_figure
 from compressor.formatting import counted, listed, percent, readable, short, span
-from compressor.recipe.document import changed, result_of
+from compressor.recipe.document import changed
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
 from compressor.steps.distill.step import curve
 
@@ -336,10 +336,9 @@ def distillation(data: Report) -> Figure | None:
     drawings = []
     for step in data.steps:
         points = {number: value for number, value, _ in curve(step) if abs(value) < LARGEST}
-        if step.get("name") != "distill" or len(points) < 2:
+        if step["name"] != "distill" or len(points) < 2:
             continue
-        best = result_of(step).get("best") if changed(step) else None
-        best = best if type(best) is int and best in points else None
+        best = step["result"]["best"] if changed(step) else None
         chosen = (
             "nothing was changed" if best is None else f"the state after {best} was taken, at {short(points[best])}"
         )

@@ -7,7 +7,7 @@ each is in memory. T tokens, E experts, H hidden, S sampled tokens.
 
 Base and text are found by the record of the run, unless they are named. What is not available is taken from what the
 run itself kept, or left out with a sentence that says so. What was measured last, and what a run of `compress` sees
-anyway, is kept in the user's cache.
+anyway, is kept in the user's cache; a model card shows the former.
 
 Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
 arXiv:1905.00414) stands in where a strategy compares no experts.
@@ -38,23 +38,13 @@ from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
-from compressor.recipe.document import entries
 from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as
-from compressor.report.data import FORMAT, LayerMeasures, Matrix, Measured
-from compressor.run_record import (
-    RunRecord,
-    cache_folder,
-    digest_of,
-    read_cached,
-    read_record,
-    request_key,
-    versions,
-    write_cached,
-)
+from compressor.report.data import LayerMeasures, Matrix, Measured
+from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, write_cached
 from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
@@ -81,8 +71,8 @@ def measure(
     """Measure an output folder against its base on calibration text; `missing` says what could not be measured.
 
     `model` and `calibration` default to what the run that made the output used. `samples` sequences run, by default as
-    many as 16,384 tokens fill; `sequence_length` is that of a text named here. The result is kept in the user's cache
-    and taken from there while nothing has changed.
+    many as 16,384 tokens fill; `sequence_length` is that of a text named here. The result is kept in the user's cache,
+    for the model card.
     """
     if samples is not None and samples < 1:
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
@@ -107,14 +97,6 @@ def measure(
             wanted = samples or max(len(sources), TOKENS // max(length, 1))
             text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
     run = (kept_measures(folder, "run") if calibration is None and dtype == "auto" else None) or Measured()
-    models = [
-        each and [*map(list, each.checkpoint.stamp()), str(each.partial.dtype), str(each.partial.device)]
-        for each in (base, output)
-    ]
-    read = text and [_name(text.identity), *(batch.tolist() for batch in text.batches)]
-    key = request_key(FORMAT, models, read, plain_json(run), versions())  # all that the measures depend on
-    if (kept := kept_measures(folder, "report", key)) is not None:
-        return kept
     layers, tokens, source = {layer.module: layer for layer in run.layers}, run.tokens, run.text
     planned = {layer.module: layer for layer in plan.stage.layers}
 
@@ -137,7 +119,7 @@ def measure(
         layers[layer.module] = replace(layers.get(layer.module, layer), **known)
     missing = tuple(_missing(folder, plan, base, output, text, " beyond what the run recorded" if run.tokens else ""))
     measured = Measured(tuple(layers.values()), tokens, source, missing)
-    keep_measures(folder, measured, "report", key)
+    keep_measures(folder, measured, "report")
     return measured
 
 
@@ -205,7 +187,7 @@ def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, sampl
     if recorded is not None and recorded.get("sha256") == identity.get("sha256"):
         identity = recorded
     else:
-        names = [entry.get("source") for entry in entries(identity.get("sources"))]
+        names = [entry.get("source") for entry in identity.get("sources") or ()]
         if not names or not all(name == DEMO_SOURCE or exists(Address.parse(str(name)).name) for name in names):
             return None
     try:
@@ -237,22 +219,19 @@ def _name(identity: Mapping[str, Any]) -> str:
 By = Literal["run", "report"]
 
 
-def keep_measures(folder: Path, measured: Measured, by: By, key: str = "") -> None:
-    """Remember what was measured of an output as it is now, under a `key` that names what else it depends on.
-
-    Where that cannot be written, nothing is kept.
-    """
+def keep_measures(folder: Path, measured: Measured, by: By) -> None:
+    """Remember what was measured of an output as it is now; where that cannot be written, nothing is kept."""
     if measured.layers:
         path, facts = _cached(folder, by)
-        write_cached(path, {**facts, "key": key, "measured": plain_json(measured)})
+        write_cached(path, {**facts, "measured": plain_json(measured)})
 
 
-def kept_measures(folder: Path, by: By = "report", key: str | None = None) -> Measured | None:
-    """What was measured last, unless the weights or the key, if one is given, are others; None if nothing was."""
+def kept_measures(folder: Path, by: By = "report") -> Measured | None:
+    """Return what was measured last; None if nothing was, or if the weights are others now."""
     path, facts = _cached(folder, by)
     content = read_cached(path)
     try:
-        fits = content is not None and content["weights"] == facts["weights"] and key in (None, content["key"])
+        fits = content is not None and content["weights"] == facts["weights"]
         return read_as(Measured, content["measured"]) if content is not None and fits else None
     except (KeyError, CompressionError) as error:
         logger.debug("the measures in %s are ignored: %s", path, error)

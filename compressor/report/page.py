@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from compressor.attribution.figures import expert_label
 from compressor.document import html
 from compressor.document.blocks import (
     Block,
@@ -34,7 +33,7 @@ from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import heldout_blocks, overall_words
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
-from compressor.recipe.document import changed, entries, first_of, step_blocks, step_line
+from compressor.recipe.document import changed, first_of, step_blocks, step_line
 from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures
@@ -80,9 +79,7 @@ def made_with(data: Report) -> Facts:
         if text is None:
             continue
         size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
-        parts = tuple(
-            setting({**part, "source": label(str(part.get("source")))}) for part in entries(text.get("sources"))
-        )
+        parts = tuple(setting({**part, "source": label(part["source"])}) for part in text.get("sources", ()))
         rows += [
             (name, label(str(text.get("source", "unnamed text")))),
             (f"{name}: size", setting(size)),
@@ -254,14 +251,12 @@ def errors(data: Report) -> list[Block]:
 def hubs(data: Report) -> list[Block]:
     """Named hubs with what became of them, and protected experts by layer."""
     protected = tuple((layer.name, listed(layer.protected)) for layer in data.layers if layer.protected)
-    layers, rows = {layer.module: layer for layer in data.layers}, []
+    became = {layer.module: dispositions(layer) for layer in data.layers}
+    rows = []
     for hub in data.hubs:
-        layer, expert = layers.get(str(hub.get("module"))), hub["expert"]
-        became, name = "not in the plan", setting(expert)
-        if layer is not None and isinstance(expert, int):
-            became, name = dispositions(layer).get(expert, "-"), expert_label(layer.plan.layer, expert)
-        figures = [hub.get(field) for field in ("influence", "influence_score", "aarv", "aarv_score")]
-        rows.append((name, became, *map(short, figures), percent(hub.get("share"))))
+        disposition = became.get(hub.module, {}).get(hub.expert, "not in the plan")
+        figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
+        rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     texts = frozenset({"what became of it", "experts"})
     return [
         Heading("Hubs", 3),

@@ -59,6 +59,7 @@ def test_defaults_may_be_missing_and_further_fields_are_left_aside() -> None:
         ({"kind": "three"}, "^kind should be one of one, two, it is 'three'$"),
         ({"inner": [{"share": 1}]}, r"^inner\[0\]\.name is missing$"),
         ({"inner": [{"name": "a", "share": True}]}, r"^inner\[0\]\.share should be a number, it is True$"),
+        ({"inner": [{"name": "a", "share": "x" * 99}]}, r"^inner\[0\]\.share should be a number, it is 'x{79} \.\.\.$"),
         ({"inner": [{"name": "a", "share": 0, "pair": [1]}]}, r"^inner\[0\]\.pair should be a list of 2"),
         ({"times": {"all": "1"}}, r"^times\.all should be a number, it is '1'$"),
         ({"times": []}, r"^times should be an object, it is \[\]$"),

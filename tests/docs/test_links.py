@@ -1,11 +1,15 @@
 """Every relative link of README and pages leads to a file, and its anchor to a heading; figures are told once."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, PAGES, ROOT, links, name_of
+from compressor.cli import demonstration
+from tests.pages import DOCS, PAGES, ROOT, links, name_of, prose
+
+FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples"  # of the clone
 
 
 def anchors(page: Path) -> set[str]:
@@ -30,7 +34,29 @@ def test_the_readme_is_short_and_reaches_every_part() -> None:
     assert {"tutorial.md", "how-to", "reference", "explanation", "results.md", "index.md"} <= reached
 
 
+def test_files_that_pages_name_exist() -> None:
+    """Paths of the clone in code, in which NAME stands for any name, and scripts run as modules."""
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", prose(page)):
+            paths = re.findall(rf"(?<![\w/.*-])(?:{FOLDERS})/[\w./-]*\w", code)
+            scripts = re.findall(r"python -m (scripts[\w.]+)", code)
+            for path in [*paths, *(f"{script.replace('.', '/')}.py" for script in scripts)]:
+                assert list(ROOT.glob(path.replace("NAME", "*"))), f"{name_of(page)}: {path}"
+
+
+def test_counts_in_the_readme_are_those_of_the_code() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        entry_points = tomllib.load(stream)["project"]["entry-points"]
+    assert f"{len(entry_points['moe_compressor.strategies'])} ways to choose and merge experts" in readme
+    words = {3: "three", 4: "four", 5: "five"}
+    assert f"demo model with {words[len(demonstration.STRATEGIES)]} strategies" in readme
+    (steps,) = re.findall(r"\[Recipes\]\([^)]*\)\*\*: (.*?) as YAML", readme)
+    named = re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", steps).split(", ")
+    assert sorted(named) == sorted(entry_points["moe_compressor.steps"])
+
+
 def test_the_readme_shows_the_measured_table() -> None:
     readme, results = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
     rows = re.findall(r"^\|.*%.*\|$", readme, re.MULTILINE)
-    assert len(rows) == 5 and all(row in results for row in rows)
+    assert len(rows) == 1 + len(demonstration.STRATEGIES) and all(row in results for row in rows)

@@ -33,6 +33,7 @@ def test_other_pages_count_the_families_as_the_page_does() -> None:
     without = [cell for cell in graphs if "no cache" in cell]
     count, with_cache = len(graphs), len(graphs) - len(refused) - len(without)
     exported = f"Of the {count} families {with_cache} export with a cache and {len(without)} without"
+    assert PAGE.read_text(encoding="utf-8").split("\n\n")[1].startswith(f"{count} families of transformers ")
     assert f"[{count} architectures](docs/architectures.md)" in Path("README.md").read_text()
     assert f"[{count} families](architectures.md)" in Path("docs/index.md").read_text()
     assert f"{exported}; {len(refused)} are refused" in Path("docs/how-to/exporting.md").read_text()

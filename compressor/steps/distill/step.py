@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
-from compressor.recipe.document import changed, divergence, entries, figure, is_number, result_of
+from compressor.formatting import short
+from compressor.recipe.document import changed, divergence, flips
 from compressor.recipe.step import DEFAULT_LENGTH, Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "al
 WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
 EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 COLUMNS = ("step", "KL", "loss", "flips", "training")
-NUMBERS = ("step", "kl", "loss")
 Evaluation = tuple[int, float, float]  # step, KL from the base, next-token loss
 
 
@@ -128,24 +128,31 @@ class Distill(Step):
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """What was trained for how long, KL before and after, and a row for each evaluation, with training losses."""
-        result = result_of(entry)
+        result = entry.get("result") or {}
         training = f"{self.train}, at most {self.steps} steps of {self.tokens_per_step} tokens"
         outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
         if not changed(entry):
             outcome = f"nothing was changed; {divergence(result, False)}"
-        rows = tuple(
-            (
-                f"{each['step']:,}",
-                *(f"{each[name]:.5g}" for name in NUMBERS[1:]),
-                f"{100 * each['flips']:.3g}%" if is_number(each.get("flips")) else "-",
-                ", ".join(f"{name} {figure(value)}".replace("_", " ") for name, value in _losses(each)) or "-",
+        rows = []
+        for evaluation in _evaluations(entry):
+            losses = [f"{name} {short(value)}".replace("_", " ") for name, value in evaluation["training"].items()]
+            rows.append(
+                (
+                    f"{evaluation['step']:,}",
+                    short(evaluation["kl"], 5),
+                    short(evaluation["loss"], 5),
+                    flips(evaluation["flips"]) if "flips" in evaluation else "-",
+                    ", ".join(losses) or "-",
+                )
             )
-            for each in _evaluations(entry)
-        )
         return (
             Text(f"Distillation ({training}): {outcome}."),
             *([Text(f"Training ended: {ended}.")] if (ended := result.get("ended")) else []),
-            *([Table("Held-out text during the distillation", COLUMNS, rows, frozenset(COLUMNS[4:]))] if rows else []),
+            *(
+                [Table("Held-out text during the distillation", COLUMNS, tuple(rows), frozenset(COLUMNS[4:]))]
+                if rows
+                else []
+            ),
         )
 
 
@@ -155,12 +162,5 @@ def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
 
 
 def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = [
-        each for each in entries(result_of(entry).get("curve")) if all(is_number(each.get(key)) for key in NUMBERS)
-    ]
-    return sorted(found, key=lambda each: each["step"])
-
-
-def _losses(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    parts = evaluation.get("training")
-    return list(parts.items())[:10] if isinstance(parts, Mapping) else []
+    result = entry.get("result") or {}
+    return list(result.get("curve", ()))

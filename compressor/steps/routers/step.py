@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
-from compressor.recipe.document import changed, divergence, entries, figure, result_of
+from compressor.formatting import short
+from compressor.recipe.document import changed, divergence
 from compressor.recipe.step import DEFAULT_LENGTH, Needs, Result, Step, TextPart
 
 if TYPE_CHECKING:
@@ -81,16 +82,16 @@ class Routers(Step):
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """The method, KL before and after, a row for each round, and a bias's places; gains are in nats per token."""
-        result, moved = result_of(entry), changed(entry)
+        result, moved = entry.get("result") or {}, changed(entry)
         took = f", took {result['taken']}" if "taken" in result else ""
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
         rounds = tuple(
-            (str(number), *(figure(step.get(name)) if step.get("step") else "-" for name in FIGURES))
-            for number, step in enumerate(entries(result.get("steps")), 1)
+            (str(number), *(short(step.get(name)) if step.get("step") else "-" for name in FIGURES))
+            for number, step in enumerate(result.get("steps", ()), 1)
         )
-        layers = entries(result.get("layers"))
+        layers = result.get("layers", ())
         places = tuple(
-            (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(figure(layer.get(name)) for name in PLACES[2:]))
+            (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(short(layer.get(name)) for name in PLACES[2:]))
             for layer in layers
         )
         selection = any(layer.get("place") == "selection bias" for layer in layers)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compressor
+from compressor.attribution.hubs import Hub
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_report import gate_json
 from compressor.evaluation.gate_verdict import gate_from_content
@@ -41,6 +42,7 @@ def cached(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(out.parent / "cache"))
 
 
+HUB = Hub("m", 1, 6, 2.5, 40.0, 7.0, 5.5, 0.3)
 MODULES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 MEASURED = Measured(
     tuple(
@@ -97,11 +99,11 @@ def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None
     gate = replace(gates.mixed(), compressed_identity=of_these)
     (out / "gate.json").write_text(gate_json(gate))
     hubs = tmp_path / "hubs.json"
-    hubs.write_text('[{"module": "m", "layer": 1, "expert": 6, "influence": 2.5}]')
+    hubs.write_text(json.dumps([plain_json(HUB)]))
     try:
         data = report_data(out, MEASURED, hubs)
         assert data.gate == gate
-        assert data.hubs == ({"module": "m", "layer": 1, "expert": 6, "influence": 2.5},)
+        assert data.hubs == (HUB,)
         assert gate_from_content(json.loads(data.to_json())["gate"]) == gate
         (out / "gate.json").write_text(gate_json(gates.mixed()))  # which judged files of other sizes
         assert report_data(out, MEASURED).gate is None
@@ -143,9 +145,9 @@ def test_json_comes_back(gate: Any, command: Any) -> None:
     layer = LayerMeasures("m", ((1.0,),), "l", (1.0,), (1.0,), 0.5, 0.5)
     measured = Measured((layer,), 3, "t", ("m",))
     assert read_as(Measured, json.loads(json.dumps(plain_json(measured)))) == measured
-    data = report(gate=gate, command=command, options={"a": [1, 2]}, hubs=({"expert": 1},), missing=("a",))
+    data = report(gate=gate, command=command, options={"a": [1, 2]}, hubs=(HUB,), missing=("a",))
     content = json.loads(data.to_json())
-    assert content["experts"] == {"before": 16, "after": 12} and content["hubs"] == [{"expert": 1}]
+    assert content["experts"] == {"before": 16, "after": 12} and content["hubs"] == [plain_json(HUB)]
     assert content["steps"][0]["options"] == {"strategy": "hc-smoe", "options": {"a": [1, 2]}}
     assert content["layers"][1]["protected"] == [11] and len(content["layers"][1]["similarity"]) == 16
     assert content["command"] == (None if command is None else list(command))
