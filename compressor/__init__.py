@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from compressor.pipeline.dry_run import DryRun, dry_run
     from compressor.pipeline.outcome import Outcome
     from compressor.recipe.recipe import Recipe
-    from compressor.recipe.step import Step
+    from compressor.recipe.step import StepOptions
     from compressor.recipe.steps_plan import Plan
-    from compressor.steps.constants.step import Constants
-    from compressor.steps.correct.step import Correct
-    from compressor.steps.distill.step import Distill
-    from compressor.steps.prune.step import Prune
-    from compressor.steps.quantize.step import Quantize
-    from compressor.steps.routers.step import Routers
-    from compressor.steps.split.step import Split
+    from compressor.steps.constants.options import Constants
+    from compressor.steps.correct.options import Correct
+    from compressor.steps.distill.options import Distill
+    from compressor.steps.prune.options import Prune
+    from compressor.steps.quantize.options import Quantize
+    from compressor.steps.routers.options import Routers
+    from compressor.steps.split.options import Split
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
@@ -53,7 +53,7 @@ _HOMES = {  # public names by their modules, which are loaded, and torch with th
     "pipeline.dry_run": "DryRun dry_run",
     "pipeline.outcome": "Outcome",
     "recipe.recipe": "Recipe",
-    "recipe.step": "Step",
+    "recipe.step": "StepOptions",
     "recipe.steps_plan": "Plan",
     **{f"steps.{step.lower()}.step": step for step in _STEPS},
 }

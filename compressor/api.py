@@ -48,7 +48,7 @@ from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, re
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
 from compressor.recipe.registry import working_strategies
-from compressor.recipe.step import Step, TextOptions
+from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.report.comparison_report import Comparison
@@ -57,7 +57,8 @@ from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
 from compressor.report.sizes_report import SizeComparison
 from compressor.statistics.statistics import ATTRIBUTED
 from compressor.steps.constants.mone import refuse_model
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
+from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import (
     Planner,
     plan_sources,
@@ -66,7 +67,6 @@ from compressor.steps.prune.planning import (
     refuse_sources_without_heldout,
 )
 from compressor.steps.prune.protecting import given_protected
-from compressor.steps.prune.step import Prune
 from compressor.steps.split.opening import partitioned, seen_as, with_top_k
 from compressor.steps.state import State
 
@@ -81,7 +81,7 @@ ModelLike: TypeAlias = str | Path | PreTrainedModel | LoadedModel  # a folder, a
 def compress(
     model: ModelLike | Recipe,
     out: str | Path,
-    steps: Sequence[Step] | None = None,
+    steps: Sequence[StepOptions] | None = None,
     *,
     tokenizer: Any = None,
     calibration: Calibrating = None,
@@ -144,7 +144,7 @@ def compress(
 
 def make_recipe(
     model: str | LoadedModel,
-    steps: Sequence[Step],
+    steps: Sequence[StepOptions],
     calibration: Calibrating = None,
     samples: int | None = None,
     sequence_length: int | None = None,
@@ -199,7 +199,7 @@ def plan(
     `announce` gets what servers make of the output.
     """
     with _planning(recipe, device, progress, announce) as state:
-        if state.steps[0].order is None:
+        if state.steps[0].options.order is None:
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
         return state.plan
@@ -210,7 +210,8 @@ def plan_per_source(
 ) -> list[Plan]:
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
     with _planning(recipe, device, progress, announce, per_source=True) as state:
-        prune, number = state.step_of("prune"), state.number_of("prune")
+        prune, number = state.options_of(Prune), state.pruned
+        assert prune is not None  # by `refuse_per_source`
         if state.text is None:
             raise CompressionError(
                 f"strategy {prune.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
@@ -228,7 +229,7 @@ def _planning(
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
         if per_source:
-            refuse_per_source(task.steps, recipe.calibration.data or ())
+            refuse_per_source(task.options, recipe.calibration.data or ())
         if announce is not None:
             announce(servers_after(task))
         yield first_state(task, opened)
@@ -248,7 +249,7 @@ def change(
     return compress(checkpoint, out, [on_text(name, options, text)], seed=seed, **more)
 
 
-def on_text(name: str, options: dict[str, Any], text: TextOptions) -> Step:
+def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
     """A step with a text of its own: the plan of its output goes on with earlier ones, and can be repeated."""
     own = text.data is not None or text.emphasis is not None
     return make_step(name, {**options, **({"calibration": text} if own else {})})

@@ -28,7 +28,22 @@ from compressor.model.moe_layer import MoeLayer, check_count
 from compressor.progress import Progress
 from compressor.recipe.plan import Group, LayerPlan
 from compressor.recipe.registry import Exporter, Strategy, load_strategy
-from compressor.recipe.step import LayerAt, Needs, Result, Step, Tensors, TextPart
+from compressor.recipe.step import (
+    CONSTANTS,
+    EXPERTS,
+    FORMAT,
+    ROUTERS,
+    SUB_EXPERTS,
+    WEIGHTS,
+    DecoderLayer,
+    OutputSize,
+    Requirements,
+    Result,
+    Step,
+    StepOptions,
+    Tensors,
+    TextPart,
+)
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import HELDOUT, RECONSTRUCTION, LayerStatistics
 from compressor.steps.prune.choose import (

@@ -16,7 +16,7 @@ from compressor.progress import Silent
 from compressor.steps.distill import engines
 from compressor.steps.distill.engines import Engine, InMemory, Streamed, trained_layers
 from compressor.steps.distill.objective import Objective, Text, training_text
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 from tests import small, zoo
 
 LENGTH = 12

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 import compressor
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from tests import small, zoo
 from tests.command_line import Run, captured, names, refused
 from tests.plans import pruned

@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.opened import open_model
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import decisions
-from compressor.steps.quantize.step import Quantize
+from compressor.steps.quantize.options import Quantize
 from tests import reference, zoo
 from tests.plans import by_hand, disposition
 from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4

@@ -33,10 +33,10 @@ from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.model.serving import Advice, server_line
-from compressor.recipe.step import Step, TextOptions
-from compressor.steps.distill.step import Distill
-from compressor.steps.routers.step import Routers
-from compressor.steps.split.step import Split
+from compressor.recipe.step import StepOptions, TextOptions
+from compressor.steps.distill.options import Distill
+from compressor.steps.routers.options import Routers
+from compressor.steps.split.options import Split
 
 Source = Annotated[
     str | None,
@@ -190,7 +190,7 @@ def compress(
         rendering.show_outcome(outcome, running.as_json, pushed)
 
 
-def _of_step(step: type[Step], name: str, text: str, against_base: bool) -> Callable[..., None]:
+def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) -> Callable[..., None]:
     """A command that carries out one step on a finished checkpoint; its options are the step's fields."""
     sized = "sequence_length" in step.model_fields  # by the step itself
     fields = ("data", "emphasis", "strict") if sized else ("data", "samples", "sequence_length", "strict")

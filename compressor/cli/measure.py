@@ -37,7 +37,7 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names
 from compressor.model.serving import server_line
-from compressor.steps.prune.step import protecting_packages
+from compressor.steps.prune.options import protecting_packages
 
 LISTS = ("steps", "strategies", "exporters", "optimizers")
 

@@ -148,7 +148,7 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     blocks: list[Block] = [size_table(title, outcome.sizes())]
     for step in outcome.plan.steps:
         if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
-            blocks += make_step(step.name, step.options).describe(step.to_dict())
+            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
     if outcome.heldout is not None:
         blocks += heldout_blocks(outcome.heldout)
     if outcome.seconds:

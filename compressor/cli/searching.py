@@ -278,8 +278,9 @@ def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     seen, parts = model, 1
     stage = of_stage(recipe.steps, 0)
     for step in stage:
-        if (resolved := step.resolved(model, stage)) is not None:
-            seen, parts = resolved.view(seen), parts * int(getattr(resolved, "parts", 1))
+        resolved = step.step().resolve(model, stage)
+        if resolved is not None:
+            seen, parts = resolved.model_view(seen), parts * int(getattr(resolved, "parts", 1))
     layers = seen.architecture.layers
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:

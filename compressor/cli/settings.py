@@ -30,7 +30,7 @@ from compressor.recipe.recipe import (
     step_class,
     with_options,
 )
-from compressor.recipe.step import Step, TextOptions
+from compressor.recipe.step import StepOptions, TextOptions
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**options, name: _with(below, inner, value) if inner else value}
 
 
-def _without_merging(steps: Mapping[str, Step], values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_merging(steps: Mapping[str, StepOptions], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values without those on merging where the strategy merges nothing, with a warning."""
     if not values.keys() & {*MERGING}:
         return dict(values)

@@ -39,8 +39,8 @@ from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.choose import keep_best, kept_share
+from compressor.steps.prune.options import protector_of
 from compressor.steps.prune.protecting import given_protected, listed, with_list
-from compressor.steps.prune.step import protector_of
 
 logger = logging.getLogger(__name__)
 

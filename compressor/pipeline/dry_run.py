@@ -16,13 +16,11 @@ from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.run import earlier_plan
 from compressor.pipeline.task import Task, prepare, stage_numbers, text_specs
 from compressor.recipe.recipe import Recipe
+from compressor.recipe.step import WEIGHTS
 from compressor.steps.job import output_size
 from compressor.steps.state import OWN, part_name
 
-CHANGES = ("correct", "distill")  # steps that write experts anew, in a plain dtype
 EVALUATION = "to compare output and base on, a pass of each"
-COPIES = 4  # of the hidden states, with a correction: inputs and outputs of a layer as it was, and as it is
-ORIGINALS = 2  # more, toward the base's own hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     task = prepare(recipe, model, base, earlier_plan(model))
-    experts, changed = experts_left(task), any(step.name in CHANGES for step in task.steps)
+    experts, changed = experts_left(task), any(WEIGHTS in step.changes for step in task.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
     after = _shape(task.seen, experts, partial(_size_after, task, changed=changed))
     names = {part_name(number): step.name for number, step in enumerate(task.steps)}
@@ -112,9 +110,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         for number, spec in text_specs(task)
     )
     hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
-    corrects: list[Any] = [step for step in task.steps if step.name == "correct"]
-    copies = COPIES if corrects else 1
-    copies += ORIGINALS if any(step.toward != 0 for step in corrects) else 0
+    copies = max(needed.hidden_copies for needed in task.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
     return DryRun(
@@ -124,9 +120,9 @@ def dry_run(recipe: Recipe) -> DryRun:
         moe_layers=len(model.architecture.layers),
         steps=tuple(
             {"name": step.name, "options": step.to_dict(), "stage": stage, "passes": need.passes if texts else 0}
-            for step, stage, need in zip(task.steps, stage_numbers(task.steps), task.needs, strict=True)
+            for step, stage, need in zip(task.options, stage_numbers(task.options), task.requirements, strict=True)
         ),
-        notes=tuple(note for need in task.needs for note in need.notes),
+        notes=tuple(note for need in task.requirements for note in need.notes),
         before=replace(before, **asdict(Size.of(checkpoint.tensors.values()))),
         after=after,
         servers=servers_after(task),
@@ -134,7 +130,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         weights=model.partial.nbytes,
         layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
-        whole_memory=max(need.whole for need in task.needs) * after.parameters,
+        whole_memory=max(need.parameter_bytes for need in task.requirements) * after.parameters,
     )
 
 
@@ -142,7 +138,7 @@ def experts_left(task: Task) -> int:
     """Experts of a layer at the end, of whatever stages; sub-experts where experts are split."""
     layers = task.seen.architecture.layers
     count, parts = layers[0].experts, layers[0].parts
-    for step, need in zip(task.steps, task.needs, strict=True):
+    for step, need in zip(task.options, task.requirements, strict=True):
         if need.experts is not None:
             count = need.experts
         elif {"experts", "ratio"} <= set(type(step).model_fields):  # of a later stage
@@ -159,9 +155,8 @@ def servers_after(task: Task) -> Advice:
 
 def _size_after(task: Task, experts: int, changed: bool) -> Size:
     """What is written of the model with so many experts in each layer."""
-    if task.quantize is not None:
-        return task.quantize.size(task.seen, experts, changed)[0]
-    return output_size(task.seen, experts, changed)
+    stored = task.stored_by(task.steps, changed)
+    return output_size(task.seen, experts, changed) if stored is None else stored.size
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:

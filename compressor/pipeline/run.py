@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, find_model
@@ -31,7 +32,7 @@ from compressor.pipeline.task import Task, evaluation_text, first_state, open_ru
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
-from compressor.recipe.step import LayerAt, Step, Tensors
+from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_object, spelled
 from compressor.run_record import (
@@ -231,7 +232,7 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     if outcome.heldout is not None:
         ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     fit = None if state.text is None else state.text.fit
-    changed = stage is not first or any(step.order is None for step in task.steps)
+    changed = stage is not first or any(step.order is None for step in task.options)
     heads = first.heads if stage.heads else ()
     acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
     if terms.accept is not None:
@@ -314,7 +315,7 @@ def make_all(state: State) -> Stage:
             if (recorded := work.steps.get(number)) is not None:  # by a run that was killed
                 entry = read_as(PlannedStep, recorded, "journal.json")
                 state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
-        if state.step_at(numbers[0]).order is not None:
+        if state.step_at(numbers[0]).options.order is not None:
             stage = _layer_stage(state, numbers, stage, work)
             continue
         if stage is None:  # the whole model is changed first: a copy of it
@@ -351,43 +352,44 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
 def decide(state: State, numbers: Sequence[int]) -> None:
     """The decisions of these steps of a stage, in its order; those that are there already excepted."""
     for number in state.stage:
-        state.model = state.step_at(number).view(state.model)
+        state.model = state.step_at(number).model_view(state.model)
     for number in numbers:
         state.number, step = number, state.step_at(number)
         decided = state.plan.steps[number].plan
         if decided is None:
             with state.clock.phase("plan"):
-                decided = dict(step.plan(state))
+                decided = dict(step.decide(state))
             state.plan = state.plan.with_entry(number, plan=decided or None, text=state.own_text)
             if state.work is not None and decided:
                 state.work.record(number, state.plan.steps[number].to_dict())
-        step.take(decided, state)
+        step.apply_decision(decided, state)
 
 
-def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step] = ()) -> Stage:
+def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> Stage:
     folder, plan = work.stage(numbers[0]), state.stage_plan()
     heads = check_plan(plan, state.model)
-    packed = any(step.name == "quantize" for step in state.steps[: numbers[0] - state.first])
+    earlier = state.steps[: numbers[0] - state.first]
+    packed = [step.name for step in earlier if FORMAT in step.options.changes]
     if packed and through_model(state.model.layout, plan):
-        fault = "quantize has packed experts that can only be merged, or dropped, once they are dequantised"
-        raise CompressionError(f"steps[{numbers[0] - state.first}]: {fault}; put quantize after it")
+        message = f"{packed[0]} has packed experts that can only be merged, or dropped, once they are dequantised"
+        raise CompressionError(f"steps[{numbers[0] - state.first}]: {message}; put {packed[0]} after it")
     job = None
     for number, step in zip(numbers, steps, strict=False):
-        state.number, job = number, job or step.job(state)
+        state.number, job = number, job or step.writer(state)
     state.number = numbers[0]
     if job is None:
-        cut = state.cut() if state.step_of("correct") is not None else None
-        changing = [step for step in steps if type(step).layer is not Step.layer]
+        cut = state.cut() if state.refits else None
+        changing = [step for step in steps if type(step).apply_layer is not Step.apply_layer]
 
         def change(name: str, tensors: Tensors) -> Tensors:
             """What steps that only change tensors do to a decoder layer, one after the other."""
             moe_layers = [layer for layer in state.model.architecture.layers if layer.unit == name]
             current = dict(tensors)
             for step in changing:
-                for key, value in (step.layer(LayerAt(name, moe_layers, current), state) or {}).items():
+                for key, value in (step.apply_layer(DecoderLayer(name, moe_layers, current), state) or {}).items():
                     if key not in current or value.shape != current[key].shape:
                         fault = f"gives {key} of {name}, which is no tensor of that shape"
-                        raise CompressionError(f"step {step.name} {fault}; mend its layer()")
+                        raise CompressionError(f"step {step.name} {fault}; mend its apply_layer()")
                     current[key] = value
             return {key: value for key, value in current.items() if value is not tensors[key]}
 
@@ -397,7 +399,7 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
         state.progress.start("write", len(job.units))
         with state.clock.phase("write"):
             write_stage(job, folder, labels, state.progress.advance)
-        if not any(step.verified_by_kept for step in steps):
+        if not any(step.options.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
     return Stage(folder, job, state.model, plan, heads)
 
@@ -409,7 +411,7 @@ def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
         each.partial.stream()
     state.model = stage.opened(state.base)
     with state.clock.phase(step.name):
-        result = step.whole(state)
+        result = step.apply_model(state)
     if result is None:
         return
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from compressor.checkpoint.reader import Size
 from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
@@ -37,11 +39,10 @@ from compressor.model.tokenizer import thinking_end
 from compressor.progress import Announced, Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
-from compressor.recipe.step import Needs, Step, TextOptions
+from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.job import output_size
-from compressor.steps.quantize.step import Quantize
 from compressor.steps.state import OWN, Observer, State, Texts, part_name
 from compressor.steps.workdir import Workdir
 
@@ -94,8 +95,8 @@ class Task:
     recipe: Recipe
     model: OpenModel
     base: OpenModel
-    steps: tuple[Step, ...]
-    needs: tuple[Needs, ...]
+    steps: tuple[Step[Any], ...]
+    requirements: tuple[Requirements, ...]
     seen: OpenModel  # the model as the first layerwise stage sees it
     before: Plan | None = None  # what earlier runs did to the model
     plan: Plan | None = None  # decisions to carry out
@@ -103,36 +104,51 @@ class Task:
     @property
     def experts(self) -> int:
         """Experts that each layer keeps in the first stage that decides that."""
-        kept = next((need.experts for need in self.needs if need.experts is not None), None)
+        kept = next((needed.experts for needed in self.requirements if needed.experts is not None), None)
         return self.seen.architecture.experts if kept is None else kept
 
     @property
-    def quantize(self) -> Quantize | None:
-        return next((step for step in self.steps if isinstance(step, Quantize)), None)
+    def options(self) -> tuple[StepOptions, ...]:
+        """Options of the steps."""
+        return tuple(step.options for step in self.steps)
+
+    def stored_by(self, steps: Sequence[Step[Any]], changed: bool = False) -> OutputSize | None:
+        """Size of what the last of these steps that stores tensors in a way of its own writes; None if none does."""
+        sizes = [step.output_size(self.seen, self.experts, changed) for step in steps]
+        return next((size for size in reversed(sizes) if size is not None), None)
 
     @property
     def space(self) -> int:
-        """Bytes on disk that the run takes, as far as sizes are known before anything is decided."""
-        plain = output_size(self.seen, self.experts).bytes
-        corrects = any(step.name == "correct" for step in self.steps)
-        first = 2 * plain if corrects else plain  # refitted layers wait beside the output
-        if self.quantize is None:
-            return first
-        size, packed = self.quantize.size(self.seen, self.experts)
-        own = size.bytes + (packed if self.quantize.method == "gptq" else 0)  # which wait beside the output, too
-        return own if self.steps[0] is self.quantize else max(first, plain + own)
+        """Bytes on disk that the run takes, as far as sizes are known before anything is decided.
+
+        A stage writes its checkpoint beside that of the stage before; a step on the whole model changes files in place.
+        """
+        plain, most, before = output_size(self.seen, self.experts).bytes, 0, 0
+        numbers = stage_numbers(self.options)
+        for number in dict.fromkeys(numbers):
+            places = [place for place, stage in enumerate(numbers) if stage == number]
+            steps = [self.steps[place] for place in places]
+            if before and steps[0].options.order is None:
+                continue
+            stored = self.stored_by(steps) or OutputSize(Size(0, plain))
+            waiting = stored.waiting
+            if any(self.requirements[place].waits_on_disk for place in places):
+                waiting += plain
+            most = max(most, before + stored.size.bytes + waiting)
+            before = stored.size.bytes
+        return most
 
     def key(self) -> str:
         """SHA-256 of everything that decides the output, the content of texts included."""
         content = self.recipe.model_dump(mode="json", exclude={"model", "revision", "steps", "gate", "output"})
-        texts_of_steps = [step.calibration for step in self.steps if step.calibration is not None]
+        texts_of_steps = [step.calibration for step in self.options if step.calibration is not None]
         texts = [self.recipe.calibration, *texts_of_steps]
         facts = [
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
             None if self.base is self.model else self.base.checkpoint.stamp(),
             content,
-            [[step.name, step.to_dict()] for step in self.steps],
+            [[step.name, step.to_dict()] for step in self.options],
             [content_of(entry.source) for options in texts for entry in sources_of(options)],
             None if self.plan is None else self.plan.to_dict(),
             str(self.model.partial.device),
@@ -153,7 +169,7 @@ def content_of(source: str) -> list[str]:
     return [source, *(file_digest(file) for file in files if os.path.isfile(file))]
 
 
-def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
+def stage_numbers(steps: Sequence[StepOptions], first: int = 0) -> list[int]:
     """The number of each step's stage, from `first` on.
 
     Layerwise steps of ascending rank are done together; a step on the whole model is a stage of its own, and so is one
@@ -169,23 +185,25 @@ def stage_numbers(steps: Sequence[Step], first: int = 0) -> list[int]:
     return numbers
 
 
-def of_stage(steps: Sequence[Step], stage: int) -> list[Step]:
+def of_stage(steps: Sequence[StepOptions], stage: int) -> list[StepOptions]:
     """The steps that are done together in a stage, of those of a run."""
     return [step for step, number in zip(steps, stage_numbers(steps), strict=True) if number == stage]
 
 
-def check_order(steps: Sequence[Step]) -> None:
+def check_order(steps: Sequence[StepOptions]) -> None:
     """Refuse an order that cannot work, and what several processes cannot do."""
     numbers = stage_numbers(steps)
     for number, step in enumerate(steps):
         for before in steps[:number]:
-            if before.name in step.not_after:
-                fault = f"{step.name} cannot stand after {before.name}: {step.not_after[before.name]}"
-                raise CompressionError(f"steps[{number}]: {fault}; put it before, or leave one of them out")
-        together = {other.name for other in of_stage(steps, numbers[number])}
-        if step.only_after and not together & set(step.only_after):
-            fault = f"{step.name} works on what {' or '.join(step.only_after)} leaves"
-            raise CompressionError(f"steps[{number}]: {fault}; put {step.only_after[0]} right before it")
+            reasons = [step.cannot_follow[key] for key in (before.name, *before.changes) if key in step.cannot_follow]
+            if reasons:
+                message = f"{step.name} cannot stand after {before.name}: {reasons[0]}"
+                raise CompressionError(f"steps[{number}]: {message}; put it before, or leave one of them out")
+        changed = {change for other in of_stage(steps, numbers[number]) for change in other.changes}
+        if step.only_after and not changed & step.only_after.keys():
+            makers = list(step.only_after.values())
+            message = f"{step.name} works on what {' or '.join(makers)} leaves"
+            raise CompressionError(f"steps[{number}]: {message}; put {makers[0]} right before it")
         if not step.processes and not launched().is_alone:
             raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
 
@@ -199,46 +217,56 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
     if plan is not None and plan.base is not None and plan.base.fingerprint != base.fingerprint:
         bases = f"the base {plan.base.label}, whose fingerprint is not that of {base.source.label}"
         raise CompressionError(f"the plan was made toward {bases}; run on that base, or plan again")
-    stages, resolved = stage_numbers(recipe.steps), list[Step]()
-    wanted = replace(model, formats=recipe.output.formats)
-    for stage, step in zip(stages, recipe.steps, strict=True):
-        settled = step if plan is not None else step.resolved(wanted, of_stage(recipe.steps, stage))
-        if settled is not None:
-            resolved.append(settled)
-    if not resolved:
+    steps = _resolved(recipe, model) if plan is None else [options.step() for options in recipe.steps]
+    if not steps:
         raise CompressionError("the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}")
-    check_order(resolved)
-    needs, seen = _needs(resolved, model, plan)
+    check_order([step.options for step in steps])
+    requirements, seen = _requirements(steps, model, plan)
     if before is not None and before.calibration is not None:  # a plan has one text for all: later ones are own
-        resolved = [
-            step.model_copy(update={"calibration": recipe.calibration})
-            if step.calibration is None and (need.text or need.part is not None)
-            else step
-            for step, need in zip(resolved, needs, strict=True)
-        ]
-    return Task(recipe, model, base, tuple(resolved), tuple(needs), seen, before, plan)
+        for number, needed in enumerate(requirements):
+            reads = needed.text or needed.part is not None
+            if reads and steps[number].options.calibration is None:
+                steps[number] = steps[number].with_options(calibration=recipe.calibration)
+    return Task(recipe, model, base, tuple(steps), tuple(requirements), seen, before, plan)
 
 
-def _needs(steps: Sequence[Step], model: OpenModel, plan: Plan | None) -> tuple[list[Needs], OpenModel]:
-    """What each step reads. Steps of later layerwise stages are checked on the model that is there then."""
-    stages, seen, needs = stage_numbers(steps), model, list[Needs]()
-    first = next((stage for step, stage in zip(steps, stages, strict=True) if step.order is not None), None)
+def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
+    """The steps that do something, with every option resolved for the model."""
+    steps, described = list[Step[Any]](), replace(model, formats=recipe.output.formats)
+    for stage, options in zip(stage_numbers(recipe.steps), recipe.steps, strict=True):
+        step = options.step().resolve(described, of_stage(recipe.steps, stage))
+        if step is not None:
+            steps.append(step)
+    return steps
+
+
+def _requirements(
+    steps: Sequence[Step[Any]], model: OpenModel, plan: Plan | None
+) -> tuple[list[Requirements], OpenModel]:
+    """What each step reads and takes, and the model as the first layerwise stage sees it.
+
+    Steps of later layerwise stages are checked on the model that is there then.
+    """
+    options = [step.options for step in steps]
+    stages, seen, requirements = stage_numbers(options), model, list[Requirements]()
+    first = next((stage for step, stage in zip(options, stages, strict=True) if step.order is not None), None)
     for number, step in enumerate(steps):
+        order, stage = step.options.order, stages[number]
         planned = plan is not None and plan.steps[number].plan is not None
-        if step.order is not None and stages[number] == first:
-            seen = step.view(seen)
-        if step.order is None:
-            needs.append(step.needs(model, steps[:number], planned))
-        elif stages[number] == first or step.order > LAST:
-            needs.append(step.needs(seen, of_stage(steps, stages[number]), planned))
+        if order is not None and stage == first:
+            seen = step.model_view(seen)
+        if order is None:
+            requirements.append(step.requirements(model, options[:number], planned))
+        elif stage == first or order > LAST:
+            requirements.append(step.requirements(seen, of_stage(options, stage), planned))
         else:
-            needs.append(Needs(text=True, heldout=1))
-    return needs, seen
+            requirements.append(Requirements(text=True, heldout=1))
+    return requirements, seen
 
 
 def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
     """The text of these options for the steps of these numbers, each with the name of its part; None if none reads."""
-    needs = {name: task.needs[number] for number, name in parts.items()}
+    needs = {name: task.requirements[number] for number, name in parts.items()}
     if not any(need.text or need.part is not None for need in needs.values()):
         return None
     fit = any(need.text for need in needs.values())
@@ -289,8 +317,8 @@ def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
     The first of them is the one that the output is evaluated on.
     """
     evaluated = EVALUATED if task.recipe.output.evaluate else 0
-    shared = {number: part_name(number) for number, step in enumerate(task.steps) if step.calibration is None}
-    own = [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.steps) if step.calibration]
+    shared = {number: part_name(number) for number, step in enumerate(task.options) if step.calibration is None}
+    own = [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.options) if step.calibration]
     wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, task.recipe.calibration, shared), *own]
     for number, options, parts in wanted:
         if (spec := text_spec(task, options, parts)) is not None:
@@ -304,8 +332,8 @@ def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Obs
         texts = read_texts(task)
     plan = first_plan(task, texts[0])
     first = len(plan.steps) - len(task.steps)
-    needs = (need for step, need in zip(task.steps, task.needs, strict=True) if step.name != "split")
-    lines = [*(note for need in needs for note in need.notes), how_resident(task.model)]  # the summary has the split's
+    lines = [note for needed in task.requirements for note in needed.notes]
+    lines.append(how_resident(task.model))
     own = Announced(lines, run.progress), run.clock, texts, work, observer
     return State(task.model, task.base, task.model, task.steps, plan, *own, number=first, first=first)
 
@@ -347,12 +375,12 @@ def first_plan(task: Task, text: Text | None) -> Plan:
     model, before = task.model, task.before
     entries = () if before is None else before.steps
     first_stage = max((entry.stage for entry in entries), default=-1) + 1
-    stages = stage_numbers(task.steps, first_stage)
+    stages = stage_numbers(task.options, first_stage)
     if task.plan is not None:
         planned = [replace(entry, result=None) for entry in task.plan.steps]
     else:
         planned = []
-        for step, stage in zip(task.steps, stages, strict=True):
+        for step, stage in zip(task.options, stages, strict=True):
             options = step.to_dict()
             if step.calibration is not None and step.calibration.data is not None:  # files without their folders
                 names = [local_name(str(source)) for source in step.calibration.data]

@@ -37,9 +37,11 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
         columns = tuple("constants" if name == "dropped" else name for name in columns)
     title = f"Plan by {plan.strategy}{data}, written to {path}"
     steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
-    decided = [step.to_dict() for step in planned.steps if step.plan is not None]
-    described = (block for entry in decided for block in make_step(entry["name"], entry["options"]).describe(entry))
-    return Table(title, columns, tuple(rows)), *described, *steps
+    blocks: list[Block] = [Table(title, columns, tuple(rows))]
+    for step in planned.steps:
+        if step.plan is not None:
+            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    return *blocks, *steps
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:
@@ -85,7 +87,7 @@ def step_blocks(entry: Mapping[str, Any]) -> tuple[Block, ...]:
     """Return a step's description of its result, a sentence first; its name alone where it isn't installed."""
     name = entry["name"]
     try:
-        blocks = tuple(make_step(name, entry["options"]).describe(entry))
+        blocks = tuple(make_step(name, entry["options"]).step().describe(entry))
     except CompressionError as error:
         logger.debug("the step %s cannot describe its result: %s", name, error)
         blocks = ()

@@ -20,7 +20,7 @@ from compressor.errors import CompressionError, reason_of
 from compressor.extras import ONNX, TASKS
 from compressor.formatting import known_names
 from compressor.model.loaded import LoadedModel
-from compressor.recipe.step import Options, Step, TextOptions
+from compressor.recipe.step import Options, StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 
@@ -231,7 +231,7 @@ class Recipe(ModelOptions):
     calibration: TextOptions = TextOptions()
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn, such as calibration text.")
     resident: Resident = RESIDENT
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepOptions, ...] = ()
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()
 
@@ -249,10 +249,10 @@ class Recipe(ModelOptions):
 
     @field_validator("steps", mode="plain")
     @classmethod
-    def _read_steps(cls, value: Any) -> tuple[Step, ...]:
+    def _read_steps(cls, value: Any) -> tuple[StepOptions, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("steps should be a list, such as [prune: {ratio: 0.25}]")
-        return tuple(entry if isinstance(entry, Step) else _step(entry, number) for number, entry in enumerate(value))
+        return tuple(_step(entry, number) for number, entry in enumerate(value))
 
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
@@ -260,15 +260,16 @@ class Recipe(ModelOptions):
         return validated(cls, content, where, f"{where} has no field")
 
 
-def step_class(name: str, place: str = "") -> type[Step]:
-    """The class of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
+def step_class(name: str, place: str = "") -> type[StepOptions]:
+    """Return the options of a step by its name; raises `CompressionError` for one that is not installed, or is none."""
     kind = load(STEPS, name, place)
-    if not (isinstance(kind, type) and issubclass(kind, Step)) or getattr(kind, "name", None) != name:
-        raise CompressionError(f"step {name!r} is no plugin: its entry point should be a Step whose `name` is {name!r}")
+    if not (isinstance(kind, type) and issubclass(kind, StepOptions)) or getattr(kind, "name", None) != name:
+        message = f"its entry point should be a StepOptions whose `name` is {name!r}"
+        raise CompressionError(f"step {name!r} is no plugin: {message}")
     return kind
 
 
-def make_step(name: str, options: Mapping[str, Any], place: str = "") -> Step:
+def make_step(name: str, options: Mapping[str, Any], place: str = "") -> StepOptions:
     """A step with these options; raises `CompressionError` naming the option that is unknown or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
         raise CompressionError(f"{place or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out")
@@ -297,7 +298,9 @@ def validated(
         raise CompressionError(f"{where}: {cause if isinstance(cause, CompressionError) else message}") from error
 
 
-def _step(entry: Any, number: int) -> Step:
+def _step(entry: Any, number: int) -> StepOptions:
+    if isinstance(entry, StepOptions):
+        return entry
     place = f"steps[{number}]"
     if isinstance(entry, str):
         return make_step(entry, {}, place)
@@ -309,7 +312,7 @@ def _step(entry: Any, number: int) -> Step:
     raise CompressionError(f"{place} is {shown}; it should be one step, such as 'prune: {{ratio: 0.25}}'")
 
 
-def default_steps(constants: bool = False, **options: Any) -> list[Step]:
+def default_steps(constants: bool = False, **options: Any) -> list[StepOptions]:
     """The steps of `compress` where only options are given: split, prune, correct, and more where options name them.
 
     `constants` replaces experts by constants; `split`, `correct`, `routers`, `distill` and `quantize` name a number of
@@ -335,7 +338,7 @@ def default_steps(constants: bool = False, **options: Any) -> list[Step]:
     return [make_step(name, chosen[name]) for name in ORDER if name in chosen]
 
 
-def with_options(steps: Sequence[Step], name: str, options: Mapping[str, Any]) -> list[Step]:
+def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, Any]) -> list[StepOptions]:
     """The steps with these options of one of them, which is put in its usual place if it is missing."""
     places = [place for place, step in enumerate(steps) if step.name == name]
     if len(places) > 1:

@@ -1,13 +1,14 @@
-"""What a step of a compression is: its options as fields, and what it decides and does as methods.
+"""Steps of a compression: their options and facts, which load no torch, and their behaviour.
 
-A step is a pydantic model. Its fields are declared once; command line, YAML, plan, digest, the card's command and the
-reference page are made of them. Third parties announce theirs through the entry point `moe_compressor.steps`.
+The options are a pydantic model. Its fields are declared once; command line, YAML, plan, digest, the card's command and
+the reference page are made of them. Third parties announce theirs through the entry point `moe_compressor.steps`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -26,6 +27,7 @@ from compressor.model.moe_layer import MoeLayer
 if TYPE_CHECKING:  # a step's options are read without torch
     from torch import Tensor
 
+    from compressor.checkpoint.reader import Size
     from compressor.document.blocks import Block
     from compressor.model.opened import OpenModel
     from compressor.steps.state import State
@@ -106,20 +108,30 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a step reads: calibration text, of which some may be held out, and text of its own with a held-out part."""
+class Requirements:
+    """What a step reads, and the memory and disk space that it takes."""
 
-    text: bool = False
+    text: bool = False  # calibration text
     heldout: int = 0  # sequences of it that are held out, at the least
     part: TextPart | None = None
     experts: int | None = None  # that each layer keeps, where the step decides that
     passes: int = 0  # of a text through the model, where one is read
-    whole: int = 0  # bytes of memory for each parameter of a model that it holds whole
+    hidden_copies: int = 1  # copies of the text's hidden states in memory
+    parameter_bytes: int = 0  # bytes of memory for each parameter of a model that it holds whole
+    waits_on_disk: bool = False  # layers wait beside the output, which takes its size once more
     notes: tuple[str, ...] = ()  # sentences on what is decided before any weight is read
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAt:
+class OutputSize:
+    """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work folder meanwhile."""
+
+    size: "Size"
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
     """A decoder layer as earlier steps have left it: its MoE layers, and all its tensors by state-dict key."""
 
     name: str
@@ -135,15 +147,25 @@ class Result:
     tensors: "Iterator[Tensors]" = field(default_factory=lambda: iter(()))
 
 
-class Step(Options):
-    """A step. Those with an `order` change decoder layers one at a time and follow each other in one stage."""
+SUB_EXPERTS, EXPERTS, CONSTANTS = "sub-experts", "experts", "constants"
+WEIGHTS, ROUTERS, FORMAT = "weights", "routers", "format"
+
+
+class StepOptions(Options):
+    """Options of a step as fields, and facts about it. Those with an `order` change decoder layers one at a time.
+
+    `changes` names what a step changes: SUB_EXPERTS (experts become several), EXPERTS (which and how many there are),
+    CONSTANTS (experts become constants), WEIGHTS (of experts, which are written anew in a plain dtype), ROUTERS, or
+    FORMAT (how tensors are stored).
+    """
 
     name: ClassVar[str]
+    implementation: ClassVar[str]  # the `Step`, as "package.module:Class"; imported when a run begins
     order: ClassVar[int | None] = None  # order within a stage of layerwise steps; None: works on the whole model
-    not_after: ClassVar[Mapping[str, str]] = {}  # earlier steps that it cannot follow, with the reason
-    only_after: ClassVar[tuple[str, ...]] = ()  # of which one must come before, in the same stage
-    processes: ClassVar[bool] = True  # whether several processes can share it
-    verified_by_kept: ClassVar[bool] = False  # whether the finished output is compared with what the step has kept
+    cannot_follow: ClassVar[Mapping[str, str]] = {}  # earlier steps' names, or what they change, with the reason
+    only_after: ClassVar[Mapping[str, str]] = {}  # what an earlier step of its stage has to change, and one that does
+    processes: ClassVar[bool] = True  # True if several processes can share it
+    verified_by_kept: ClassVar[bool] = False  # True if the finished output is compared with what the step has kept
 
     calibration: TextOptions | None = Field(None, description="Text of the step's own, in place of the recipe's.")
 
@@ -153,65 +175,106 @@ class Step(Options):
         super().__init__(**dict(zip(names, values, strict=False)), **named)
 
     @property
+    def changes(self) -> frozenset[str]:
+        """Return what the step changes with these options."""
+        return frozenset()
+
+    @property
     def packages(self) -> tuple[str, ...]:
         """Optional packages that it imports; a command refuses to start without them."""
         return ()
 
-    def resolved(self, model: "OpenModel", steps: "Sequence[Step]") -> Self | None:
-        """The step with every option resolved for the source `model`; None if nothing is to be done."""
+    def step(self) -> "Step[Any]":
+        """Return the step with these options."""
+        step: Step[Any] = resolve_name(self.implementation)(self)
+        return step
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as JSON, without those that are None."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as JSON."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+StepOptionsT = TypeVar("StepOptionsT", bound=StepOptions)
+
+
+@dataclass(frozen=True)
+class Step(Generic[StepOptionsT]):
+    """The behaviour of a step with its options; methods that a step doesn't need are left out."""
+
+    options: StepOptionsT
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    @property
+    def suggested_correction(self) -> str | None:
+        """Method of `correct` that suits what this step does to experts; None if it does nothing to them."""
+        return None
+
+    def with_options(self, **changes: Any) -> Self:
+        """Return the step with some options changed."""
+        return replace(self, options=self.options.model_copy(update=changes))
+
+    def resolve(self, model: "OpenModel", stage: "Sequence[StepOptions]") -> Self | None:
+        """Return the step with every option resolved for the source `model`; None if nothing is to be done."""
         return self
 
-    def view(self, model: "OpenModel") -> "OpenModel":
-        """The model as it is seen from this step on, with no weight read: experts split, another top-k."""
+    def model_view(self, model: "OpenModel") -> "OpenModel":
+        """Return the model as it is seen from this step on, with no weight read: experts split, another top-k."""
         return model
 
-    def needs(self, model: "OpenModel", steps: "Sequence[Step]", planned: bool) -> Needs:
-        """Return what it reads; raise `CompressionError` for what cannot be done, before any weight is read.
+    def requirements(self, model: "OpenModel", steps: "Sequence[StepOptions]", planned: bool) -> Requirements:
+        """Return what it reads and takes; raise `CompressionError` for what cannot be done, before a weight is read.
 
-        `steps` are those of its stage; `planned`: its decisions are there already.
+        `steps` are those of its stage, or of a step on the whole model those before it; `planned`: its decisions are
+        there already.
         """
-        return Needs()
+        return Requirements()
 
-    def plan(self, state: "State") -> Mapping[str, Any]:
+    def output_size(self, model: "OpenModel", experts: int, changed: bool = False) -> OutputSize | None:
+        """Return the size of the output with so many experts in each layer; None if it is stored as before.
+
+        `changed`: other steps write experts anew, in a plain dtype.
+        """
+        return None
+
+    def decide(self, state: "State") -> Mapping[str, Any]:
         """Return its decisions as JSON; nothing is written."""
         return {}
 
-    def take(self, decided: Mapping[str, Any], state: "State") -> None:
+    def apply_decision(self, decided: Mapping[str, Any], state: "State") -> None:
         """Apply the decisions, which may be an earlier run's, to `state.model`."""
 
     def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
         """Refit layers in order once all steps of the stage have decided; return decisions with figures, by step."""
         return {}
 
-    def job(self, state: "State") -> "OutputJob | None":
+    def writer(self, state: "State") -> "OutputJob | None":
         """Return how the stage's tensors are made, where that is not by copying, picking and mixing experts."""
         return None
 
-    def layer(self, at: LayerAt, state: "State") -> Tensors | None:
+    def apply_layer(self, layer: DecoderLayer, state: "State") -> Tensors | None:
         """Return new values for some tensors of a decoder layer, by state-dict key, of the same shapes."""
         return None
 
-    def asks_base(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    def apply_model(self, state: "State") -> Result | None:
+        """Change the checkpoint that earlier steps have made, `state.model`."""
+        return None
+
+    def teacher_batches(self, batches: "Sequence[Tensor]") -> "Sequence[Tensor]":
         """Return those of the batches [B, L] of its own text on which it needs the base's next-token distributions."""
         return ()
 
     @property
-    def asks_hidden(self) -> bool:
-        """Whether it needs the base's last hidden states on them, too."""
+    def needs_teacher_hidden(self) -> bool:
+        """Return True if it needs the base's last hidden states on them, too."""
         return False
-
-    def whole(self, state: "State") -> Result | None:
-        """Change the checkpoint that earlier steps have made, `state.model`."""
-        return None
 
     def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
         """Describe its result for terminal, report and card; `entry` is the plan's: options, plan, result."""
         return ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its options as JSON, without those that are None."""
-        return self.model_dump(mode="json", exclude_none=True)
-
-    def changed(self) -> dict[str, Any]:
-        """Options that differ from their defaults, as JSON."""
-        return self.model_dump(mode="json", exclude_defaults=True)

@@ -45,7 +45,7 @@ from compressor.steps.constants.mone import (
 )
 from compressor.steps.constants.mone import Variant as Substitutes
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.job import idle_parameters, output_size
 from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planned, Planner, PruneSpec

@@ -34,16 +34,16 @@ from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.step import Step
+from compressor.recipe.step import FORMAT, StepOptions
 from compressor.report.sizes_report import STORED, Pair, SizeComparison, choice, related
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.in_order import ShadowModel, correct
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job, stored_partial
+from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, kept_count, protected_experts, spec_of
-from compressor.steps.prune.step import Prune
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import BITS, ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
@@ -147,7 +147,7 @@ class SideBySide(Variants):
 
 def plan_shares(
     base: OpenModel,
-    steps: Sequence[Step],
+    steps: Sequence[StepOptions],
     data: Calibration,
     progress: Progress,
     seed: int,
@@ -159,15 +159,17 @@ def plan_shares(
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
     """
     seen, resolved, stage = base, dict[str, Any](), of_stage(steps, 0)
-    for step in stage:
-        if (own := step.resolved(base, stage)) is not None:
-            seen, resolved[step.name] = own.view(seen), own
+    for options in stage:
+        step = options.step().resolve(base, stage)
+        if step is not None:
+            seen = step.model_view(seen)
+            resolved[step.name] = step.options
     prune = resolved["prune"]
     assert isinstance(prune, Prune)
     strategy = load_strategy(prune.strategy, prune.options)
     reads = bool(strategy.needs - WEIGHTS)
-    asked: Any = next((step for step in stage if step.name == "correct"), None)
-    if "correct" in resolved and asked.method == "auto":  # in closed form, which takes little time
+    requested = next((options for options in stage if isinstance(options, Correct)), None)
+    if requested is not None and "correct" in resolved and requested.method == "auto":  # the closed form is fast
         resolved["correct"] = RIDGE
     correction: Correct | None = resolved.get("correct")
     specs, found, left_out = {}, [Kept(Fraction(1), base, untouched(base, seed))], list[str]()
@@ -253,7 +255,7 @@ def check_grid(shares: Sequence[Fraction], schemes: Sequence[str], servers: Sequ
 
 def measure_sizes(
     run: Run,
-    steps: Sequence[Step],
+    steps: Sequence[StepOptions],
     data: Calibration,
     sets: Sequence[EvaluationSet],
     seed: int = 0,
@@ -359,8 +361,8 @@ def fitted(
     Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits, or nothing need be done.
     """
     check_grid(SHARES, SCHEMES, servers)
-    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
-    if prune is None or any(step.name == "quantize" for step in recipe.steps):
+    prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
+    if prune is None or any(FORMAT in step.changes for step in recipe.steps):
         raise CompressionError("--bytes chooses experts and their format: it needs the step prune, and no quantize")
     if prune.experts is not None or prune.ratio is not None:
         raise CompressionError("--bytes finds the number of experts; leave out --experts and --ratio")
@@ -378,7 +380,7 @@ def fitted(
     return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), made
 
 
-def concrete(steps: Sequence[Step], pair: Pair) -> tuple[Step, ...]:
+def concrete(steps: Sequence[StepOptions], pair: Pair) -> tuple[StepOptions, ...]:
     """The steps that make a pair: split and pruned as it is, and quantised at the end."""
     idle = {*(("split", "prune", "correct") if pair.share == 1 else ("split",) if pair.split == 1 else ())}
     chosen: dict[str, dict[str, Any]] = {"split": {"parts": pair.split}, "prune": {"ratio": 1 - pair.share}}

@@ -17,8 +17,9 @@ from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
 from compressor.recipe.registry import Strategy
-from compressor.recipe.step import Step
+from compressor.recipe.step import EXPERTS, Step, StepOptionsT
 from compressor.recipe.steps_plan import Plan
+from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
 
@@ -47,7 +48,7 @@ class State:
     source: OpenModel  # the run's input, as it is stored
     base: OpenModel  # what the result is compared with: the source, unless another one is named
     model: OpenModel  # as the step sees it: split, with another top-k, or what earlier stages have made
-    steps: tuple[Step, ...]
+    steps: tuple[Step[Any], ...]
     plan: Plan
     progress: Progress
     clock: Clock
@@ -65,14 +66,14 @@ class State:
         run, own = self.texts
         return own.get(self.number - self.first, run)
 
-    def step_at(self, number: int) -> Step:
+    def step_at(self, number: int) -> Step[Any]:
         """The step of that number in the plan."""
         return self.steps[number - self.first]
 
     @property
     def own_text(self) -> Mapping[str, Any] | None:
         """Identity of the step's own text; None where it reads that of the run."""
-        own = self.step_at(self.number).calibration is not None
+        own = self.step_at(self.number).options.calibration is not None
         return self.text.identity if own and self.text is not None else None
 
     @property
@@ -85,14 +86,20 @@ class State:
         """Numbers of the steps that are done together with this one."""
         return next(numbers for numbers in self.plan.stages if self.number in numbers)
 
-    def number_of(self, name: str) -> int | None:
-        """The step of that name in this stage."""
-        return next((number for number in self.stage if self.plan.steps[number].name == name), None)
+    def options_of(self, kind: type[StepOptionsT]) -> StepOptionsT | None:
+        """Options of this kind in this stage; None if it has no such step."""
+        options = [self.step_at(number).options for number in self.stage]
+        return next((each for each in options if isinstance(each, kind)), None)
 
-    def step_of(self, name: str) -> Any:
-        """The step of that name in this stage; None if there is none."""
-        number = self.number_of(name)
-        return None if number is None else self.step_at(number)
+    @property
+    def pruned(self) -> int | None:
+        """The number of the step that decides in this stage which experts there are; None if there is none."""
+        return next((number for number in self.stage if EXPERTS in self.step_at(number).options.changes), None)
+
+    @property
+    def refits(self) -> bool:
+        """Return True if experts of this stage are refitted, so that whole layers wait to be written."""
+        return self.options_of(Correct) is not None
 
     def stage_plan(self) -> CompressionPlan:
         """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
@@ -126,11 +133,12 @@ class State:
             evaluator = Evaluator(self.base, self.text.heldout)
             numbers = {OWN: now} if OWN in self.text.names else {part_name(n): n for n in range(now, len(self.steps))}
             steps = {name: self.steps[n] for name, n in numbers.items() if name in self.text.names}
-            batches = {name: [*step.asks_base(self.text.part(name))] for name, step in steps.items()}
+            batches = {name: [*step.teacher_batches(self.text.part(name))] for name, step in steps.items()}
             texts = {f"{name}-{n}": [batch] for name, each in batches.items() for n, batch in enumerate(each)}
-            hidden = [
-                f"{name}-{n}" for name, step in steps.items() if step.asks_hidden for n in range(len(batches[name]))
-            ]
+            hidden = list[str]()
+            for name, step in steps.items():
+                if step.needs_teacher_hidden:
+                    hidden += [f"{name}-{n}" for n in range(len(batches[name]))]
             keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
             own = ranks().own([batch for (batch,) in texts.values()])
             mine = {key: each for n, (key, each) in enumerate(texts.items()) if own is None or n in own}

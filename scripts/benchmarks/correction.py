@@ -20,7 +20,7 @@ from compressor.progress import Silent
 from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.prune.planning import Planner, PruneSpec
 from scripts.benchmarks.frame import Sizes, measured, options
 

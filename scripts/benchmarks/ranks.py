@@ -37,8 +37,8 @@ def work(given: argparse.Namespace, out: Path) -> None:
     from compressor.distributed import process_group
     from compressor.memory import PeakMemory, limit_caches
     from compressor.recipe.step import Step
-    from compressor.steps.correct.step import Correct
-    from compressor.steps.prune.step import Prune
+    from compressor.steps.correct.options import Correct
+    from compressor.steps.prune.options import Prune
 
     limit_caches()
     steps: list[Step] = [Prune(given.strategy, experts=given.experts)]

@@ -27,7 +27,7 @@ from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import TextOptions
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.prune.planning import Planner, PruneSpec
 from exporters.onnx import ExportOptions, export
 from scripts.benchmarks import onnx

@@ -19,7 +19,7 @@ from compressor.model.opened import open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import Strategy
 from compressor.statistics.statistics import LayerStatistics
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planner, PruneSpec
 from strategies import count_guided, gated_mass

@@ -53,13 +53,14 @@ from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
 from compressor.recipe.plan import LayerPlan
-from compressor.recipe.step import Needs, Step
+from compressor.recipe.step import Requirements, StepOptions
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.configuration import config_with
-from compressor.steps.constants.step import Constants
+from compressor.steps.constants.options import Constants
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.in_order import RecordingVisitor
+from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.cutting import Conversion
 from compressor.steps.job import files_with, stored_partial
@@ -367,11 +368,11 @@ def budget_of(options: Constants) -> str:
     return options.budget or (EVEN if options.experts_total is None else UNEVEN)
 
 
-def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Needs:
+def requirements_of(options: Constants, model: OpenModel, steps: Sequence[StepOptions]) -> Requirements:
     """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
     refuse_model(model)
     kept, budget = _total(model, options), budget_of(options)
-    correct: Any = next((step for step in steps if step.name == "correct"), None)
+    correct = next((step for step in steps if isinstance(step, Correct)), None)
     if correct is not None and model.layout.quantized:
         raise CompressionError(
             f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass --correct none"
@@ -380,7 +381,7 @@ def needs_of(options: Constants, model: OpenModel, steps: Sequence[Step]) -> Nee
         logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
     given_protected(options.protect, model.architecture.layers, kept // len(model.architecture.layers))
     heldout = FEWEST if budget == UNEVEN else int(correct is not None)
-    return Needs(True, heldout, experts=kept // len(model.architecture.layers), passes=1)
+    return Requirements(True, heldout, experts=kept // len(model.architecture.layers), passes=1)
 
 
 def refuse_model(model: OpenModel) -> None:
@@ -428,8 +429,7 @@ def _total(model: OpenModel, options: Constants) -> int:
 def measured_constants(state: State) -> dict[str, LayerConstants]:
     """The constants of all layers; a run that was killed finds them in its work folder."""
     assert state.text is not None
-    number = state.number_of("constants")
-    kept = None if state.work is None or number is None else state.work.kept(number, "measured")
+    kept = None if state.work is None else state.work.kept(state.stage[0], "measured")
     return measure(state.model, state.text.fit, state.progress, state.seed, kept)
 
 
@@ -541,13 +541,14 @@ def _in_order(state: State, progress: Progress) -> InOrder:
     planned = substitutes_of(
         {layer.module: layer.constants for layer in state.stage_plan().layers}, measured_constants(state)
     )
-    correct, folder = state.step_of("correct"), state.cut().folder
-    return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correct)
+    correction = state.options_of(Correct) or Correct("none")
+    folder = state.cut().folder
+    return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correction)
 
 
 def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
     """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
-    if state.step_of("correct") is None:
+    if state.options_of(Correct) is None:
         return {}
     number, figures = state.stage[0], _in_order(state, state.progress).run()
     layers = [
@@ -560,7 +561,7 @@ def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
 def constants_job(state: State) -> OutputJob:
     """The job of writing the stage. What is measured and refitted waits in the work folder."""
     model, expected = state.model, _in_order(state, Silent())
-    correct, planned, roles = expected.correction, expected.substitutes, model.layout.roles
+    correct, planned, roles = state.options_of(Correct), expected.substitutes, model.layout.roles
     layers = [layer for layer in model.architecture.layers if layer.name in planned]
     visitor: LayerVisitor = expected
     if correct is None:

@@ -44,8 +44,8 @@ from compressor.recipe.plan import CompressionPlan, LayerPlan
 from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
+from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import Correct
 from compressor.steps.correct.streams import Originals
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 

@@ -13,9 +13,10 @@ import torch
 from compressor.distributed import ranks
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer
+from compressor.recipe.step import CONSTANTS
 from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
+from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.correct.ridge import refit_constants, refit_down
-from compressor.steps.correct.step import CONSTANTS, NONE, Correct
 from compressor.steps.correct.tuning import tune
 
 MOST_RATE = 0.03

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError
 from compressor.model.experts import apply_expert, expert_parameters
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 
 EPSILON = 1e-3  # Algorithm 1's constant under the fraction
 TEMPERATURE = 0.07

@@ -34,7 +34,7 @@ from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
 from compressor.steps.distill.objective import NotFiniteError, Objective
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 from compressor.steps.tensors import refuse_overflow
 
 MOST_NORM = 1.0  # of a decoder layer's gradients

@@ -27,7 +27,7 @@ from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
 from compressor.steps.distill.contrastive import experts_apart
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 
 PARTS = ("kl", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
 BATCH = 8

@@ -31,7 +31,7 @@ from compressor.steps.distill.engines import (
     trained_layers,
 )
 from compressor.steps.distill.objective import NotFiniteError, Objective, Text, training_text
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 from compressor.steps.state import State as Run
 
 FIGURES = "figures.safetensors"  # there once all new stored tensors are

@@ -22,15 +22,16 @@ from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
 from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.recipe.step import Needs, Step
+from compressor.recipe.step import Requirements, StepOptions
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
+from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
-from compressor.steps.prune.step import Prune, protector_of
+from compressor.steps.split.options import Split
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -265,9 +266,9 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp, experts))
 
 
-def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: bool) -> Needs:
+def requirements_of(prune: Prune, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
     """What a prune step reads; raises `CompressionError` for what cannot be done."""
-    split: Any = next((step for step in steps if step.name == "split"), None)
+    split = next((options for options in steps if isinstance(options, Split)), None)
     parts = 1 if split is None else int(split.parts)
     if prune.sequential:
         refuse_shared_experts(model)
@@ -278,12 +279,12 @@ def needs_of(prune: Prune, model: OpenModel, steps: Sequence[Step], planned: boo
         kept = f"Keep {experts} of {model.architecture.experts} sub-experts in each layer"
         notes = (f"{kept}, as large as {experts / parts:.4g} of {model.architecture.experts // parts} experts.",)
     if spec is None:
-        return Needs(experts=experts)
+        return Requirements(experts=experts)
     needs = spec.strategy.needs
     reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
     attributes = protector_of(prune.protect) is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
     passes = 0 if not reads else 2 if attributes else 1
-    return Needs(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts, passes=passes, notes=notes)
+    return Requirements(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts, passes=passes, notes=notes)
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
@@ -314,7 +315,7 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
     model, planner = state.model, planner_of(state)
     spec = spec_of(prune, model, state.parts)
     protected = protected_experts(prune.protect, spec.experts, planner)
-    correct, reads = state.step_of("correct"), bool(spec.strategy.needs - WEIGHTS)
+    correct, reads = state.options_of(Correct), bool(spec.strategy.needs - WEIGHTS)
     if prune.sequential and planner.calibration is not None and (reads or correct is not None):
         files = None if state.work is None else state.cut()
         plans = [planner.plan_in_order(spec, correct, protected, files)]
@@ -327,9 +328,9 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
     return [decisions(replace(plan, mtp=said_of_heads(model, spec.heads))) for plan in plans]
 
 
-def refuse_per_source(steps: Sequence[Step], sources: Sequence[Any]) -> None:
+def refuse_per_source(steps: Sequence[StepOptions], sources: Sequence[Any]) -> None:
     """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
-    prune: Any = next((step for step in steps if step.name == "prune"), None)
+    prune = next((options for options in steps if isinstance(options, Prune)), None)
     if prune is None or prune.sequential:
         raise CompressionError("--per-source plans what a strategy prunes from one pass, without --sequential")
     if len(sources) < 2:
@@ -352,8 +353,8 @@ def plan_sources(state: State) -> list[Plan]:
 
     Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
     """
-    text, number, prune = state.text, state.number_of("prune"), state.step_of("prune")
-    assert text is not None and number is not None
+    text, number, prune = state.text, state.pruned, state.options_of(Prune)
+    assert text is not None and number is not None and prune is not None
     if text.identity.get("heldout"):
         refuse_sources_without_heldout(text.fit)
     sources = range(len(text.fit.weights))

@@ -11,7 +11,7 @@ from compressor.formatting import ranges
 from compressor.model.moe_layer import MoeLayer
 from compressor.records import read_as, read_json
 from compressor.steps.prune.choose import blocks_of, competing
-from compressor.steps.prune.step import protector_of
+from compressor.steps.prune.options import protector_of
 
 logger = logging.getLogger(__name__)
 

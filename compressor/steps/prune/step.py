@@ -1,114 +1,42 @@
 """The step `prune`: a strategy decides which experts stay, merge or go."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
-
-from compressor import entry_points
-from compressor.errors import CompressionError
-from compressor.recipe.step import Needs, Step
-
-if TYPE_CHECKING:
-    from compressor.document.blocks import Block
-    from compressor.model.opened import OpenModel
-    from compressor.steps.state import State
-
-Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts module and number, the strongest first
-
-
-def protector_of(protect: Any) -> Protector | None:
-    """What finds the experts to protect on calibration data, for the NAME or NAME:N of a protector; None for a list.
-
-    Raises `CompressionError` for NAME:N without a whole number N above 0, or where the protector takes none.
-    """
-    name, colon, count = protect.partition(":") if isinstance(protect, str) else ("", "", "")
-    if name not in entry_points.names(entry_points.PROTECTORS):
-        return None
-    find: Callable[..., Sequence[tuple[str, int]]] = entry_points.load(entry_points.PROTECTORS, name)
-    if not colon and entry_points.takes(find, 1):
-        return find
-    if not entry_points.takes(find, 2):
-        raise CompressionError(f"--protect {protect} should be {name}, without a number")
-    if not (count.isascii() and count.isdigit() and len(count) < 10 and int(count)):
-        raise CompressionError(f"--protect {protect} should be {name}:N with a whole number N above 0")
-    return lambda planner: find(planner, int(count))
+from compressor.document.blocks import Block
+from compressor.model.opened import OpenModel
+from compressor.recipe.document import protected_blocks_of
+from compressor.recipe.registry import load_strategy
+from compressor.recipe.step import Requirements, Step, StepOptions
+from compressor.steps.prune.options import Prune
+from compressor.steps.prune.planning import plan_stage, requirements_of
+from compressor.steps.prune.protecting import with_list
+from compressor.steps.split.opening import with_top_k
+from compressor.steps.state import State
 
 
-def protecting_packages(protect: Any) -> tuple[str, ...]:
-    """Return the optional packages that a protector imports."""
-    return ("networkx",) if isinstance(protect, str) and protect.startswith("graph:") else ()
-
-
-def _check_protect(protect: Any) -> Any:
-    protector_of(protect)
-    return protect
-
-
-def _check_heads(mtp: Any) -> Any:
-    number = int(mtp) if isinstance(mtp, str) and mtp.isascii() and mtp.isdigit() and len(mtp) < 10 else mtp
-    if number not in (None, "keep", "drop") and not (type(number) is int and number > 0):
-        raise CompressionError(f"mtp is {mtp!r}; it is keep, drop or a number of experts")
-    return number
-
-
-Heads = Annotated[Literal["keep", "drop"] | int | None, BeforeValidator(_check_heads)]
-Protect = Annotated[str | tuple[dict[str, JsonValue], ...] | None, AfterValidator(_check_protect)]
-
-
-class Prune(Step):
+@dataclass(frozen=True)
+class PruneStep(Step[Prune]):
     """Drop or merge experts, with their rows of the routers."""
 
-    name: ClassVar[str] = "prune"
-    order: ClassVar[int | None] = 1
-    not_after: ClassVar[Mapping[str, str]] = {"constants": "stock transformers cannot load constants"}
-
-    strategy: str = Field("auto", description="Pruning strategy. See `moe-compress list strategies`.")
-    experts: int | None = Field(
-        None, description="Experts to keep in each MoE layer. They are those of the source, also after `split`."
-    )
-    ratio: float | None = Field(None, description="Share of the experts to remove. No more than this goes.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the strategy.")
-    protect: Protect = Field(
-        None,
-        description="Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest "
-        "centrality in the routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
-    )
-    sequential: bool = Field(False, description="Plan each layer on what the compressed earlier layers output.")
-    top_k: int | None = Field(
-        None, ge=1, description="num_experts_per_tok of the output, at most as many as now (default: as many)."
-    )
-    mtp: Heads = Field(
-        None,
-        description="Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than "
-        "theirs is refused) or drop (default: keep where the layout is known).",
-    )
-
     @property
-    def packages(self) -> tuple[str, ...]:
-        return protecting_packages(self.protect)
+    def suggested_correction(self) -> str:
+        """The strategy's own."""
+        return load_strategy(self.options.strategy, self.options.options).correction
 
-    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
-        from compressor.steps.prune.protecting import with_list
+    def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:
+        """Return the step with the experts that a file protects."""
+        return self.with_options(protect=with_list(self.options.protect))
 
-        return self.model_copy(update={"protect": with_list(self.protect)})
+    def model_view(self, model: OpenModel) -> OpenModel:
+        return with_top_k(model, self.options.top_k)
 
-    def view(self, model: "OpenModel") -> "OpenModel":
-        from compressor.steps.split.opening import with_top_k
+    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
+        return requirements_of(self.options, model, steps, planned)
 
-        return with_top_k(model, self.top_k)
+    def decide(self, state: State) -> Mapping[str, Any]:
+        return plan_stage(self.options, state)[0]
 
-    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
-        from compressor.steps.prune.planning import needs_of
-
-        return needs_of(self, model, steps, planned)
-
-    def plan(self, state: "State") -> Mapping[str, Any]:
-        from compressor.steps.prune.planning import plan_stage
-
-        return plan_stage(self, state)[0]
-
-    def describe(self, entry: Mapping[str, Any]) -> "Sequence[Block]":
-        from compressor.recipe.document import protected_blocks_of
-
+    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         return protected_blocks_of((entry.get("plan") or {}).get("protected") or {})

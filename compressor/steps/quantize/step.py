@@ -1,101 +1,48 @@
 """The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import Field, field_validator, model_validator
+from dataclasses import dataclass
+from typing import Any
 
 from compressor.document.blocks import Block, Text
 from compressor.formatting import joined
-from compressor.recipe.step import Needs, Step
+from compressor.model.opened import OpenModel
+from compressor.model.serving import loaders
+from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions
+from compressor.steps.job import stored_partial
+from compressor.steps.quantize.in_order import quantize_in_order
+from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
+from compressor.steps.quantize.options import Quantize
+from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.writing import Kept, Writer, packed_size
+from compressor.steps.state import State
+from compressor.steps.tensors import OutputJob
 
-if TYPE_CHECKING:
-    from compressor.checkpoint.reader import Size
-    from compressor.model.opened import OpenModel
-    from compressor.steps.quantize.matrices import Matrices
-    from compressor.steps.quantize.scheme import Scheme
-    from compressor.steps.quantize.writing import Writer
-    from compressor.steps.state import State
-    from compressor.steps.tensors import OutputJob
 
-ONCE = "weights are quantised once, after everything that changes them"
-
-
-class Quantize(Step):
+@dataclass(frozen=True)
+class QuantizeStep(Step[Quantize]):
     """Store weights in fewer bits, as a compressed-tensors checkpoint."""
 
-    name: ClassVar[str] = "quantize"
-    order: ClassVar[int | None] = 4
-    not_after: ClassVar[Mapping[str, str]] = {"quantize": ONCE, "constants": "constants stand for unquantised experts"}
-    verified_by_kept: ClassVar[bool] = True
-
-    scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = Field(
-        "int4", description="Numbers that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."
-    )
-    group_size: int | None = Field(
-        None,
-        ge=-1,
-        description="Columns that share a scale, -1 for a whole row (default: the format's own; of integers the "
-        "largest of 128, 64 and 32 that divides all matrices, else -1).",
-    )
-    targets: Literal["experts", "all"] = Field(
-        "experts",
-        description="What is quantised: routed experts, or all of attention and dense layers, too; never routers, "
-        "norms, embeddings or the head.",
-    )
-    method: Literal["rtn", "gptq"] = Field(
-        "rtn",
-        description="rtn rounds to the nearest number and needs no text; gptq searches for the best range and makes "
-        "up for errors on calibration text.",
-    )
-
-    tune: int = Field(
-        0, ge=0, le=10**5, description="Optimizer steps that train each layer of int2 or int3 after gptq (try 120)."
-    )
-
-    @field_validator("group_size")
-    @classmethod
-    def _of_columns(cls, size: int | None) -> int | None:
-        if size == 0:
-            raise ValueError("group_size is 0; give the columns that share a scale, or -1 for a whole row")
-        return size
-
-    @model_validator(mode="after")
-    def _tunable(self) -> Self:
-        if self.tune and (self.method != "gptq" or self.scheme not in ("int4", "int3", "int2")):
-            raise ValueError("tune trains what gptq has rounded to integers; give method gptq and int3 or int2")
-        return self
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("compressed_tensors",)
-
-    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
-        """Calibration text for GPTQ; refuses groups that do not divide the model's matrices."""
-        from compressor.steps.quantize.matrices import refuse_unreadable
-
+    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
+        """Return the need of calibration text for GPTQ; refuse groups that do not divide the model's matrices."""
         refuse_unreadable(model, self._chosen(model)[1])
-        return Needs(text=self.method == "gptq", heldout=int(self.tune > 0), passes=int(self.method == "gptq"))
+        reads = self.options.method == "gptq"
+        return Requirements(text=reads, heldout=int(self.options.tune > 0), passes=int(reads))
 
-    def _chosen(self, model: "OpenModel") -> tuple["Matrices", "Scheme"]:
+    def _chosen(self, model: OpenModel) -> tuple[Matrices, Scheme]:
         """A model's matrices, and the scheme with the group size for them."""
-        from compressor.steps.quantize.matrices import find_matrices
-        from compressor.steps.quantize.scheme import scheme_for
+        matrices = find_matrices(model, self.options.targets)
+        columns = (matrix.columns for matrix in matrices.every)
+        return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)
 
-        matrices = find_matrices(model, self.targets)
-        return matrices, scheme_for(self.scheme, self.group_size, (matrix.columns for matrix in matrices.every))
-
-    def size(self, model: "OpenModel", experts: int, changed: bool = False) -> tuple["Size", int]:
-        """The model's size once quantised, with so many experts in each layer, and bytes of the packed matrices."""
-        from compressor.steps.quantize.writing import packed_size
-
+    def output_size(self, model: OpenModel, experts: int, changed: bool = False) -> OutputSize:
+        """Return the model's size once quantised; matrices that GPTQ has packed wait beside the output."""
         matrices, scheme = self._chosen(model)
-        return packed_size(model, scheme, matrices, experts, changed)
+        size, packed = packed_size(model, scheme, matrices, experts, changed)
+        return OutputSize(size, packed if self.options.method == "gptq" else 0)
 
-    def plan(self, state: "State") -> Mapping[str, Any]:
-        """The format and its effective bits; of a source that was quantised otherwise, that it's dequantised first."""
-        from compressor.steps.job import stored_partial
-
+    def decide(self, state: State) -> Mapping[str, Any]:
+        """Return the format and its effective bits; of a source that was quantised, that it's dequantised first."""
         writer = self._writer(state)
         dtype, every = stored_partial(state.model).dtype, writer.matrices.every
         weights = sum(matrix.rows * matrix.columns for matrix in every)
@@ -109,40 +56,35 @@ class Quantize(Step):
             "dequantized": state.model.layout.quantized,
         }
 
-    def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
-        from compressor.steps.quantize.in_order import quantize_in_order
-
-        if self.method == "gptq":
+    def refit(self, state: State) -> Mapping[int, Mapping[str, Any]]:
+        if self.options.method == "gptq":
             assert state.text is not None
-            quantize_in_order(self._writer(state), state.text.fit, state.progress, self.tune, state.seed)
+            quantize_in_order(self._writer(state), state.text.fit, state.progress, self.options.tune, state.seed)
         return {}
 
-    def job(self, state: "State") -> "OutputJob":
+    def writer(self, state: State) -> OutputJob:
         return self._writer(state).job(state.stage_plan())
 
-    def _writer(self, state: "State") -> "Writer":
-        from compressor.steps.quantize.writing import Kept, Writer
-
+    def _writer(self, state: State) -> Writer:
         assert state.work is not None
         matrices, scheme = self._chosen(state.model)
         return Writer(state.model, scheme, matrices, Kept(state.work.kept(state.number, "quantized")))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Scheme, groups, effective bits, and who loads it."""
-        from compressor.model.serving import loaders
-
-        if not (plan := entry.get("plan")):
+        """Describe scheme, groups, effective bits, and which servers load it."""
+        plan, options = entry.get("plan"), self.options
+        if not plan:
             return ()
         groups = "one scale a row" if plan["group_size"] == -1 else f"groups of {plan['group_size']}"
-        what = "routed experts" if self.targets == "experts" else "experts, attention and dense layers"
+        what = "routed experts" if options.targets == "experts" else "experts, attention and dense layers"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
-        how = "GPTQ with clip search" if self.method == "gptq" else "rounding to nearest"
-        how += f" and {self.tune} steps of training" if self.tune else ""
-        servers = loaders(self.scheme, plan["group_size"] == -1)
+        how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
+        how += f" and {options.tune} steps of training" if options.tune else ""
+        servers = loaders(options.scheme, plan["group_size"] == -1)
         loaded = f"which {joined(servers)} load" if servers else "which no server is known to load"
         return (
             Text(
-                f"Quantised {what}{before} to {self.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
+                f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, {plan['bits']:.3g} bits a weight, "
                 f"stored as {plan['format']}, {loaded}."
             ),
         )

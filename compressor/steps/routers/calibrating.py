@@ -16,11 +16,13 @@ from compressor.model.router_logits import router_weight
 from compressor.pathways.answering import average_pathway, checked_reference, text_reference
 from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.step import Result
-from compressor.steps.routers.step import PLACED, Routers
+from compressor.steps.routers.options import Routers
 from compressor.steps.routers.weights import Calibrated, Text, Weights, bias_places, calibrate_bias, calibrate_weights
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
+
+PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
 
 
 def calibrate_routers(options: Routers, state: State) -> Result:

@@ -33,8 +33,9 @@ from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
 from compressor.model.streaming import LayerVisitor, Pass
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
-from compressor.recipe.step import Step
+from compressor.recipe.step import StepOptions
 from compressor.steps.configuration import fields_set
+from compressor.steps.prune.options import Prune
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.stored import stored_parts
 from compressor.steps.split.tensors import SplitModel
@@ -201,13 +202,13 @@ def with_top_k(model: OpenModel, top_k: int | None) -> OpenModel:
     return replace(model, architecture=smaller, top_k=top_k, whole=model.whole or model)
 
 
-def chosen_parts(model: OpenModel, steps: Sequence[Step]) -> tuple[int, str]:
+def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, str]:
     """The number of parts for the stored `model` where it is left open, and why; `steps` are all of the stage.
 
     It is the first of 2, 3 and 4 with sub-experts of a multiple of 64 neurons for which no server does worse. Without
     the strategy `auto`, which alone gains by sub-experts, there is nothing to choose, and no reason.
     """
-    prune: Any = next((step for step in steps if step.name == "prune"), None)
+    prune = next((options for options in steps if isinstance(options, Prune)), None)
     if prune is None or prune.strategy != "auto":
         return 1, ""
     layers = model.architecture.layers

@@ -1,83 +1,70 @@
 """The step `split`: each routed expert becomes several narrower sub-experts that compute the same function."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import Field, PrivateAttr
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from compressor.document.blocks import Block, Text
 from compressor.errors import CompressionError
+from compressor.model.opened import OpenModel
 from compressor.recipe.plan import MOST_PARTS, describe_split
-from compressor.recipe.step import Needs, Step
+from compressor.recipe.step import WEIGHTS, Requirements, Step, StepOptions
+from compressor.steps.split.opening import as_decided, chosen_parts, partitioned, seen_as, shapes
+from compressor.steps.split.options import Split
+from compressor.steps.state import State
 
-if TYPE_CHECKING:
-    from compressor.model.opened import OpenModel
-    from compressor.steps.state import State
 
+@dataclass(frozen=True)
+class SplitStep(Step[Split]):
+    """Split each routed expert into narrower sub-experts that compute the same."""
 
-class Split(Step):
-    """Split each routed expert into narrower sub-experts that compute the same; `prune` can then drop them singly."""
+    why: str = ""  # the reason for the number of parts, where that was left open
 
-    name: ClassVar[str] = "split"
-    order: ClassVar[int | None] = 0
-    not_after: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("split", "prune", "constants", "correct", "quantize"), "experts are split before anything else is done to them"
-    )
+    @property
+    def parts(self) -> int:
+        """The number of sub-experts that each expert becomes."""
+        return int(self.options.parts)
 
-    parts: int | Literal["auto"] = Field(
-        2, description="Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."
-    )
-
-    _why: str = PrivateAttr("")  # there are so many parts, where that was left open
-
-    def resolved(self, model: "OpenModel", steps: Sequence[Step]) -> Self | None:
-        """With the number of parts that `auto` comes to; None where nobody thinks of a split."""
-        from compressor.steps.split.opening import chosen_parts
-
-        if self.parts != "auto":
+    def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
+        """Return the step with the number of parts that `auto` comes to; None where nothing is split."""
+        if self.options.parts != "auto":
             if not 1 <= self.parts <= MOST_PARTS:
                 raise CompressionError(f"--split {self.parts} is not 1 to {MOST_PARTS}; give another number of parts")
             return None if self.parts == 1 else self
-        parts, why = chosen_parts(model, steps)
-        step = self.model_copy(update={"parts": parts})
-        step._why = why
-        return step if why else None
+        parts, why = chosen_parts(model, stage)
+        return replace(self.with_options(parts=parts), why=why) if why else None
 
-    def view(self, model: "OpenModel") -> "OpenModel":
-        from compressor.steps.split.opening import seen_as
+    def model_view(self, model: OpenModel) -> OpenModel:
+        return seen_as(model, self.parts)
 
-        return seen_as(model, int(self.parts))
-
-    def needs(self, model: "OpenModel", steps: Sequence[Step], planned: bool) -> Needs:
-        """Text of its own where it is named: else neurons are measured on what others read, or on their weights."""
+    def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
+        """Return the need of text of its own; else neurons are measured on what others read, or on their weights."""
+        own_text = self.options.calibration is not None
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
-        return Needs(text=self.calibration is not None and not planned, passes=int(self.parts != 1), notes=notes)
+        return Requirements(text=own_text and not planned, passes=int(self.parts != 1), notes=notes)
 
-    def plan(self, state: "State") -> Mapping[str, Any]:
-        from compressor.steps.split.opening import partitioned
-
+    def decide(self, state: State) -> Mapping[str, Any]:
+        shapes_now = self._shapes(state.model)
         if self.parts == 1:
-            return self._shapes(state.model)
-        changed = any(step.name in ("correct", "distill") for step in state.steps)
+            return shapes_now
+        changed = any(WEIGHTS in step.options.changes for step in state.steps)
         text = None if state.text is None else state.text.fit
         split = partitioned(state.model, text, state.progress, state.seed, changed).split or {}
-        return {**split, **self._shapes(state.model)}
+        return {**split, **shapes_now}
 
-    def take(self, decided: Mapping[str, Any], state: "State") -> None:
-        from compressor.steps.split.opening import as_decided
-
+    def apply_decision(self, decided: Mapping[str, Any], state: State) -> None:
         if decided.get("parts") != 1:
             state.model = as_decided(state.model, decided, state.model.top_k)
             state.parts *= int(decided["parts"])
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """What became of every expert, with the config's numbers before and after, and why."""
-        return (Text(f"{sentence(plan)}."),) if (plan := entry.get("plan")) else ()
+        """Describe what became of every expert, with the config's numbers before and after, and why."""
+        plan = entry.get("plan")
+        return (Text(f"{sentence(plan)}."),) if plan else ()
 
-    def _shapes(self, model: "OpenModel") -> dict[str, Any]:
-        from compressor.steps.split.opening import shapes
-
-        return shapes(model.whole or model, int(self.parts)) | ({"why": self._why} if self._why else {})
+    def _shapes(self, model: OpenModel) -> dict[str, Any]:
+        reason = {"why": self.why} if self.why else {}
+        return shapes(model.whole or model, self.parts) | reason
 
 
 def sentence(split: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from compressor.cli.options import KEEP, RUNNING, STEP, described, flag, given, 
 from compressor.entry_points import STEPS, names, option
 from compressor.recipe.recipe import step_class
 from compressor.recipe.step import Options
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 
 
 class Shape(Options):

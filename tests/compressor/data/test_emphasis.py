@@ -19,7 +19,7 @@ from compressor.recipe.step import TextOptions
 from compressor.steps.correct.ridge import refit_down
 from compressor.steps.correct.tuning import balanced, descend
 from compressor.steps.distill.objective import Batch, Objective
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 from compressor.steps.routers.weights import _moments
 from tests import small
 from tests.command_line import Run, refused

@@ -25,7 +25,7 @@ from compressor.evaluation.gate_verdict import GateResult, RoutedBy
 from compressor.hub.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
-from compressor.steps.quantize.step import Quantize
+from compressor.steps.quantize.options import Quantize
 from tests import small
 from tests.gates import gate, likelihood, mixed, task
 from tests.hub.cards import mistakes

@@ -15,10 +15,10 @@ from compressor.recipe.plan import Source
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml, refuse_missing
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.steps.correct.step import Correct
-from compressor.steps.distill.step import Distill
-from compressor.steps.prune.step import Prune
-from compressor.steps.split.step import Split
+from compressor.steps.correct.options import Correct
+from compressor.steps.distill.options import Distill
+from compressor.steps.prune.options import Prune
+from compressor.steps.split.options import Split
 from tests.command_line import Run
 from tests.opened import opened
 from tests.plugins import install
@@ -128,7 +128,7 @@ THINNED = '''
 """A step like prune, with a field of its own."""
 from typing import ClassVar
 from pydantic import Field
-from compressor.steps.prune.step import Prune
+from compressor.steps.prune.options import Prune
 class Thinned(Prune):
     """Prune, gently."""
     name: ClassVar[str] = "thinned"

@@ -21,8 +21,8 @@ from compressor.recipe.registry import load_strategy
 from compressor.recipe.steps_plan import Plan, decisions
 from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.in_order import keep_the_better, read_difference
+from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import Correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job
 from compressor.steps.prune.planning import Planner, PruneSpec

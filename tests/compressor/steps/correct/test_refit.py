@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compressor.steps.correct import refit as correction
 from compressor.steps.correct.cut_layer import CutLayer
+from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.step import Correct
 from tests import zoo
 from tests.cut_cases import CutCase, cut_case, in_float, plain_error
 

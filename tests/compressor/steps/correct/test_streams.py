@@ -13,7 +13,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.steps_plan import decisions
 from compressor.steps.correct import in_order
 from compressor.steps.correct.cut_layer import Recording
-from compressor.steps.correct.step import Correct
+from compressor.steps.correct.options import Correct
 from tests import zoo
 from tests.cut_cases import cut_again, cut_case, stock_output
 from tests.opened import hidden_states

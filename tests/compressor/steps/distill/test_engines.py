@@ -26,7 +26,7 @@ from compressor.steps.distill.engines import (
     trained_layers,
     update,
 )
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 from tests import quantized, small, zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step

@@ -11,7 +11,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions
 from compressor.recipe.recipe import make_step
 from compressor.steps.distill.objective import Batch, Text
-from compressor.steps.distill.step import Distill
+from compressor.steps.distill.options import Distill
 
 
 @given(st.integers(1, 500), st.floats(1e-6, 1.0))

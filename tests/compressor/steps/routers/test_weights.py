@@ -18,7 +18,7 @@ from compressor.model.streaming import ReversePass
 from compressor.pathways.answering import Average
 from compressor.progress import Silent
 from compressor.steps.routers.calibrating import stored_names
-from compressor.steps.routers.step import Routers
+from compressor.steps.routers.options import Routers
 from compressor.steps.routers.weights import RIDGE, Moments, RouterGradients, bias_places, calibrate_bias
 from tests import small, zoo
 from tests.command_line import Run, names, refused

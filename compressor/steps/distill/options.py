@@ -1,0 +1,86 @@
+"""Options of the step `distill`: train the smaller model end to end toward its base's next-token distribution."""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, WEIGHTS, StepOptions
+
+RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}  # at the highest, by `train`
+WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
+EVALUATIONS = 8  # of held-out text, if nothing else is asked for
+
+
+class Distill(StepOptions):
+    """Train toward the base; the loss is the sum of its parts, each times its weight."""
+
+    name: ClassVar[str] = "distill"
+    implementation: ClassVar[str] = "compressor.steps.distill.step:DistillStep"
+    cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
+
+    train: Literal["experts", "router", "lora", "all", "none"] = Field(
+        "experts", description="Train experts (and routers), router, lora or all toward the base."
+    )
+    steps: int = Field(400, ge=1, le=10**6, description="Optimizer steps.")
+    tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens in each step.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
+    learning_rate: float | None = Field(
+        None,
+        ge=1e-12,
+        le=1e12,
+        description="Peak learning rate (default: 1e-3, lora 2e-3, router 3e-3).",
+    )
+    optimizer: Literal["adam", "adafactor"] | None = Field(
+        None, description="adam or adafactor (default: adam; with stream adafactor)."
+    )
+    rank: int = Field(16, ge=1, le=10**5, description="Rank of LoRA's factors.")
+    stream: bool = Field(False, description="Train with one decoder layer in memory at a time.")
+    kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the KL divergence from the base's next token.")
+    cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the text's own next-token loss.")
+    hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's hidden states.")
+    contrastive: float = Field(0.0, ge=0, le=1e6, description="Weight of CoMoE's contrastive loss between experts.")
+    temperature: float = Field(0.07, ge=1e-3, le=1e3, description="Temperature of the contrastive loss.")
+    negatives: int = Field(8, ge=1, le=10**6, description="Inactive experts that the contrastive loss samples.")
+    evaluate_every: int | None = Field(
+        None, ge=1, le=10**6, description="Steps between evaluations on held-out text (default: an eighth of them)."
+    )
+    patience: int = Field(8, ge=1, le=10**6, description="Evaluations without improvement before training stops.")
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if not any((self.kl, self.cross_entropy, self.hidden_states)):
+            raise ValueError("nothing is learnt of no loss; give kl, cross_entropy or hidden_states a weight")
+        if self.tokens_per_step < self.sequence_length:
+            raise ValueError(
+                f"tokens_per_step {self.tokens_per_step} is less than one sequence of {self.sequence_length} tokens; "
+                "raise it or lower sequence_length"
+            )
+        return self
+
+    @property
+    def rate(self) -> float:
+        return self.learning_rate or RATES[self.train]
+
+    @property
+    def optimiser(self) -> str:
+        """The optimizer's name: Adam's state is twice the parameters, Adafactor's a row and a column of each."""
+        return self.optimizer or ("adafactor" if self.stream else "adam")
+
+    @property
+    def sequences(self) -> int:
+        return self.tokens_per_step // self.sequence_length
+
+    @property
+    def every(self) -> int:
+        return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0: up over the first ones, then down to 0 on a line."""
+        warm = max(1, round(WARM_UP * self.steps))
+        return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
+
+    @property
+    def changes(self) -> frozenset[str]:
+        return frozenset({ROUTERS if self.train == "router" else WEIGHTS})

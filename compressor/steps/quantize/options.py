@@ -1,0 +1,66 @@
+"""Options of the step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from compressor.recipe.step import CONSTANTS, FORMAT, StepOptions
+
+
+class Quantize(StepOptions):
+    """Store weights in fewer bits, as a compressed-tensors checkpoint."""
+
+    name: ClassVar[str] = "quantize"
+    implementation: ClassVar[str] = "compressor.steps.quantize.step:QuantizeStep"
+    order: ClassVar[int | None] = 4
+    cannot_follow: ClassVar[Mapping[str, str]] = {
+        FORMAT: "weights are quantised once, after everything that changes them",
+        CONSTANTS: "constants stand for unquantised experts",
+    }
+    verified_by_kept: ClassVar[bool] = True
+
+    scheme: Literal["fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4"] = Field(
+        "int4", description="Numbers that weights are rounded to: fp8, int8, int4, int3, int2, mxfp4 or nvfp4."
+    )
+    group_size: int | None = Field(
+        None,
+        ge=-1,
+        description="Columns that share a scale, -1 for a whole row (default: the format's own; of integers the "
+        "largest of 128, 64 and 32 that divides all matrices, else -1).",
+    )
+    targets: Literal["experts", "all"] = Field(
+        "experts",
+        description="What is quantised: routed experts, or all of attention and dense layers, too; never routers, "
+        "norms, embeddings or the head.",
+    )
+    method: Literal["rtn", "gptq"] = Field(
+        "rtn",
+        description="rtn rounds to the nearest number and needs no text; gptq searches for the best range and makes "
+        "up for errors on calibration text.",
+    )
+
+    tune: int = Field(
+        0, ge=0, le=10**5, description="Optimizer steps that train each layer of int2 or int3 after gptq (try 120)."
+    )
+
+    @field_validator("group_size")
+    @classmethod
+    def _of_columns(cls, size: int | None) -> int | None:
+        if size == 0:
+            raise ValueError("group_size is 0; give the columns that share a scale, or -1 for a whole row")
+        return size
+
+    @model_validator(mode="after")
+    def _tunable(self) -> Self:
+        if self.tune and (self.method != "gptq" or self.scheme not in ("int4", "int3", "int2")):
+            raise ValueError("tune trains what gptq has rounded to integers; give method gptq and int3 or int2")
+        return self
+
+    @property
+    def changes(self) -> frozenset[str]:
+        return frozenset({FORMAT})
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("compressed_tensors",)

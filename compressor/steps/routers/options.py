@@ -1,0 +1,41 @@
+"""Options of the step `routers`: router calibration, which moves routers toward the base, after C3PO."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compressor.recipe.step import CONSTANTS, DEFAULT_LENGTH, ROUTERS, StepOptions
+
+
+class Routers(StepOptions):
+    """Move the routers toward the base on text, as far as held-out text is nearer to it."""
+
+    name: ClassVar[str] = "routers"
+    implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
+    cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
+
+    method: Literal["router", "bias", "auto", "none"] = Field(
+        "router",
+        description="Calibrate router weights (router), a bias per expert (bias) or the better one (auto).",
+    )
+    rounds: int = Field(4, ge=1, le=1000, description="Gradient rounds, each on its share of the text.")
+    sequences: int = Field(200, ge=1, le=10**6, description="Calibration sequences.")
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
+    optimizer: Literal["own", "mode", "kernel", "ngd"] = Field(
+        "own",
+        description="How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd.",
+    )
+    reference: str | None = Field(
+        None, description="Reference set of the checkpoint, whose optimised pathways a bias averages."
+    )
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.sequences < self.rounds:
+            raise ValueError(f"{self.sequences} sequences are fewer than {self.rounds} rounds; give at least as many")
+        return self
+
+    @property
+    def changes(self) -> frozenset[str]:
+        return frozenset({ROUTERS})
