@@ -1,6 +1,7 @@
 """Public API for authors of plugins: everything imported here, and nothing else need be.
 
-A step of a recipe is a class that derives from `Step`, a strategy a module with `NEEDS` and
+A step of a recipe is a class of options that derives from `StepOptions` and one of behaviour that derives from `Step`, a
+strategy a module with `NEEDS` and
 `plan(stats, keep, protected[, options])`, an exporter one with `export(checkpoint, output, options, progress)`; entry
 points announce them. docs/plugins.md has the contract, and the built-in strategies are written with this.
 
@@ -77,6 +78,8 @@ from compressor.steps.prune.similarity import (
     pairwise_distances,
     rbf_cka,
 )
+from compressor.steps.rewriting import plain_job, rewritten, rewritten_size
+from compressor.steps.tensors import OutputJob
 from compressor.tolerance import FLOAT32, ROUNDING, SQUARED, exceeds, rounded, stable_argmin
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import compressor
 from compressor.errors import CompressionError
 from compressor.recipe.recipe import default_steps
-from compressor.recipe.step import Step
+from compressor.recipe.step import StepOptions
 from tests import fake_quantized, mtp_heads, small, zoo
 from tests.command_line import Run, refused
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     return small.save(tmp_path / "model", intermediate_size=64)
 
 
-def compressed(model: Path, steps: Sequence[Step], out: str = "out") -> Path:
+def compressed(model: Path, steps: Sequence[StepOptions], out: str = "out") -> Path:
     folder = model.parent / out
     text = str(model.parent / "calibration.txt")
     compressor.compress(str(model), folder, list(steps), calibration=text, **SIZES)
@@ -127,7 +127,7 @@ def test_experts_that_are_trained_are_quantised_then(model: Path) -> None:
         ([compressor.Quantize(), compressor.Constants(experts=4)], "constants cannot stand after quantize"),
     ],
 )  # fmt: skip
-def test_orders_that_cannot_be_are_refused(steps: list[Step], sentence: str, model: Path) -> None:
+def test_orders_that_cannot_be_are_refused(steps: list[StepOptions], sentence: str, model: Path) -> None:
     with pytest.raises(CompressionError, match=rf"^steps\[\d\]: {sentence}"):
         compressed(model, steps)
 

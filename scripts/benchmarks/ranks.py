@@ -36,12 +36,12 @@ def work(given: argparse.Namespace, out: Path) -> None:
     from compressor.api import make_recipe, plan
     from compressor.distributed import process_group
     from compressor.memory import PeakMemory, limit_caches
-    from compressor.recipe.step import Step
+    from compressor.recipe.step import StepOptions
     from compressor.steps.correct.options import Correct
     from compressor.steps.prune.options import Prune
 
     limit_caches()
-    steps: list[Step] = [Prune(given.strategy, experts=given.experts)]
+    steps: list[StepOptions] = [Prune(given.strategy, experts=given.experts)]
     if given.correct != "none":
         steps.append(Correct(given.correct, **({"steps": given.steps} if given.steps else {})))
     recipe = make_recipe(given.model, steps, [given.text], given.samples, given.length)

@@ -541,7 +541,7 @@ def _in_order(state: State, progress: Progress) -> InOrder:
     planned = substitutes_of(
         {layer.module: layer.constants for layer in state.stage_plan().layers}, measured_constants(state)
     )
-    correction = state.options_of(Correct) or Correct("none")
+    correction = state.options_of(Correct) or Correct(method="none")
     folder = state.cut().folder
     return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correction)
 

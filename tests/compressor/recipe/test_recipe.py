@@ -110,7 +110,7 @@ def test_what_is_to_be_done_is_settled_on_a_model(tmp_path: Path) -> None:
     model = opened("mixtral", tmp_path)[1]
 
     def settled(model: OpenModel, *steps: Any) -> list[Any]:
-        return list(prepare(Recipe(model="x", steps=steps), model, model, None).steps)
+        return list(prepare(Recipe(model="x", steps=steps), model, model, None).options)
 
     drop = {"prune": {"experts": 4, "strategy": "model-centric"}}
     assert settled(model, {"split": {"parts": 1}}, drop, {"correct": {"method": "auto"}}) == [

@@ -6,9 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import compressor
+from compressor import entry_points
+from compressor.checkpoint.source import find_model
 from compressor.entry_points import names, packages
 from compressor.errors import CompressionError
+from compressor.model.opened import open_model
+from compressor.pipeline.task import prepare
 from compressor.progress import Silent
 from compressor.recipe import registry
 from compressor.recipe.registry import load_strategy, option_fields
@@ -218,3 +225,88 @@ def test_the_packages_of_plugins_are_known(tmp_path: Path, monkeypatch: pytest.M
     assert packages() == ["compressor", "exporters", "later_plugin", "strategies", "their_reap_plugin"]
     shutil.rmtree(tmp_path / "their_reap_plugin-1.0.dist-info")
     assert packages() == ["compressor", "exporters", "later_plugin", "strategies"]
+
+
+# --- steps that store tensors in a way of their own -------------------------------------------------------------------
+
+STORING = '''
+"""Steps that store tensors otherwise: one halves the width of experts, one packs them into bfloat16."""
+from typing import Any, ClassVar
+import torch
+from compressor.plugins import (
+    FORMAT, WEIGHTS, Step, StepOptions, plain_job, rewritten, rewritten_size,
+)
+def of_experts(name):
+    return ".experts." in name
+class Narrow(StepOptions):
+    """Keep the first half of each expert's neurons."""
+    name: ClassVar[str] = "narrow"
+    implementation: ClassVar[str] = "storing_plugin:NarrowStep"
+    order: ClassVar[int | None] = 4
+    @property
+    def changes(self): return frozenset({WEIGHTS})
+class NarrowStep(Step[Narrow]):
+    def change(self, name, tensor):
+        if not of_experts(name): return tensor
+        dim = 1 if "w2" in name else 0
+        return tensor.narrow(dim, 0, tensor.shape[dim] // 2)
+    def output_size(self, model, experts, changed=False): return rewritten_size(model, experts, self.change, changed)
+    def writer(self, state):
+        width = state.model.config.intermediate_size
+        return rewritten(plain_job(state), self.change, {"intermediate_size": width // 2})
+class Pack(StepOptions):
+    """Store experts in bfloat16."""
+    name: ClassVar[str] = "pack"
+    implementation: ClassVar[str] = "storing_plugin:PackStep"
+    order: ClassVar[int | None] = 4
+    cannot_follow: ClassVar[dict[str, str]] = {FORMAT: "experts are packed once"}
+    @property
+    def changes(self): return frozenset({FORMAT})
+class PackStep(Step[Pack]):
+    def change(self, name, tensor): return tensor.bfloat16() if of_experts(name) else tensor
+    def output_size(self, model, experts, changed=False): return rewritten_size(model, experts, self.change, changed)
+    def writer(self, state): return rewritten(plain_job(state), self.change)
+'''
+
+
+def change(name: str, tensor: torch.Tensor, step: str) -> torch.Tensor:
+    """What `step` should make of a stored tensor, computed another way."""
+    if ".experts." not in name:
+        return tensor
+    if step == "pack":
+        return tensor.to(torch.bfloat16)
+    neurons = tensor.shape[1 if "w2" in name else 0] // 2
+    return tensor[:, :neurons] if "w2" in name else tensor[:neurons]
+
+
+@pytest.mark.parametrize("name", ["narrow", "pack"])
+def test_a_step_that_stores_tensors_otherwise_is_known_to_dry_run_disk_check_and_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path / "site", monkeypatch, name, STORING, "storing_plugin", entry_points.STEPS, f":{name.capitalize()}"
+    )
+    folder = small.save(tmp_path / "model")
+    pruned = [{"prune": {"experts": 4, "strategy": "model-centric"}}]
+    for steps, out in ((pruned, "pruned"), ([*pruned, name], "out")):
+        compressor.compress(compressor.Recipe.of({"model": str(folder), "steps": steps}), tmp_path / out)
+    before, after = (load_file(tmp_path / out / "model.safetensors") for out in ("pruned", "out"))
+    assert set(before) == set(after)
+    for key, tensor in before.items():
+        assert torch.equal(after[key], change(key, tensor, name)), key
+
+    recipe = compressor.Recipe.of({"model": str(folder), "steps": [*pruned, name]})
+    nbytes = sum(value.nbytes for value in after.values())
+    shown = compressor.dry_run(recipe)
+    assert shown.after.bytes == nbytes < sum(value.nbytes for value in before.values())
+    model = open_model(find_model(str(folder)))
+    plain = sum(value.nbytes for value in before.values())
+    assert prepare(recipe, model, model, None).space == plain + nbytes  # each stage beside the one before
+
+    again = [*pruned, name, {"prune": {"experts": 3, "strategy": "model-centric"}}, {"correct": {"method": "ridge"}}]
+    ordered = compressor.Recipe.of({"model": str(folder), "steps": again})
+    if name == "pack":
+        with pytest.raises(CompressionError, match="correct cannot stand after pack: it would write the experts"):
+            compressor.dry_run(ordered)
+    else:
+        assert [step["name"] for step in compressor.dry_run(ordered).steps] == ["prune", "narrow", "prune", "correct"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import compressor
 from compressor.api import make_recipe
 from compressor.pipeline import run
-from compressor.recipe.step import Step
+from compressor.recipe.step import StepOptions
 from compressor.steps import workdir
 from tests import quantized, small, zoo
 
@@ -26,7 +26,7 @@ def tokenized(folder: Path, save: Callable[[Path], Any]) -> None:
     small.tokenizer().save_pretrained(folder)
 
 
-CASES: dict[str, tuple[Callable[[Path], Any], list[Step]]] = {
+CASES: dict[str, tuple[Callable[[Path], Any], list[StepOptions]]] = {
     "alone": (lambda folder: small.save(folder, intermediate_size=64), [compressor.Quantize("int4", targets="all")]),
     "fused": (lambda folder: small.save(folder, "gpt_oss", intermediate_size=64), [compressor.Quantize("int3")]),
     "shared": (
@@ -64,7 +64,7 @@ def test_a_dry_run_shows_the_bytes_that_are_written(case: str, tmp_path: Path) -
         assert shown.after.parameters == made.after.parameters
 
 
-STAGES: dict[str, list[Step]] = {
+STAGES: dict[str, list[StepOptions]] = {
     "alone": [compressor.Quantize("int4")],
     "gptq": [compressor.Quantize("int4", method="gptq")],
     "pruned": [PRUNE, compressor.Quantize("int4")],
