@@ -1,9 +1,9 @@
 """Public API for authors of plugins: everything imported here, and nothing else need be.
 
-A step of a recipe is a class of options that derives from `StepOptions` and one of behaviour that derives from `Step`, a
-strategy a module with `NEEDS` and
-`plan(stats, keep, protected[, options])`, an exporter one with `export(checkpoint, output, options, progress)`; entry
-points announce them. docs/plugins.md has the contract, and the built-in strategies are written with this.
+A step of a recipe is a class of options that derives from `StepOptions`, with behaviour that derives from `Step`; a
+strategy is a module with `NEEDS` and `plan(stats, keep, protected[, options])`, an exporter one with
+`export(checkpoint, output, options, progress)`. Entry points announce them. docs/plugins.md has the contract, and the
+built-in strategies are written with this.
 
 A strategy is tested on a fake layer, without a model and calibration data:
 

@@ -19,6 +19,7 @@ BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"  # with api.py, which holds the functions
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
+OPTIONS = "steps (options.py of each)"
 CONTRACT = "compressor/recipe/step.py"  # of which type-only imports are no arrows
 
 ORDER: Mapping[str, str] = {  # a package imports earlier ones only
@@ -31,6 +32,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "statistics": "what is measured of MoE layers while text passes them",
     "evaluation": "how far a model is from its base; answers to lm-eval's items, and the gate that compares them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
+    OPTIONS: "options and facts of the built-in steps, which load no torch",
     "pathways": "C3PO: which experts a token is routed to, changed at test time",
     "steps": "what all steps share: the state of a run, from a plan to smaller tensors, the output in the making",
     "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
@@ -80,6 +82,8 @@ def package_of(module: str) -> str:
         return "strategies"
     if rest in ([], ["api"]):
         return TOP
+    if rest[0] == "steps" and rest[-1] == "options":
+        return OPTIONS
     if rest[0] == "steps" and len(rest) > 1 and (ROOT / "compressor" / "steps" / rest[1]).is_dir():
         return f"steps.{rest[1]}"
     if (ROOT / "compressor" / rest[0]).is_dir():

@@ -91,7 +91,7 @@ def test_groups_must_divide_the_parts_of_experts(step: dict[str, Any], sentence:
 
 
 @pytest.mark.parametrize("later", [zoo.full(compressor.Routers(**ROUTERS)), compressor.Distill("router", **TRAINED)])
-def test_routers_are_moved_once_experts_are_packed(later: Step, model: Path) -> None:
+def test_routers_are_moved_once_experts_are_packed(later: StepOptions, model: Path) -> None:
     first = [compressor.Prune(strategy="reap", experts=4), compressor.Quantize("int2")]
     before, out = compressed(model, first, "before"), compressed(model, [*first, later])
     assert packed(before).keys() == packed(out).keys()

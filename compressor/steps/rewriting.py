@@ -37,7 +37,7 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
             changed = change(name, _tensor_of(stored[name], pieces))
             yield name, iter((tensor_bytes_view(changed),))
 
-    content = json.loads(_content(job.files["config.json"]))
+    content = json.loads(bytes(_content(job.files["config.json"])))
     files = {**job.files, "config.json": json_bytes({**content, **(config or {})})}
     outputs = tuple(_changed(output, change) for output in job.outputs)
     return replace(job, outputs=outputs, produce=produce, files=files)
