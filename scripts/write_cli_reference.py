@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split, Step
+from compressor import Constants, Correct, Distill, Prune, Quantize, Routers, Split, StepOptions
 from compressor.cli.main import app
 from compressor.cli.options import PANELS
 from compressor.cli.settings import SHOWN, recipe_options
@@ -81,7 +81,7 @@ def page() -> str:
     return "\n".join([*parts, SHORTHANDS, *hidden, "", STEPS_INTRODUCTION, *map(_step_section, STEPS)])
 
 
-def _step_section(step: type[Step]) -> str:
+def _step_section(step: type[StepOptions]) -> str:
     """The options of a step: its fields."""
     rows = []
     for name, entry in step.model_fields.items():
