@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("offline")]
 WAYS: dict[str, list[str]] = {
     "rtn": ["--quantize", "nvfp4", "--set", "quantize.targets=all"],
     "gptq": ["--quantize", "int4", "--set", "quantize.method=gptq", "--set", "quantize.targets=all"],
-    "tuned": ["--quantize", "int2", "--set", "quantize.method=gptq", "--set", "quantize.tune=3"],
     "corrected": ["--quantize", "int3", "--experts", "4", "--strategy", "count-guided", "--correct", "ridge"],
 }
 WAYS["corrected"] += ["--set", "quantize.method=gptq"]
@@ -59,7 +58,6 @@ MOMENTS = [  # with the layers that GPTQ passes in the run that goes on
     ("gptq", WRITING, "keep_tensors", 2, [1, 2]),
     ("gptq", WORKDIR, "_write_tensor", 20, []),
     ("gptq", WORKDIR, "publish", 1, []),
-    ("tuned", WRITING, "Kept.save", 2, [1, 2]),
     ("corrected", WRITING, "Kept.save", 2, [1, 2]),
     ("corrected", WORKDIR, "assemble", 1, []),
 ]
@@ -72,9 +70,9 @@ def test_killed_and_run_again_leaves_the_same_bytes(
 ) -> None:  # fmt: skip
     out, real, rounded = tmp_path / "out", in_order.Quantizing._round, list[int]()
 
-    def counting(self: Any, live: Any, batch: list[Matrix], *more: Any) -> None:
+    def counting(self: Any, batch: list[Matrix], *more: Any) -> None:
         rounded.append(int(batch[0].unit.rpartition(".")[2]))
-        real(self, live, batch, *more)
+        real(self, batch, *more)
 
     assert run_killed([*commands[way], "-o", str(out)], module, function, nth) == -signal.SIGKILL
     assert not out.exists()

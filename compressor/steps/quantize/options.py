@@ -1,9 +1,9 @@
 """Options of the step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from compressor.recipe.step import CONSTANTS, FORMAT, StepOptions
 
@@ -40,22 +40,12 @@ class Quantize(StepOptions):
         "up for errors on calibration text.",
     )
 
-    tune: int = Field(
-        0, ge=0, le=10**5, description="Optimizer steps that train each layer of int2 or int3 after gptq (try 120)."
-    )
-
     @field_validator("group_size")
     @classmethod
     def _of_columns(cls, size: int | None) -> int | None:
         if size == 0:
             raise ValueError("group_size is 0; give the columns that share a scale, or -1 for a whole row")
         return size
-
-    @model_validator(mode="after")
-    def _tunable(self) -> Self:
-        if self.tune and (self.method != "gptq" or self.scheme not in ("int4", "int3", "int2")):
-            raise ValueError("tune trains what gptq has rounded to integers; give method gptq and int3 or int2")
-        return self
 
     @property
     def changes(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ class QuantizeStep(Step[Quantize]):
         """Return the need of calibration text for GPTQ; refuse groups that do not divide the model's matrices."""
         refuse_unreadable(model, self._chosen(model)[1])
         reads = self.options.method == "gptq"
-        return Requirements(text=reads, heldout=int(self.options.tune > 0), passes=int(reads))
+        return Requirements(text=reads, passes=int(reads))
 
     def _chosen(self, model: OpenModel) -> tuple[Matrices, Scheme]:
         """A model's matrices, and the scheme with the group size for them."""
@@ -59,7 +59,7 @@ class QuantizeStep(Step[Quantize]):
     def refit(self, state: State) -> Mapping[int, Mapping[str, Any]]:
         if self.options.method == "gptq":
             assert state.text is not None
-            quantize_in_order(self._writer(state), state.text.fit, state.progress, self.options.tune, state.seed)
+            quantize_in_order(self._writer(state), state.text.fit, state.progress, state.seed)
         return {}
 
     def writer(self, state: State) -> OutputJob:
@@ -79,7 +79,6 @@ class QuantizeStep(Step[Quantize]):
         what = "routed experts" if options.targets == "experts" else "experts, attention and dense layers"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
-        how += f" and {options.tune} steps of training" if options.tune else ""
         servers = loaders(options.scheme, plan["group_size"] == -1)
         loaded = f"which {joined(servers)} load" if servers else "which no server is known to load"
         return (

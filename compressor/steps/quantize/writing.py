@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial as bind
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size, refuse_nan, tensor_bytes
+from compressor.checkpoint.reader import DTYPE_NAMES, Size, refuse_nan, tensor_bytes
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
@@ -59,26 +59,6 @@ class Kept:
 def checksum(value: Tensor, before: int = 0) -> int:
     """CRC-32 of a matrix's bytes, with both zeros alike, after that of the rows `before`."""
     return zlib.crc32(tensor_bytes_view(value + 0), before)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Matrices as they are stored, by name, and the values [B, O, I] that are loaded of them."""
-
-    tensors: dict[str, Tensor]
-    values: Tensor
-    sums: dict[str, int]  # checksums of the values, by module
-
-    @classmethod
-    def of(cls, scheme: Scheme, batch: Sequence[Matrix], codes: Tensor, scales: Scales, dtype: torch.dtype) -> Self:
-        """What is stored of matrices that were rounded to these codes [B, O, I]."""
-        tensors = {
-            f"{matrix.module}.{name}": value[number]
-            for name, value in scheme.pack(codes, scales, dtype).items()
-            for number, matrix in enumerate(batch)
-        }
-        values = scheme.values(codes, scales).to(dtype)
-        return cls(tensors, values, {own.module: checksum(value) for own, value in zip(batch, values, strict=True)})
 
 
 def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
@@ -142,6 +122,11 @@ class Writer:
     matrices: Matrices
     kept: Kept
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that is written."""
+        return stored_partial(self.model).dtype
+
     def job(self, plan: CompressionPlan) -> OutputJob:
         model, units = self.model, self.model.architecture.units
         partial = stored_partial(model)
@@ -172,22 +157,19 @@ class Writer:
         return sorted(each.name.removesuffix(".weight") for each in heads if each.name.endswith(".weight"))
 
     def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
-        plain = [each for each in inner.outputs if each.unit == unit and each.name not in self.matrices.replaced]
-        dtypes = {each.name: TORCH_DTYPES[each.dtype] for each in plain}
-        own, kept = self.matrices.of(unit), dict[str, Tensor]()
-        if own and self.kept.sums(unit) is not None:
-            kept = self.kept.tensors(unit)
+        kept = self.kept.tensors(unit) if self.kept.sums(unit) is not None else {}
         for name, value in kept.items():
-            dtype = dtypes.get(name, value.dtype)  # of a router, which may compute in another one
-            yield name, iter([tensor_bytes_view(value.to(dtype))])
-        if own and not kept:
+            yield name, iter([tensor_bytes_view(value)])
+        if not kept and self.matrices.of(unit):
             sums = dict[str, int]()
             for matrix, tensors, total in self._rounded(partial, unit):
                 sums[matrix.module] = total
                 for name, value in tensors.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
             self.kept.save(unit, sums)
-        yield from (entry for entry in inner.produce(unit) if entry[0] not in {*self.matrices.replaced, *kept})
+        for name, pieces in inner.produce(unit):
+            if name not in self.matrices.replaced:
+                yield name, pieces
 
     def _rounded(self, partial: Any, unit: str) -> Iterator[tuple[Matrix, dict[str, Tensor], int]]:
         """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""

@@ -27,7 +27,7 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
     kept = Kept(folder)
     parts = opened.calibration(opened.batches(stock, (4, 4), 32))
-    quantize_in_order(Writer(model, scheme, matrices, kept), parts, Silent(), 0, 0)
+    quantize_in_order(Writer(model, scheme, matrices, kept), parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
         stored = kept.tensors(matrix.unit)
