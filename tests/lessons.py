@@ -59,7 +59,7 @@ class Lesson:
 
 def take_step(engine: Engine, text: Text, options: Distill, step: int, model: OpenModel) -> Objective:
     batches = text.of_step(step, options.sequences, seed=0)
-    objective = Objective(options, batches, model, 0, step)
+    objective = Objective(options, batches, model)
     engine.step(objective, options.rate_at(step))
     return objective
 

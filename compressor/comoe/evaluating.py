@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource, locate
+from compressor.comoe.contrastive import unit
 from compressor.comoe.layer import comoe_layers, load_adapters, read_facts, watching
 from compressor.devices import pick_device
 from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, tokenised
@@ -24,7 +25,6 @@ from compressor.model.architecture import load_config
 from compressor.model.opened import load_whole, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.steps.distill.contrastive import unit
 
 IGNORED = -100  # the label of tokens that have no loss
 Example = dict[str, list[int]]

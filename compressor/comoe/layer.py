@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.checkpoint.reader import read_header
+from compressor.comoe.contrastive import contrastive_loss
 from compressor.comoe.options import TARGETS, ComoeConfig
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
 from compressor.records import RESTORE, plain_json, read_as, read_json
-from compressor.steps.distill.contrastive import contrastive_loss
 
 Model = TypeVar("Model", bound=nn.Module)
 FACTS, TENSORS = "comoe.json", "adapters.safetensors"

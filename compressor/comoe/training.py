@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.checkpoint.source import locate
+from compressor.comoe.contrastive import information_gap
 from compressor.comoe.evaluating import Example, collate, examples, load, pad_token, with_rows
 from compressor.comoe.layer import (
     FACTS,
@@ -37,7 +38,6 @@ from compressor.evaluation.tasks import items_of
 from compressor.files import alone, check_folder, clear, json_object, whole_folder
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
-from compressor.steps.distill.contrastive import information_gap
 
 LOG = "log.jsonl"
 NAMES = (FACTS, TENSORS, LOG)

@@ -27,7 +27,7 @@ def moved(way: str, seed: int, start: Path, given: argparse.Namespace) -> Callab
     if way.startswith("routers"):
         method = "bias" if way == "routers bias" else "router"
         steps.append(compressor.Routers(method, sequences=400, sequence_length=given.length))
-    trained = {"steps": given.steps, "sequence_length": given.length, "contrastive": given.contrastive}
+    trained = {"steps": given.steps, "sequence_length": given.length}
     if not way.startswith("routers") or "and" in way:
         steps.append(compressor.Distill(way.split()[-1], **trained))
     return lambda out: compressor.compress(str(start), out, steps, calibration=given.text, base=given.model, seed=seed)
@@ -35,7 +35,7 @@ def moved(way: str, seed: int, start: Path, given: argparse.Namespace) -> Callab
 
 def main() -> None:
     """Make, move, train, judge, print."""
-    training = {"experts": [6, 4], "ways": WAYS, "steps": 400, "contrastive": 0.0, "seeds": 1}
+    training = {"experts": [6, 4], "ways": WAYS, "steps": 400, "seeds": 1}
     parser = options(__doc__, **training, length=256, samples=256, sequences=300)
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
@@ -73,7 +73,7 @@ def main() -> None:
         row(count, "auto, tune", f"{(before - base).mean():.4f}", "", "", f"{seconds:.0f}")
         for way in given.ways:
             for seed in range(given.seeds):
-                name = f"{count} {way} {given.steps} {given.contrastive} {seed}"
+                name = f"{count} {way} {given.steps} {seed}"
                 folder, seconds = made(name, moved(way, seed, start, given))
                 found = judged(folder)
                 share = float((before - found).mean() / (before - base).mean())

@@ -1,15 +1,12 @@
 """What a distillation learns: its text with the base's answers on it, and the loss of one step.
 
 The loss is the mean over the step's tokens of each part, times the part's weight; tokens that are emphasised count as
-more than one, except in the contrastive part. B sequences of L tokens, V tokens in the vocabulary, T = B L.
+more than one. B sequences of L tokens, V tokens in the vocabulary, T = B L.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +18,12 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.base_answers import Distributions, top_divergence
 from compressor.evaluation.evaluator import rows_at_once
-from compressor.model.experts import Watch
 from compressor.model.inputs import Inputs
-from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
-from compressor.steps.distill.contrastive import experts_apart
 from compressor.steps.distill.options import Distill
 
-PARTS = ("kl", "cross_entropy", "hidden_states", "contrastive")  # of the loss, each weighed by its option
+PARTS = ("kl", "cross_entropy", "hidden_states")  # of the loss, each weighed by its option
 BATCH = 8
 
 
@@ -99,19 +93,17 @@ def training_text(
 
 
 class Objective(ReverseVisitor):
-    """The loss of a step's batches. As a visitor it adds the parts that layers inside the model contribute.
+    """The loss of a step's batches. As a visitor it adds the part of the last decoder layer's hidden states.
 
     `parts` has the mean of each part over what has run, before its weight.
     """
 
-    def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel, seed: int, step: int) -> None:
-        self.options, self.model, self.seed, self.step = options, model, seed, step
+    def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel) -> None:
+        self.options = options
         own = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
         self.batches = [Batch(batch.tokens[own], batch.base.rows(own), batch.weights[own]) for batch in batches]
-        self.tokens = sum(batch.tokens.numel() for batch in batches)
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
         self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
-        self.layers = layers_by_unit(model.architecture.layers) if options.contrastive else {}
         self.last = model.architecture.units[-1] if options.hidden_states else None
         self.parts = {name: 0.0 for name in PARTS if getattr(options, name)}
         self.batch = 0
@@ -145,37 +137,19 @@ class Objective(ReverseVisitor):
         self.batch = batch
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        """The layer's forward; where gradients are taken, the parts that its output contributes join the loss."""
-        layers = self.layers.get(unit, [])
-        if not layers and unit != self.last:
+        """The layer's forward; where gradients are taken, the distance of the last one's output joins the loss."""
+        if unit != self.last:
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            whole, calls = self.model.partial.model, dict[str, tuple[Tensor, Tensor, Tensor]]()
-            with ExitStack() as stack:
-                for layer in layers:
-                    note = partial(lambda name, *call: calls.update({name: call}), layer.name)
-                    stack.enter_context(Watch(whole, layer, on_experts=note))
-                output = own(*args, **kwargs)
+            output = own(*args, **kwargs)
             hidden, *others = (output,) if isinstance(output, Tensor) else output
-            if unit == self.last:
-                hidden = Added.apply(hidden, self._part("hidden_states", self._distance(hidden)))
-            for layer in layers:
-                hidden = Added.apply(hidden, self._part("contrastive", self._contrast(layer, calls[layer.name])))
+            hidden = Added.apply(hidden, self._part("hidden_states", self._distance(hidden)))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
-
-    def _contrast(self, layer: MoeLayer, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The contrastive loss of a layer's experts on the batch; its share of the mean over tokens and layers."""
-        # seeded by the step, the batch and the layer, and by no order in which they come
-        digest = hashlib.sha256(f"{self.seed} {self.step} {self.batch} {layer.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
-        experts = self.model.partial.model.get_submodule(layer.name)
-        share = self.batches[self.batch].tokens.numel() / self.tokens
-        return experts_apart(experts, *call, self.options, generator) * share / len(self.model.architecture.layers)
 
     def _distance(self, hidden: Tensor) -> Tensor:
         """The square distance from the base's states over their own square, by sequence; its share of the mean."""

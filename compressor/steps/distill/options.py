@@ -40,9 +40,6 @@ class Distill(StepOptions):
     kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the KL divergence from the base's next token.")
     cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the text's own next-token loss.")
     hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's hidden states.")
-    contrastive: float = Field(0.0, ge=0, le=1e6, description="Weight of CoMoE's contrastive loss between experts.")
-    temperature: float = Field(0.07, ge=1e-3, le=1e3, description="Temperature of the contrastive loss.")
-    negatives: int = Field(8, ge=1, le=10**6, description="Inactive experts that the contrastive loss samples.")
     evaluate_every: int | None = Field(
         None, ge=1, le=10**6, description="Steps between evaluations on held-out text (default: an eighth of them)."
     )

@@ -148,7 +148,7 @@ class Training:
         end = min(state.step + options.every, options.steps)
         for step in range(state.step, end):
             batches = self.text.of_step(step, options.sequences, engine.seed)
-            objective = Objective(options, batches, engine.model, engine.seed, step)
+            objective = Objective(options, batches, engine.model)
             try:
                 engine.step(objective, options.rate_at(step))
             except NotFiniteError:
@@ -186,12 +186,6 @@ def distill(options: Distill, run: Run) -> Result:
     if (figures := facts_of(trained / FIGURES)) is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
-        for layer in run.model.architecture.layers if options.contrastive else ():
-            if not 2 <= layer.top_k < layer.experts:
-                raise CompressionError(
-                    f"{layer.name}: {layer.top_k} of {layer.experts} experts are activated, and the contrastive loss "
-                    "needs two or more, and one that is not; leave out --contrastive"
-                )
         stored_dtypes(run.model, trained_layers(run.model, options))
         figures = _train(options, run, place, trained)
     return Result(figures, map(kept_tensors, sorted(trained.glob("layer-*.safetensors"))))

@@ -30,7 +30,7 @@ from compressor.steps.distill.options import Distill
 from tests import quantized, small, zoo
 from tests.compressor.model.test_streaming import loaded, loaded_units
 from tests.lessons import Lesson, close, lesson, note_gradients, options, take_step
-from tests.opened import one_expert, opened, plain_calls
+from tests.opened import opened
 
 
 def stock_loss(made: Lesson, tokens: Tensor, weights: dict[str, float]) -> Tensor:
@@ -131,72 +131,6 @@ def test_adafactor_steps_are_as_long_as_the_rate_and_its_state_is_a_row_and_a_co
     moved = float((state.masters["a"] - value).square().mean().sqrt())
     assert 0.008 < moved < 0.0101
     assert sum(own.numel() for own in state.moments["a"].values()) == 6 * (40 + 50) + 1
-
-
-# --- the contrastive term ---------------------------------------------------------------------------------------------
-
-
-def by_the_algorithm(stock: Any, layer: Any, call: Any, temperature: float) -> Tensor:
-    """Algorithm 1 for two activated experts, token by token, all inactive ones against; the mean over both anchors."""
-    experts, losses = stock.get_submodule(layer.name), []
-    for hidden, index, _ in zip(*call, strict=True):
-        outputs = torch.stack([one_expert(experts, expert, hidden[None])[0] for expert in range(layer.experts)])
-        unit = outputs / outputs.norm(dim=-1, keepdim=True)
-        own = [(unit[index[0]] @ unit[expert] / temperature).exp() for expert in range(layer.experts)]
-        other = [(unit[index[1]] @ unit[expert] / temperature).exp() for expert in range(layer.experts)]
-        for anchor, positive, values in ((index[0], index[1], own), (index[1], index[0], other)):
-            rest = sum(value for expert, value in enumerate(values) if expert != anchor)
-            losses.append(-torch.log(values[positive] / (rest + 1e-3)))
-    return torch.stack(losses)
-
-
-def test_the_contrastive_part_is_algorithm_1_on_every_token(tmp_path: Path) -> None:
-    made = lesson("mixtral", tmp_path)
-    assert made.model.architecture.layers[0].top_k == 2
-    wish = options(contrastive=0.5, temperature=0.5, negatives=1000)
-    engine, text = made.engine(wish), made.text(wish)
-    objective = take_step(engine, text, wish, 0, made.model)
-    (batch,) = text.of_step(0, wish.sequences, 0)
-    calls = plain_calls(made.stock, made.model.architecture, [batch.tokens])
-    losses = [
-        by_the_algorithm(made.stock, layer, calls[layer.name].joined(), 0.5) for layer in made.model.architecture.layers
-    ]
-    lowest = sum(float(values.view(-1, 2).min(1).values.mean()) for values in losses) / len(losses)
-    highest = sum(float(values.view(-1, 2).max(1).values.mean()) for values in losses) / len(losses)
-    assert lowest <= objective.parts["contrastive"] <= highest  # one of two anchors each
-    assert objective.parts["contrastive"] == pytest.approx(float(torch.stack(losses).mean()), rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_the_contrastive_gradient_is_finite_differences_and_the_same_streamed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gradients, made = note_gradients(monkeypatch), lesson(name, tmp_path)
-    found = []
-    for stream in (False, True):
-        wish = options(contrastive=0.5, temperature=0.5, stream=stream, negatives=2)
-        engine, text = made.engine(wish), made.text(wish)
-        take_step(engine, text, wish, 0, made.model)
-        engine.model.partial.release("")
-        found.append(dict(gradients))
-    close(found[1], found[0])
-    last = made.model.architecture.layers[-1]
-    key = f"{last.name}.down_proj"  # of the last layer, of which no other layer's term hangs
-    term = options(contrastive=1.0, kl=0.0, hidden_states=1e-9, temperature=0.5, negatives=2)
-    engine, text = made.engine(term), made.text(term)
-    assert isinstance(engine, InMemory)
-    take_step(engine, text, term, 0, made.model)
-    master = engine.states[last.unit].masters[key]
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(master.shape, generator=generator)
-    values = []
-    for step in (1e-3, -1e-3):
-        master.add_(direction, alpha=step)
-        values.append(take_step(engine, text, term, 0, made.model).parts["contrastive"])
-        master.sub_(direction, alpha=step)
-    slope = (values[0] - values[1]) / 2e-3
-    take_step(engine, text, term, 0, made.model)
-    assert slope == pytest.approx(float((gradients[key] * direction).sum()), rel=0.02)
 
 
 def test_a_streamed_step_holds_one_layer_and_leaves_nothing_loaded(

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
+from compressor.comoe.contrastive import contrastive_loss
 from compressor.errors import CompressionError
-from compressor.steps.distill.contrastive import contrastive_loss
 
 
 def vectors(*shape: int, seed: int = 0) -> Tensor:
