@@ -30,7 +30,7 @@ from compressor.plugins import (
     pairwise_distances,
     rounded,
 )
-from strategies.reap import keep_salient, mean_over_routed
+from strategies.ranked import keep_salient, mean_over_routed
 
 NEEDS = frozenset({"gated_norm_sum", "routed_count", "expert_outputs", "router_logits"})
 

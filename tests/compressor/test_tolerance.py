@@ -250,7 +250,7 @@ BY_TEXT = [
     ("data-centric", {"similarity": "linear-cka", "merge": "uniform"}),
     ("data-centric", {"similarity": "rbf-cka", "merge": "uniform"}),
     ("enumerate", {}), ("enumerate", {"most_subsets": 0}),
-    ("auto", {}), zoo.full("auto", {"candidates": "enumerate,gated-mass,reap,hc-smoe"}),
+    ("auto", {}),
 ]  # fmt: skip
 
 

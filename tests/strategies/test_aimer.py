@@ -15,7 +15,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from strategies import aimer
+from strategies.ranked import Aimer, size_ratios
 from tests.opened import batches, calibration, opened
 from tests.plans import kept, make_plan
 
@@ -59,27 +59,27 @@ def test_the_distinct_experts_stay() -> None:
     vectors[2, :] = torch.tensor([3.0, 1, 1, 0, 0, 0, 0, 0, 0]) * 10
     vectors[3, :3] = 0
     expected = [1.0, 1 / 3, 5 / 9 / (11 / 9) ** 0.5, (2 / 3) ** 0.5]
-    assert aimer.ratios(stats(vectors).weights, 4).tolist() == pytest.approx(expected)
-    assert kept(aimer.plan(stats(vectors), 2)) == [1, 2]
-    assert kept(aimer.plan(stats(vectors), 3)) == [1, 2, 3]
-    assert kept(aimer.plan(stats(vectors), 2, frozenset({0}))) == [0, 1]
+    assert size_ratios(stats(vectors).weights, 4).tolist() == pytest.approx(expected)
+    assert kept(Aimer.plan(stats(vectors), 2)) == [1, 2]
+    assert kept(Aimer.plan(stats(vectors), 3)) == [1, 2, 3]
+    assert kept(Aimer.plan(stats(vectors), 2, frozenset({0}))) == [0, 1]
     groups = {"routing_groups": 2, "chosen_groups": 1, "experts_per_group": 2}
-    assert kept(aimer.plan(stats(vectors.repeat(2, 1), **groups), 4)) == [1, 2, 5, 6]
+    assert kept(Aimer.plan(stats(vectors.repeat(2, 1), **groups), 4)) == [1, 2, 5, 6]
 
 
 @given(seed=st.integers(0, 1000), power=st.integers(-40, 40), keep=st.integers(2, 5))
 def test_scale_and_order_do_not_count(seed: int, power: int, keep: int) -> None:
     vectors = torch.randn(5, 12, generator=torch.Generator().manual_seed(seed)).double()
-    made = aimer.plan(stats(vectors), keep)
+    made = Aimer.plan(stats(vectors), keep)
     scale = 2.0 ** (power * torch.arange(5)[:, None].double() / 5).round()
-    assert kept(aimer.plan(stats(vectors.flip(1).neg() * scale), keep)) == kept(made)
+    assert kept(Aimer.plan(stats(vectors.flip(1).neg() * scale), keep)) == kept(made)
 
 
 def test_gaussian_weights_even_ones_and_none() -> None:
     vectors = torch.zeros(4, 30_000, dtype=torch.bfloat16)
     vectors[0] = torch.randn(30_000, generator=torch.Generator().manual_seed(0)) * 0.02
     vectors[1] = -3.0
-    found = aimer.ratios(stats(vectors).weights, 4)
+    found = size_ratios(stats(vectors).weights, 4)
     assert float(found[0]) == pytest.approx((2 / np.pi) ** 0.5, abs=0.01)
     assert found[1:].tolist() == [1, 1, 1]
-    assert kept(aimer.plan(stats(vectors), 2)) == [0, 1]  # ties go to the lower expert
+    assert kept(Aimer.plan(stats(vectors), 2)) == [0, 1]  # ties go to the lower expert

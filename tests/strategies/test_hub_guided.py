@@ -22,8 +22,7 @@ from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.options import Correct
 from compressor.steps.prune.choose import keep_best
 from compressor.steps.prune.planning import Planner, PruneSpec
-from strategies import count_guided, gated_mass
-from strategies.hub_guided import Options, factors, plan
+from strategies.ranked import HubGuided, count_guided, gated_mass, listening_factors
 from tests import small, zoo
 from tests.command_line import Run, names, refused
 from tests.opened import batches, calibration, plain_calls
@@ -32,6 +31,7 @@ from tests.strategies.test_reap import naive_scores
 
 pytestmark = pytest.mark.usefixtures("offline")
 
+Options, plan = HubGuided.Options, HubGuided.plan
 LAYERS = 4
 SIZES = ("--samples", 12, "--sequence-length", 32)
 
@@ -68,7 +68,7 @@ def test_a_case_by_hand() -> None:
 def test_the_layers_own_scales_do_not_count_nor_overflow() -> None:
     for a, b in ((1e-9, 1e-30), (7, 1e-30), (1e-9, 1e30), (7, 1e30)):
         assert kept(plan(stats([2 * a, 3 * a, 4 * a, a], [4 * b, b, b, 12 * b]), 2)) == [0, 3]
-    strong = factors(torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float64), 10.0)
+    strong = listening_factors(torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float64), 10.0)
     assert bool(strong.isfinite().all()) and strong.tolist() == sorted(strong.tolist())
 
 

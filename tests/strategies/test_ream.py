@@ -18,7 +18,8 @@ from compressor.progress import Silent
 from compressor.recipe.plan import Group
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from strategies import ream, reap
+from strategies import ream
+from strategies.ranked import Reap
 from strategies.ream import Options
 from tests.opened import batches, calibration, one_expert, opened, plain_calls
 from tests.plans import make_plan
@@ -141,7 +142,7 @@ def test_made_up_layers_against_loops(data: st.DataObject) -> None:
     table = naive_table(logits.tolist(), outputs.tolist())
     groups = naive_groups(saliency, table, keep, protected, size)
     check(made, groups, saliency)
-    kept = reap.plan(found, keep, frozenset(protected))
+    kept = Reap.plan(found, keep, frozenset(protected))
     assert {group.members[0] for group in kept.groups} == set(groups)  # REAP's choice are the centroids
 
 

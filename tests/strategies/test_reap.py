@@ -14,11 +14,11 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy, option_fields
 from compressor.statistics.statistics import LayerStatistics
-from strategies import count_guided, gated_mass, man, msan
-from strategies.reap import SALIENCIES, Options, plan
+from strategies.ranked import SALIENCIES, Reap, count_guided, gated_mass, man, msan
 from tests.opened import Calls, batches, calibration, one_expert, opened, plain_calls
 from tests.plans import by_hand, kept, make_plan
 
+Options, plan = Reap.Options, Reap.plan
 OTHERS = ("gated-mass", "count-guided", "man", "msan")
 
 SUMS: dict[str, list[float]] = {  # of three experts that are like no other, two alike and one that no token reached

@@ -148,7 +148,7 @@ def test_a_router_without_rows_is_named_with_what_the_report_lacks(
 
 def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does(tmp_path: Path) -> None:
     model = opened("mixtral", tmp_path)[1]
-    plan = plan_of(model, "auto", {"candidates": "reap,model-centric"}, won="model-centric")
+    plan = plan_of(model, "auto", {}, won="model-centric")
     assert similarity_of(plan, plan.layers[0]).needs == {"weights"}
     other = replace(plan, layers=tuple(replace(layer, figures={"won": "reap"}) for layer in plan.layers))
     assert similarity_of(other, other.layers[0]).needs == {"expert_outputs"}

@@ -1,0 +1,283 @@
+"""Strategies that rank experts by one score each and keep the highest: published ones, and those of our own.
+
+g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens x routed to it. Ties go to the lower
+expert, and an expert that no token reached counts 0. Scores are [E] in float64.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compressor.plugins import (
+    CompressionError,
+    LayerPlan,
+    LayerStatistics,
+    LayerWeights,
+    as_float64,
+    keep_best,
+    kept_share,
+    option,
+    projections,
+    rounded,
+)
+
+SHARE = "kept_share_of_saliency"
+
+
+def mean_over_routed(sums: Tensor, counts: Tensor) -> Tensor:
+    """Sums over their routed tokens by the numbers of those: [E], [E] -> [E]; 0 for an expert no token reached."""
+    reached = counts > 0  # counts of weighted calibration sources may lie between 0 and 1
+    return torch.where(reached, sums / counts.where(reached, 1), 0)
+
+
+def keep_salient(
+    stats: LayerStatistics,
+    saliency: Tensor,
+    keep: int,
+    protected: frozenset[int],
+    decided_by: str,
+    share: str = SHARE,
+) -> LayerPlan:
+    """Keep the experts of highest saliency [E], and note what share of the layer's total they hold."""
+    overflowed = (~saliency.isfinite()).nonzero().flatten().tolist()
+    if overflowed:
+        raise CompressionError(
+            f"{stats.layer.name}: the outputs of expert {overflowed[0]} are not finite on the calibration data; "
+            "try --dtype float32"
+        )
+    plan = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
+    return replace(plan, figures={share: kept_share(plan, saliency)})
+
+
+class Ranked:
+    """A strategy that keeps the experts of highest score, documented as the score is."""
+
+    def __init__(
+        self, score: Callable[[LayerStatistics], Tensor], needs: frozenset[str], decided_by: str, share: str
+    ) -> None:
+        update_wrapper(self, score)
+        self.NEEDS = needs
+        self.score = score
+        self.decided_by = decided_by
+        self.share = share
+
+    def plan(self, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+        """Keep the `keep` experts of highest score."""
+        return keep_salient(stats, self.score(stats), keep, protected, self.decided_by, self.share)
+
+
+def ranked(*needs: str, by: str, share: str = SHARE) -> Callable[[Callable[[LayerStatistics], Tensor]], Ranked]:
+    """Make a strategy of a score of these statistics; plans say that they were decided `by` it."""
+    return lambda score: Ranked(score, frozenset(needs), by, share)
+
+
+@ranked("routed_count", by="routed_count", share="kept_share_of_visits")
+def count_guided(stats: LayerStatistics) -> Tensor:
+    """Count-guided: drop the experts that the fewest tokens visit (He et al. 2024, arXiv:2406.02500)."""
+    return stats.routed_count
+
+
+@ranked("stream_energy_sum", by="energy")
+def energy(stats: LayerStatistics) -> Tensor:
+    """Energy: keep the experts whose gated outputs weigh most in the hidden states that leave the layer.
+
+    The energy of expert e is sum over its tokens t of ||g_e(t) f_e(t)||^2 / ||h_t||^2, h the hidden state behind the
+    decoder layer: squares, as the error of dropping experts is one, and relative, as the next norm divides a hidden
+    state by its size.
+    """
+    return stats.stream_energy_sum
+
+
+@ranked("gated_norm_sum", by="gated_norm_sum")
+def gated_mass(stats: LayerStatistics) -> Tensor:
+    """Gated mass: keep the experts whose gated outputs are largest in sum over all tokens.
+
+    The mass of expert e is the sum over its routed tokens of gate weight times ||output||, a bound on how far the
+    layer's outputs move in total if e contributed nothing. REAP (Lasby et al. 2026, arXiv:2510.13999) ranks by the mean
+    of the same terms, mass / visits. The mean asks how much an expert matters where it is used, so that a rare
+    specialist may stay; the mass multiplies that by how often it is used, and weighs every calibration token alike.
+    """
+    return stats.gated_norm_sum
+
+
+@ranked("squared_deletion_sum", by="leave-one-out")
+def leave_one_out(stats: LayerStatistics) -> Tensor:
+    """Leave-one-out: keep the experts whose deletion, with the router taking its next one, costs most over all tokens.
+
+    The cost of an expert is sum of ||y - y'||^2 over its tokens, y' the layer's output without it, as in the hooks of
+    NVIDIA's Model Optimizer. `razor` asks for its mean: how much an expert matters where it is used.
+    """
+    return stats.squared_deletion_sum
+
+
+@ranked("squared_deletion_sum", "routed_count", by="razor")
+def razor(stats: LayerStatistics) -> Tensor:
+    """RAZOR: keep the experts whose deletion moves the layer's output most where they are used.
+
+    Song and Zheng 2026, arXiv:2609.30465 (RCS-Refill). With c the mixture of a token's experts, of weights w that sum
+    to 1 and a scale s, and r_j = f_j - c expert j's residual to that consensus, deleting expert i, in whose place the
+    router takes its next expert n, moves the output by exactly s ||w_i r_i - w_n r_n|| / (1 - w_i + w_n); by
+    ||g_i f_i - g_n f_n|| where the router does not normalise its weights g over the chosen experts. An expert's score
+    is the root mean square of that over its tokens. One more expert is computed for each token, and the router once
+    more.
+    """
+    return mean_over_routed(stats.squared_deletion_sum, stats.routed_count).sqrt()
+
+
+@ranked("norm_sum", "routed_count", by="man")
+def man(stats: LayerStatistics) -> Tensor:
+    """MAN: keep the experts of largest mean activation norm, the mean of ||f_e(x)|| over the tokens x routed to e.
+
+    Liu et al. 2026, arXiv:2606.15716: neither gate weights nor how often an expert is asked count.
+    """
+    return mean_over_routed(stats.norm_sum, stats.routed_count)
+
+
+@ranked("squared_norm_sum", "routed_count", by="msan")
+def msan(stats: LayerStatistics) -> Tensor:
+    """MSAN: keep the experts of largest mean squared activation norm, the mean of ||f_e(x)||^2 over its tokens x.
+
+    Liu et al. 2026, arXiv:2606.15716, as `man`; a few large outputs count more.
+    """
+    return mean_over_routed(stats.squared_norm_sum, stats.routed_count)
+
+
+@ranked("gated_norm_sum", "routed_count", by="reap")
+def _mean_gated_norm(stats: LayerStatistics) -> Tensor:
+    return mean_over_routed(stats.gated_norm_sum, stats.routed_count)
+
+
+@ranked("routed_count", by="frequency")
+def _frequency(stats: LayerStatistics) -> Tensor:
+    return stats.routed_count
+
+
+@ranked("norm_sum", by="ean")
+def _activation_norm(stats: LayerStatistics) -> Tensor:
+    return stats.norm_sum
+
+
+SALIENCIES = {"reap": _mean_gated_norm, "frequency": _frequency, "ean": _activation_norm}
+
+
+class Reap:
+    """REAP: keep the experts with the largest mean gated output (Lasby et al. 2026, arXiv:2510.13999).
+
+    The saliencies are reap: mean of g_e(x) ||f_e(x)||; frequency: |X_e| (He et al. 2024, arXiv:2406.02500); ean, the
+    expert activation norm: sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586).
+    """
+
+    NEEDS: ClassVar[frozenset[str]] = SALIENCIES["reap"].NEEDS
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """By what experts are ranked."""
+
+        saliency: str = option("reap", help="by what experts are ranked: reap, frequency or ean", choices=SALIENCIES)
+
+    @staticmethod
+    def needs(options: Options) -> frozenset[str]:
+        """The saliency's sum, and the counts of routed tokens where it is a mean."""
+        return SALIENCIES[options.saliency].NEEDS
+
+    @staticmethod
+    def plan(
+        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    ) -> LayerPlan:
+        """Keep the `keep` most salient experts."""
+        return SALIENCIES[options.saliency].plan(stats, keep, protected)
+
+
+def listening_factors(rank_change: Tensor, exponent: float) -> Tensor:
+    """Shares of the layer's total to that power, equal ones equally: [E] -> [E]; 1 where no later router is moved."""
+    values = rounded(rank_change)
+    total = values.sum()
+    return (values / total) ** exponent if total > 0 else torch.ones_like(values)
+
+
+class HubGuided:
+    """Hub-guided: keep the experts that do much, all the more where later routers listen to them.
+
+    The score of expert e is m_e (a_e / sum of a)^exponent. m_e is its gated mass or its visits, and a_e its AARV summed
+    over the later routers: by how many places the ranks of their chosen experts change, in the mean over all tokens,
+    when what e wrote is taken out of their logits ("Understanding Cross-Layer Contributions to Mixture-of-Experts
+    Routing in LLMs", ICLR 2026). A factor that a layer's m have in common ranks nothing, so m stays as measured, and
+    exponent 0 ranks as gated-mass or count-guided does. So does the last MoE layer, which no router listens to. a_e is
+    a mean over all tokens, those that do not visit e included, and rises with visits as m_e does.
+    """
+
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"gated_norm_sum", "rank_change"})
+    MASSES: ClassVar[Mapping[str, str]] = {"gated-mass": "gated_norm_sum", "visits": "routed_count"}
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """What an expert does, and how much it counts what that does to later routers."""
+
+        mass: str = option(
+            "gated-mass",
+            help="what is weighed by the effect on later routers: gated-mass or visits",
+            choices=("gated-mass", "visits"),
+        )
+        exponent: float = option(1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10")
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.exponent <= 10:
+                raise CompressionError(f"exponent is {self.exponent}; give a number from 0 to 10")
+
+    @classmethod
+    def needs(cls, options: Options) -> frozenset[str]:
+        """The mass, and the effect on later routers where it counts."""
+        mass = frozenset({cls.MASSES[options.mass]})
+        return mass | {"rank_change"} if options.exponent else mass
+
+    @classmethod
+    def plan(
+        cls, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+    ) -> LayerPlan:
+        """Keep the `keep` experts of highest score."""
+        statistic = cls.MASSES[options.mass]
+        mass = getattr(stats, statistic)
+        if not options.exponent or not bool(stats.rank_change.any()):
+            return keep_salient(stats, mass, keep, protected, statistic)
+        scores = mass * listening_factors(stats.rank_change, options.exponent)
+        plan = keep_salient(stats, scores, keep, protected, f"{statistic} x rank_change")
+        figures = {**plan.figures, "kept_share_of_rank_change": kept_share(plan, stats.rank_change)}
+        return replace(plan, figures=figures)
+
+
+@torch.no_grad()
+def size_ratios(weights: LayerWeights, count: int) -> Tensor:
+    """Mean |w| over root mean square of each expert's projections: -> [E] in float64, in (0, 1]."""
+    ratios = torch.ones(count, dtype=torch.float64)
+    for expert in range(count):
+        view = projections(weights.experts, expert)
+        matrices = [as_float64(matrix) for matrix in (view.gate, view.up, view.down) if matrix is not None]
+        absolute = sum(float(torch.linalg.vector_norm(matrix, 1)) for matrix in matrices)
+        squared = sum(float(torch.linalg.vector_norm(matrix)) ** 2 for matrix in matrices)
+        if squared != 0:  # NaN goes on, and is refused
+            ratios[expert] = absolute / (sum(matrix.numel() for matrix in matrices) * squared) ** 0.5
+    return ratios
+
+
+class Aimer:
+    """AIMER: keep the experts whose weights are least alike in size; no data (Liu et al. 2026, arXiv:2603.18492).
+
+    An expert's ratio is the mean |w| over the root mean square of its weights, those of the gate, up and down
+    projections taken together: ||w||_1 / (sqrt(N) ||w||_2) of the N weights (equations 4 and 5). It is 1 where all
+    weights are equally large, 0.80 for Gaussian ones, and small where few weights hold most of the size. A low ratio
+    means a distinct expert: the highest are removed. Two things are our reading: biases do not count, and an expert of
+    zeros has the ratio 1.
+    """
+
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"weights"})
+
+    @staticmethod
+    def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
+        """Keep the `keep` experts of least ratio."""
+        ratios = size_ratios(stats.weights, stats.layer.experts)
+        figures = {"least_ratio": round(float(ratios.min()), 6), "largest_ratio": round(float(ratios.max()), 6)}
+        return keep_best(stats, -ratios, keep, protected, decided_by="mean |w| over root mean square", figures=figures)
