@@ -6,7 +6,6 @@ expert, and an expert that no token reached counts 0. Scores are [E] in float64.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import update_wrapper
 from typing import ClassVar
 
 import torch
@@ -59,7 +58,7 @@ class Ranked:
     def __init__(
         self, score: Callable[[LayerStatistics], Tensor], needs: frozenset[str], decided_by: str, share: str
     ) -> None:
-        update_wrapper(self, score)
+        self.__doc__ = score.__doc__
         self.NEEDS = needs
         self.score = score
         self.decided_by = decided_by
