@@ -1,13 +1,12 @@
 """The fake layer against loops over its own experts, and the check of the contract on modules that break it."""
 
-import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from compressor.entry_points import STRATEGIES, load, names
 from compressor.errors import CompressionError
 from compressor.plugins import (
     LayerPlan,
@@ -20,7 +19,6 @@ from compressor.plugins import (
 )
 from compressor.statistics.statistics import ALL
 
-BUILT_IN = [file.stem for file in sorted((Path(__file__).parents[2] / "strategies").glob("[!_]*.py"))]
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 3)])
@@ -62,9 +60,9 @@ def test_a_layer_that_no_token_reached() -> None:
     assert stats.expert_outputs.shape[:2] == (8, 0) and len(stats.top_k_index) == len(stats.heldout.inputs) == 0
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", names(STRATEGIES))
 def test_the_built_in_strategies_keep_the_contract(name: str) -> None:
-    check_strategy(importlib.import_module(f"strategies.{name}"))
+    check_strategy(load(STRATEGIES, name))
 
 
 def module_of(plan: Any, **others: Any) -> ModuleType:
