@@ -20,7 +20,6 @@ from compressor.plugins import (
 from compressor.statistics.statistics import ALL
 
 
-
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 3)])
 def test_every_statistic_is_there_and_they_agree(experts: int, top_k: int) -> None:
     stats = fake_statistics(experts=experts, top_k=top_k, hidden=10, tokens=40, sampled=40)
