@@ -74,7 +74,7 @@ def sources() -> Iterator[Path]:
 
 
 def package_of(module: str) -> str:
-    """'compressor.evaluation.gate_verdict' -> 'evaluation'; 'strategies.reap' -> 'strategies'."""
+    """'compressor.evaluation.gate_verdict' -> 'evaluation'; 'strategies.hope' -> 'strategies'."""
     head, *rest = module.split(".")
     if head != "compressor":
         return head
