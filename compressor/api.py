@@ -22,7 +22,7 @@ from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, 
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import Judging
 from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import Server, served_answerer, servers_of
+from compressor.evaluation.server import Server, servers_of
 from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
@@ -31,14 +31,12 @@ from compressor.model.loaded import LoadedModel, given
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, open_model, shared_experts
 from compressor.model.serving import Advice
-from compressor.pathways.answering import refuse_other_tasks, routed_answerer
-from compressor.pathways.options import OWN, Routing
+from compressor.pathways.options import OWN
 from compressor.pathways.reference import (
     NAMES,
     Asked,
     ReferenceFacts,
     build_reference,
-    trusted_reference,
     write_reference,
 )
 from compressor.pipeline.dry_run import servers_after
@@ -468,50 +466,36 @@ def gate(
     servers: ServerOptions | None = None,
     revision: str | None = None,
     compressed_revision: str | None = None,
-    routing: Routing | None = None,
     progress: Progress | None = None,
     announce: Callable[[Outlook], None] | None = None,
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
     A model that does not fit into memory is streamed, as `wanted` may also ask.
-    With a `routing` the compressed model answers on pathways optimised by C3PO, and the base as it is. A model that
-    `servers` name is asked there; of its folder the tokenizer is read, by default the base's. `announce` gets what the
-    gate can show, before any model is loaded.
+    A model that `servers` name is asked there; of its folder the tokenizer is read, by default the base's. `announce`
+    gets what the gate can show, before any model is loaded.
 
-    Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes, for a task
-    that has no prompt to optimise a pathway for, and for a reference set that is not the compressed model's own.
+    Raises `CompressionError` before any model is loaded for a gate that not even an identical model passes.
     """
-    if routing is not None:
-        refuse_several("--routing c3po", "leave it out, or start the command without torchrun")
     if servers is not None and (servers.server or servers.base_server):
         refuse_several("--server", "start the command without torchrun")
-        if routing is not None and servers.server:
-            raise CompressionError("a served model answers as its server runs it; leave out --routing or --server")
     if wanted.answering is not None:
         refuse_several("--prompts", "start the command without torchrun")
-        if routing is not None:
-            raise CompressionError("a routed model answers tasks; leave out --routing or --prompts")
-    if routing is not None and wanted.judging is not None:
-        raise CompressionError("a routed model answers tasks; leave out --routing, or --text and --answers")
-    reference = None if routing is None else trusted_reference(routing)
-    if reference is not None and wanted.options.stream:
-        raise CompressionError("a routed model answers with all of it in memory; leave out --stream or --routing")
     tasks = ranks().first_before_others(lambda: resolve_tasks(wanted.options))
-    if reference is not None:
-        refuse_other_tasks(tasks)
-    found = passable(outlook(tasks, wanted))
+    prospects = passable(outlook(tasks, wanted))
     named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
-    sources = [source for source, _ in named]
-    answerers = [
-        None if server is None else served_answerer(server, source, tasks, wanted.cache) for source, server in named
-    ]
-    if routing is not None and reference is not None:
-        answerers[1] = routed_answerer(routing, reference, sources[1], wanted.options)
+    (base_source, base_server), (compressed_source, server) = named
     if announce is not None:
-        announce(found)
-    progress, (of_base, answerer) = progress or Silent(), answerers
-    return run_gate(sources[0], sources[1], tasks, wanted, progress, answerer=answerer, base_answerer=of_base)
+        announce(prospects)
+    return run_gate(
+        base_source,
+        compressed_source,
+        tasks,
+        wanted,
+        progress or Silent(),
+        server=server,
+        base_server=base_server,
+    )
 
 
 def evaluate(

@@ -46,7 +46,7 @@ from compressor.evaluation.answers import StockWriter
 from compressor.evaluation.evaluate import plan_evaluation
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server import Server, open_server, served_answerer
+from compressor.evaluation.server import Server, open_server
 from compressor.evaluation.server_writer import ServerWriter
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.architecture import experts_modules
@@ -305,10 +305,10 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
     try:
         with serving(python, *arguments) as found:
             server = found.checked(source.folder, source.label)
-            answerers = (None, served_answerer(server, source, tasks, place / "cache")) if server.scored else ()
+            servers = (None, server) if server.scored else ()
             values = [
-                plan_evaluation(source, tasks, options, place / "cache", answerer).run(Silent())["texts"].values
-                for answerer in answerers
+                plan_evaluation(source, tasks, options, place / "cache", each).run(Silent())["texts"].values
+                for each in servers
             ]
             writers = StockWriter(source, dtype="float32"), ServerWriter(server, source)
             mine, theirs = ({x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 
 from compressor.evaluation.gate_statistics import overall
-from compressor.evaluation.gate_verdict import GateResult, RoutedBy, TaskGate
+from compressor.evaluation.gate_verdict import GateResult, TaskGate
 
 DIFFERING = ("boolq", "rte", "wikitext", "a|b *c*\n[d](e) <script>", "_x_ & `y` ~z~ $w$", "\x00\x1b bell", "mmlu_law")
 
@@ -97,7 +97,6 @@ def tasks() -> st.SearchStrategy[TaskGate]:
 def gates() -> st.SearchStrategy[GateResult]:
     """A result of up to four tasks and any options."""
     plain = st.dictionaries(st.text(max_size=8), PLAIN | st.lists(PLAIN, max_size=3), max_size=3)
-    options = st.dictionaries(st.sampled_from(["optimizer", "neighbours", "radius", "x"]), PLAIN)
     return st.builds(
         lambda tasks, **others: gate(*tasks, **others),
         st.lists(tasks(), max_size=4),
@@ -112,7 +111,6 @@ def gates() -> st.SearchStrategy[GateResult]:
         compressed_identity=plain,
         versions=st.dictionaries(NAMES, NAMES, max_size=2),
         reused_base=st.booleans(),
-        routing=st.none() | st.builds(RoutedBy, NAMES, NAMES, options, NUMBERS, st.integers(0, 10**7)),
         streamed=st.lists(st.sampled_from(["base", "compressed"]), max_size=2, unique=True).map(tuple),
         seconds=st.dictionaries(NAMES, st.floats(0, 1e6), max_size=3),
     )

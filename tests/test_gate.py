@@ -274,11 +274,6 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
     for other in (("--confidence", 0.9), ("--keep-failed",), ("--limit", 60)):
         done = gated_run(base, tmp_path / "out", *ask, *other)
         assert done.status == 2 and "out exists already; name another folder" in done.err
-    content = json.loads((tmp_path / "out" / "gate.json").read_text())
-    content["routing"] = {"method": "c3po", "reference": "d1ce", "options": {}, "cost": 3.5, "left_plain": 0}
-    (tmp_path / "out" / "gate.json").write_text(json.dumps(content))
-    routed = gated_run(base, tmp_path / "out", *ask)
-    assert routed.status == 2 and "is of a routed model; compress again with --overwrite" in routed.err, routed
 
 
 @pytest.mark.full

@@ -28,11 +28,10 @@ from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
 from compressor.evaluation.gate_report import differing, gate_blocks, gate_json, junit, read_gate
 from compressor.evaluation.generate import read_facts
+from compressor.evaluation.items import item_lines, read_items
 from compressor.hub.card import again
 from compressor.model.architecture import build_stored, discover, load_config
 from compressor.model.loading import PartialModel
-from compressor.pathways.reference import NAMES as REFERENCE
-from compressor.pathways.reference import read_reference, write_reference
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
@@ -42,7 +41,6 @@ from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
 from compressor.steps.prune.protecting import given_protected
 from tests import gates, zoo
-from tests.compressor.pathways.test_reference import made as made_reference
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.plans import by_hand, pruned
 
@@ -56,6 +54,7 @@ HUB = {
     "module": "model.layers.0.mlp.experts", "layer": 0, "expert": 2, "influence": 3.2, "aarv": 40.0,
     "influence_score": 7.0, "aarv_score": 5.5, "share": 0.3,
 }  # fmt: skip
+ITEM = {"prompt": "prompt 0", "answer": "yes", "choices": ["yes", "no"], "task": "task"}
 HUBS = [HUB, {**HUB, "expert": 5, "layer": 1, "module": "model.layers.1.mlp.experts"}]
 
 
@@ -167,15 +166,6 @@ def plan() -> dict[str, Any]:
             "changed": True, "before": 0.36, "after": 0.2, "best": 9, "ended": "all steps are done", "curve": curve}},
     ]  # fmt: skip
     return content
-
-
-@cache
-def reference() -> list[dict[str, Any]]:
-    """reference.json, and the lines of items.jsonl."""
-    with tempfile.TemporaryDirectory() as place:
-        facts, _, items = write_reference(made_reference(), Path(place) / "reference", False)
-        lines = items.read_text(encoding="utf-8").splitlines()
-        return [json.loads(facts.read_text(encoding="utf-8")), *map(json.loads, lines)]
 
 
 @cache
@@ -295,29 +285,10 @@ def test_gate(raw: bytes) -> None:
         differing(folder, result.compressed_identity)
 
 
-def whole_reference(folder: Path, facts: bytes, items: bytes) -> None:
-    """Read a reference set with these files beside sound tensors."""
-    write_reference(made_reference(), folder / "set", False)
-    (folder / "set" / REFERENCE[0]).write_bytes(facts)
-    (folder / "set" / REFERENCE[2]).write_bytes(items)
-    found = read_reference(folder / "set")
-    found.neighbours(found.embeddings[0], 2, but=found.items[1].prompt)
-    write_reference(found, folder / "again", False)
-
-
-@example(json.dumps({**reference()[0], "layers": ["layers.0", "\ud800"]}).encode())
-@given(mutated(lambda: reference()[0]))
-def test_reference(raw: bytes) -> None:
-    items = b"\n".join(json.dumps(item).encode() for item in reference()[1:])
-    with folder_with() as folder, only_sentences():
-        whole_reference(folder, raw, items)
-
-
-@given(mutated(lambda: reference()[1]))
+@given(mutated(lambda: ITEM))
 def test_item(raw: bytes) -> None:
-    facts, *items = (json.dumps(part).encode() for part in reference())
-    with folder_with() as folder, only_sentences():
-        whole_reference(folder, facts, b"\n".join([raw, *items[1:]]))
+    with folder_with(items__jsonl=raw + b"\n" + json.dumps(ITEM).encode()) as folder, only_sentences():
+        item_lines(read_items(folder / "items.jsonl", strict=True)).encode()
 
 
 def one_layer() -> nn.Module:
@@ -343,8 +314,8 @@ def test_adapters(raw: bytes) -> None:
 
 SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
     test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
-    test_gate: gate, test_reference: lambda: reference()[0],
-    test_item: lambda: reference()[1], test_adapters: lambda: adapters()[0],
+    test_gate: gate, test_item: lambda: ITEM,
+    test_adapters: lambda: adapters()[0],
 }  # fmt: skip
 
 

@@ -109,5 +109,5 @@ def test_sentence_transformers_embed_prompts(run: Run, tmp_path: Path, monkeypat
     with demo_checkpoint() as model:
         words = ("--calibration", data(tmp_path, SUM), "--embedding", "some/model", "-o", tmp_path / "out")
         assert run("reference", model, *words).status == 0
-    found = read_reference(tmp_path / "out")
+    found = read_reference(tmp_path / "out", "some/model")
     assert found.embeddings.tolist() == [[len(SUM["prompt"]), 1.0, 2.0]] and found.facts.embedding == "some/model"

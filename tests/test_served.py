@@ -16,7 +16,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation import server_client
 from compressor.evaluation.evaluate import plan_evaluation
 from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import open_server, served_answerer
+from compressor.evaluation.server import open_server
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.progress import Silent
 from tests import small
@@ -68,10 +68,10 @@ def test_a_served_model_answers_as_it_does_in_memory(model: Path, tasks: Path, t
     options = EvaluationOptions(names, include_path=tasks, batch_size=1)
     source, resolved = locate(str(model)), resolve_tasks(options)
     with serving(model, forms=forms) as served:
-        answerer = served_answerer(open_server(served.address).checked(model, "it"), source, resolved, tmp_path)
-        found = plan_evaluation(source, resolved, options, tmp_path, answerer).run(Silent())
+        server = open_server(served.address).checked(model, "it")
+        found = plan_evaluation(source, resolved, options, tmp_path, server).run(Silent())
         asked = len(served.asked)
-        again = plan_evaluation(source, resolved, options, tmp_path, answerer).run(Silent())
+        again = plan_evaluation(source, resolved, options, tmp_path, server).run(Silent())
         assert again == found and len(served.asked) == asked  # results are kept by task
     assert not list(tmp_path.glob("served-*"))
     expected = ask(model, *names, include_path=tasks, batch_size=1)

@@ -14,8 +14,6 @@ import compressor
 from compressor.cli.evaluate import answering_of, judging_of
 from compressor.cli.options import (
     GATE_OPTIONS,
-    PATHWAY_OPTIONS,
-    ROUTING,
     SERVER_OPTIONS,
     Reading,
     Running,
@@ -30,7 +28,6 @@ from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.evaluation.options import ServerOptions
 from compressor.extras import TASKS, require
 from compressor.files import default_folder
-from compressor.pathways.options import METHOD, OWN, PathwayOptions, Routing
 from compressor.progress import Progress
 from compressor.recipe.recipe import GateOptions, Recipe, validated
 from compressor.records import plain_json
@@ -46,7 +43,6 @@ DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for 
 def gate(
     options: Annotated[dict[str, Any], GATE_OPTIONS],
     servers: Annotated[dict[str, Any], SERVER_OPTIONS],
-    pathways: Annotated[dict[str, Any], PATHWAY_OPTIONS],
     running: Reading,
     base: Annotated[str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")] = None,
     compressed: Annotated[
@@ -67,11 +63,6 @@ def gate(
         ),
     ] = False,
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
-    routing: Annotated[str | None, flag("c3po: the compressed model answers on optimised pathways.", ROUTING)] = None,
-    reference: Annotated[
-        Path | None, flag("The compressed model's reference set, by `moe-compress reference`.", ROUTING)
-    ] = None,
-    embedding: Annotated[str | None, flag(f"How the reference set embeds prompts (default: {OWN}).", ROUTING)] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
     judged = {"prompts", "text", "answers"} & options.keys()
@@ -87,7 +78,6 @@ def gate(
     chosen = validated(GateOptions, requested, "the command line")
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
     asked = ServerOptions(**servers)
-    routed = _routing(routing, reference, embedding, pathways, of_two=compressed is not None)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
         found = outlook_of(wanted)
         if dry_run:
@@ -108,7 +98,6 @@ def gate(
             servers=asked,
             revision=running.revision,
             compressed_revision=compressed_revision,
-            routing=routed,
             progress=progress,
             announce=announcer(running.as_json),
         )
@@ -153,28 +142,6 @@ def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir:
         answering=answering,
         judging=judging,
     )
-
-
-def _routing(
-    method: str | None, reference: Path | None, embedding: str | None, pathways: dict[str, Any], of_two: bool
-) -> Routing | None:
-    """Check and return the routing; None if both models answer as they are. `of_two`: two models are named."""
-    if method is None:
-        given = {"reference": reference, "embedding": embedding, **{f"pathway_{each}": 1 for each in pathways}}
-        if name := next((name for name, value in given.items() if value is not None), None):
-            option = f"--{name.replace('_', '-')}"
-            raise CompressionError(f"{option} goes with --routing {METHOD}; add that, or leave {option} out")
-        return None
-    if method != METHOD:
-        raise CompressionError(f"there is no routing {method!r}; known is {METHOD}")
-    if reference is None:
-        raise CompressionError(
-            f"--routing {METHOD} takes a reference set of the compressed model; make one with `moe-compress "
-            "reference` and name it with --reference"
-        )
-    if not of_two:
-        raise CompressionError(f"--routing {METHOD} judges a model that has a reference set; name two models")
-    return Routing(reference, PathwayOptions(**pathways), embedding or OWN)
 
 
 def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], running: Running) -> NoReturn:

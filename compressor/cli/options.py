@@ -19,7 +19,6 @@ from typer.models import OptionInfo
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
-from compressor.pathways.options import PathwayOptions
 from compressor.progress import Progress
 from compressor.recipe.recipe import (
     RESIDENT,
@@ -37,8 +36,8 @@ Parameter = inspect.Parameter
 Number = TypeVar("Number", int, float, Fraction)
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
-GATE, SERVERS, ROUTING, RUNNING, SIZES = "Gate", "Servers", "Routing", "Running", "Prune or quantise"
-PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, ROUTING, RUNNING)  # in this order
+GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
+PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +252,6 @@ Unweighted = Annotated[TextOptions, [each for each in TEXT if each[0] != "emphas
 GATE_OPTIONS = options_of(GateOptions, GATE, without=("tasks", "keep_failed", "search"))
 BEHAVIOUR_OPTIONS = options_of(BehaviourOptions)
 SERVER_OPTIONS = options_of(ServerOptions, SERVERS)
-PATHWAY_OPTIONS = options_of(
-    PathwayOptions,
-    ROUTING,
-    names={name: f"pathway_{name}" for name in ("layers", "experts", "tokens", "optimizer", "steps")},
-)
 
 
 def listed(text: str | None, option: str) -> list[str] | None:

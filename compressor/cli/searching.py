@@ -210,8 +210,6 @@ def compress_gated(
             outcomes[count] = outcome
             if len(attempts) == before:  # it is in place since an earlier run of this command, and was judged then
                 result = read_gate(target / REPORT)
-                if result.routing is not None:  # it was put there since, and is no verdict on the weights alone
-                    raise CompressionError(f"{target / REPORT} is of a routed model; compress again with --overwrite")
                 attempts.append(Attempt(count or outcome.experts_after, result, accepts(result)))
         return attempts[-1].accepted
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
+from compressor.evaluation.server import Server, refuse_tasks, served_facts
 from compressor.evaluation.tasks import (
     PERPLEXITIES,
+    WRITTEN,
     EvaluationOptions,
     EvaluationTask,
     quiet_lm_eval,
@@ -33,14 +35,13 @@ from compressor.model.architecture import build_stored, load_config
 from compressor.model.opened import memory_budget, pick_dtype
 from compressor.progress import Progress
 from compressor.records import read_as
-from compressor.run_record import read_cached, versions, write_cached
+from compressor.run_record import read_cached, request_key, versions, write_cached
 
 logger = logging.getLogger(__name__)
 
 HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits take
-WRITTEN = "generate_until"
 PACKAGES = ("lm-eval", "torch", "transformers")
-PACKAGE = "moe-compressor"  # whose own code answers where a model is routed
+PACKAGE = "moe-compressor"  # whose own code asks a server
 REMEDIES = ("pass --stream, a smaller --batch-size, or --device cpu", "see whether lm-eval alone can do it")
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")  # files beside the weights that decide what a model answers
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
@@ -48,15 +49,6 @@ REPORT = "gate.json"  # written beside the weights once they are evaluated; no p
 Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
 Kind = Literal["score", "likelihood"]
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}  # the same items, told in nats as the other perplexities are
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """What answering took where models do more than run once, in decoder layers times tokens."""
-
-    work: int
-    plain_work: int  # what running each item once would have taken
-    left_plain: int = 0  # items that were run once and no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,6 @@ class ItemScores:
     ids: tuple[str, ...]  # [n] of the items, unique
     values: tuple[float, ...]  # [n] scores, greater is better; of a likelihood task the log-likelihoods in nats
     weights: tuple[float, ...] = ()  # [n] words or bytes of each item of a likelihood task; empty otherwise
-    spent: Spent | None = None  # None: each item was run once
     streamed: bool = False  # one layer in memory at a time
 
 
@@ -143,27 +134,13 @@ def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Answerer:
-    """Another way to answer for a model than to run it once here.
-
-    `load` opens what lm-eval asks, while it is needed: lm-eval's `LM` that has `watch` and `spent`, as `WatchedModel`.
-    """
-
-    facts: Mapping[str, Any]  # plain JSON: what decides the answers beside the model
-    load: Callable[[ModelSource, EvaluationOptions], AbstractContextManager[Any]]
-    served: Mapping[str, Any] | None = None  # what a server says of itself: it has the weights, and here is none
-    label: str | None = None  # of the model, in place of its folder's name
-    server: Any = None  # the `Server` itself
+def identity_of(source: ModelSource, server: Server | None, digests: bool = False) -> dict[str, Any]:
+    """The `identity` of a model; of a served one, all that its server says of it."""
+    return identity(source, digests) if server is None else served_facts(server, source.folder)
 
 
-def identity_of(source: ModelSource, answerer: Answerer | None, digests: bool = False) -> dict[str, Any]:
-    """The `identity` of what answers: of a server, what it says of itself."""
-    return identity(source, digests) if answerer is None or answerer.served is None else dict(answerer.served)
-
-
-def label_of(source: ModelSource, answerer: Answerer | None) -> str:
-    return source.label if answerer is None or answerer.label is None else answerer.label
+def label_of(source: ModelSource, server: Server | None) -> str:
+    return source.label if server is None else server.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +150,8 @@ class Evaluation:
     source: ModelSource
     tasks: tuple[EvaluationTask, ...]
     options: EvaluationOptions
-    answerer: Answerer | None = None
+    server: Server | None = None  # that answers for the model
+    journal: Path | None = None  # its answers, until all tasks have their results
     streamed: bool = False  # one layer in memory at a time
     files: Mapping[str, Mapping[Path, Any]] = field(default_factory=dict)  # by task: where its result is kept, with key
     known: Mapping[str, ItemScores] = field(default_factory=dict)
@@ -190,20 +168,26 @@ class Evaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        if self.answerer is None or self.answerer.served is None:
+        if self.server is None:
             Checkpoint(self.source.folder)  # whose errors name the file that is wrong
-        label, options = label_of(self.source, self.answerer), self.options
+        label, options = label_of(self.source, self.server), self.options
         with quiet_lm_eval():
             import lm_eval
             from lm_eval.tasks import TaskManager
 
-            from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
+            from compressor.evaluation.model import AnswerWatch, Watched, loaded_model, streamed_model
+            from compressor.evaluation.served_model import served_model
 
-            load = (
-                self.answerer.load if self.answerer is not None else streamed_model if self.streamed else loaded_model
-            )
+            opening: AbstractContextManager[Watched]
+            if self.server is not None:
+                assert self.journal is not None
+                opening = served_model(self.server, self.source.folder, options, self.journal)
+            elif self.streamed:
+                opening = streamed_model(self.source, options)
+            else:
+                opening = loaded_model(self.source, options)
             progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
-            with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), load(self.source, options) as model:
+            with wrap_faults(f"{label} could not be loaded by lm-eval", *REMEDIES), opening as model:
                 progress.advance("")
                 for together in [self.missing] if self.streamed else [(task,) for task in self.missing]:
                     names = ", ".join(task.name for task in together)
@@ -224,7 +208,7 @@ class Evaluation:
                         )
                         for task in together:
                             scores = item_scores(task, evaluated["samples"])
-                            results[task.name] = replace(scores, spent=model.spent, streamed=self.streamed)
+                            results[task.name] = replace(scores, streamed=self.streamed)
                     for task in together:
                         self._keep(results[task.name])
         return {task.name: results[task.name] for task in self.tasks}
@@ -241,7 +225,7 @@ def plan_evaluation(
     tasks: Sequence[EvaluationTask],
     options: EvaluationOptions,
     cache: Path,
-    answerer: Answerer | None = None,
+    server: Server | None = None,
     content: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Look for results in the folder `cache`, also under the model's `content` where that is known.
@@ -249,9 +233,9 @@ def plan_evaluation(
     Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
     """
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
-    if answerer is not None:
-        facts |= {"routing": dict(answerer.facts), "package": versions((PACKAGE,))}
-    models = [identity_of(source, answerer), *([] if content is None else [content])]
+    if server is not None:
+        facts["package"] = versions((PACKAGE,))
+    models = [identity_of(source, server), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
         for model in models:
@@ -259,8 +243,13 @@ def plan_evaluation(
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
             files.setdefault(task.name, {})[cache / f"{digest[:32]}.json"] = key
     known = ranks().broadcast(lambda: {name: scores for name in files if (scores := _stored(files[name])) is not None})
-    planned = Evaluation(source, tuple(tasks), options, answerer, False, files, known)
-    if not planned.missing or answerer is not None or not streams(source, options):
+    journal = None
+    if server is not None:
+        journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
+    planned = Evaluation(source, tuple(tasks), options, server, journal, False, files, known)
+    if server is not None:
+        refuse_tasks(server, tasks)
+    if not planned.missing or server is not None or not streams(source, options):
         return planned
     for name, part in (named for task in planned.missing for named in task.parts.items()):
         if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:  # all layers would be read anew for every token

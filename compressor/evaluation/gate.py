@@ -17,11 +17,12 @@ from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, StockWriter, Writer
 from compressor.evaluation.behaviour import UNIT, Answering, stock_pair, write_base, write_both, written_conditions
 from compressor.evaluation.conditions import Condition, Verdict, check_confidence
-from compressor.evaluation.evaluate import Answerer, ItemScores, identity_of, label_of, plan_evaluation
+from compressor.evaluation.evaluate import ItemScores, identity_of, label_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
-from compressor.evaluation.gate_verdict import GateResult, RoutedBy
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import JudgedModels, Judging, judge_both, judged_conditions, read_all
 from compressor.evaluation.prompts import Prompt
+from compressor.evaluation.server import Server
 from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
@@ -164,23 +165,23 @@ def run_gate(
     wanted: GateRequest,
     progress: Progress,
     label: str | None = None,
-    answerer: Answerer | None = None,
-    base_answerer: Answerer | None = None,
+    server: Server | None = None,
+    base_server: Server | None = None,
 ) -> GateResult:
     """Evaluate what is not stored, pair the items and judge; `label` names the compressed model in the result.
 
-    With an `answerer` the compressed model's answers are that one's, and with a `base_answerer` the base's.
+    With a `server` the compressed model answers there, and with a `base_server` the base.
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    writers = _writer(base, wanted, base_answerer), _writer(compressed, wanted, answerer)
+    writers = _writer(base, wanted, base_server), _writer(compressed, wanted, server)
     judging = wanted.judging
     stock = None if judging is None else stock_pair(*writers, judging)
     readings = None if judging is None or stock is None else read_all(stock[0], judging)
-    judged_files = ranks().broadcast(lambda: identity_of(compressed, answerer, digests=True))
-    larger = plan_evaluation(base, tasks, wanted.options, wanted.cache, base_answerer)
+    judged_files = ranks().broadcast(lambda: identity_of(compressed, server, digests=True))
+    larger = plan_evaluation(base, tasks, wanted.options, wanted.cache, base_server)
     content = {name: value for name, value in judged_files.items() if name != "weights"}  # of a model made again, too
-    smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, answerer, content)
+    smaller = plan_evaluation(compressed, tasks, wanted.options, wanted.cache, server, content)
     begin = time.perf_counter()
     before = larger.run(progress)  # without tasks, nothing
     between = time.perf_counter()
@@ -190,12 +191,6 @@ def run_gate(
     judged, pooled = judge(pairs, wanted.max_drop, wanted.task_drop, wanted.confidence)
     answers: dict[Literal["base", "compressed"], list[ItemScores]]
     answers = {"base": [*before.values()], "compressed": [*after.values()]}
-    routing = None
-    if answerer is not None and answerer.served is None:
-        spent = [scores.spent for scores in after.values() if scores.spent is not None]
-        plain = sum(each.plain_work for each in spent)
-        cost = sum(each.work for each in spent) / plain if plain else 1.0
-        routing = RoutedBy(**answerer.facts, cost=cost, left_plain=sum(each.left_plain for each in spent))
     conditions: tuple[Condition, ...] = ()
     facts, read = wanted.options.facts(), list[tuple[Prompt, Answer]]()
     if (answering := wanted.answering) is not None and judging is not None and judging.forced:
@@ -216,20 +211,19 @@ def run_gate(
         conditions += judged_conditions(found, judging, wanted.confidence)
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], conditions),
-        base=label_of(base, base_answerer),
-        compressed=label or label_of(compressed, answerer),
+        base=label_of(base, base_server),
+        compressed=label or label_of(compressed, server),
         max_drop=wanted.max_drop,
         max_task_drop=wanted.task_drop,
         confidence=wanted.confidence,
         pooled=pooled,
         tasks=judged,
         options=facts,
-        base_identity=identity_of(base, base_answerer),
+        base_identity=identity_of(base, base_server),
         compressed_identity=judged_files,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=bool(tasks) and not larger.missing,
-        routing=routing,
         streamed=tuple(name for name, scores in answers.items() if any(each.streamed for each in scores)),
         conditions=conditions,
         text=found.text,
@@ -237,10 +231,9 @@ def run_gate(
     )
 
 
-def _writer(source: ModelSource, wanted: GateRequest, answerer: Answerer | None = None) -> Writer:
+def _writer(source: ModelSource, wanted: GateRequest, server: Server | None = None) -> Writer:
     options = wanted.options
     rows = options.batch_size if isinstance(options.batch_size, int) else None
-    server = None if answerer is None else answerer.server
     return writer_of(source, server, rows, options.device, options.dtype)
 
 

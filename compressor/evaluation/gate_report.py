@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 LONE_HALVES = "backslashreplace"  # names of files may hold what UTF-8 cannot; this is what JSON writes for it
-DIGITS = 12  # shown of a digest
 WIDTH, ROW, AROUND = 3.7, 0.4, 0.7  # inches
 MOST_LETTERS = 28  # of a task's name
 MOST_DRAWN = 200  # tasks: a figure of more is longer than anybody looks at
@@ -119,7 +118,7 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 
 def verdict_line(result: GateResult) -> str:
-    """The verdict as a sentence, with what it is due to; and one more where the compressed model was routed."""
+    """The verdict as a sentence, with what it is due to."""
     sure = f"with confidence {100 * result.confidence:g}%"
     due = [row for row in result.rows if row.verdict == result.verdict and (row.decides or row.verdict == "fail")]
     lost = "no more than" if result.verdict == "pass" else "more than"
@@ -132,21 +131,11 @@ def verdict_line(result: GateResult) -> str:
         f"the {each.name} is {than} {each.limit:g}" for each in result.conditions if each.verdict == result.verdict
     ]
     what = joined([*([what] if what else []), *others]) or "anything was lost on any task"
-    sentence = {
+    return {
         "pass": f"Pass: {sure}, {what}.",
         "fail": f"Fail: {sure}, {what}.",
         "inconclusive": f"Inconclusive: {sure}, it cannot be said whether {what}.",
     }[result.verdict]
-    if (routing := result.routing) is None:
-        return sentence
-    options = routing.options
-    near = f"{options.get('neighbours')} neighbours" if options.get("radius") is None else "neighbours within reach"
-    left = f"; left as they are, being too long: {counted(routing.left_plain, 'item')}" if routing.left_plain else ""
-    return (
-        f"{sentence} The compressed model answered on pathways optimised by {routing.method} "
-        f"({options.get('optimizer')}, {near} of the reference set {routing.reference[:DIGITS]}), which cost "
-        f"{routing.cost:.3g} plain forwards of the same items{left}."
-    )
 
 
 def advice(result: GateResult) -> list[str]:
@@ -218,7 +207,6 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
         "Tasks": _pairs({task.task: f"version {task.version}" for task in result.tasks}),
         "Options": _pairs(result.options),
-        "Routing": _pairs(result.routing.options) if result.routing is not None else "",
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }
@@ -423,7 +411,6 @@ def append_summary(result: GateResult, path: Path) -> None:
 def card_metrics(result: GateResult) -> list[EvalResult]:
     """The compressed model's figures for its model card, the base's beside them; none where a figure is not finite."""
     sure = f"with confidence {100 * result.confidence:g}%"
-    sure += f", routed by {result.routing.method}" if result.routing is not None else ""
     return [
         EvalResult(
             task_type="text-generation",

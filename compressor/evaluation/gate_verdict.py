@@ -49,17 +49,6 @@ class TaskGate:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedBy:
-    """How the compressed model was routed, where it did not answer as stock loaders run it."""
-
-    method: str
-    reference: str  # digest of the reference set
-    options: Mapping[str, Any]
-    cost: float  # of all answers, as a multiple of running each item once
-    left_plain: int = 0  # items that were too long to be routed
-
-
-@dataclass(frozen=True, slots=True)
 class GateResult:
     """The whole gate."""
 
@@ -77,7 +66,6 @@ class GateResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
-    routing: RoutedBy | None = None  # None: both models answered as stock loaders run them
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
     conditions: tuple[Condition, ...] = ()  # on behaviour, each of which has to pass
     text: Judged | None = None  # read by both models

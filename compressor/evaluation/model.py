@@ -77,7 +77,6 @@ class AnswerWatch:
 class Watched(TemplateLM):
     """Of one of lm-eval's models: an `AnswerWatch` sees its answers."""
 
-    spent = None  # each item is run once
     tok_encode: Any  # of lm-eval's model
 
     def watch(self, watch: AnswerWatch) -> None:

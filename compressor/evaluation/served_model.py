@@ -7,7 +7,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pydantic import FiniteFloat, TypeAdapter
 
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import WRITTEN
 from compressor.evaluation.generate import read_facts
 from compressor.evaluation.model import Watched
 from compressor.evaluation.server import AT_ONCE, PromptScores, Server
 from compressor.evaluation.server_client import Completion
-from compressor.evaluation.tasks import EvaluationOptions
+from compressor.evaluation.tasks import WRITTEN, EvaluationOptions
 from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 
@@ -128,6 +127,13 @@ class ServedModel(Watched, LocalCompletionsAPI):
                     stream.flush()
                     seen(key)
         return [known[key] for key, _, _ in questions]
+
+
+@contextmanager
+def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
+    """A served model, whose answers the file `journal` keeps until all tasks have their results."""
+    yield ServedModel(server, folder, options, journal)
+    journal.unlink(missing_ok=True)
 
 
 def _digest(*asked: Any) -> str:

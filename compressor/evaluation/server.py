@@ -4,22 +4,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import eq
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from compressor.checkpoint.source import ModelSource
 from compressor.errors import KEY_VARIABLE, CompressionError
-from compressor.evaluation.evaluate import WRITTEN, Answerer
 from compressor.evaluation.options import SECONDS, ServerOptions
 from compressor.evaluation.server_client import Client, Completion, Logprobs, Models, RefusedError, Version
-from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
+from compressor.evaluation.tasks import WRITTEN, EvaluationTask
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.model.tokenizer import load_tokenizer
-from compressor.run_record import request_key
 
 logger = logging.getLogger(__name__)
 
@@ -238,25 +235,11 @@ def served_facts(server: Server, folder: Path) -> dict[str, Any]:
     return {**server.facts, "tokenizer": {path.name: file_digest(path) for path in files}}
 
 
-def served_answerer(server: Server, source: ModelSource, tasks: Sequence[EvaluationTask], cache: Path) -> Answerer:
-    """Who answers for a model whose server was checked; `source` holds its tokenizer.
-
-    Raises `CompressionError` for a task that needs log-probabilities that the server does not give.
-    """
+def refuse_tasks(server: Server, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse a task that needs log-probabilities that the server does not give."""
     for name, part in (entry for task in tasks for entry in task.parts.items()):
         if server.scored is None and getattr(part, "OUTPUT_TYPE", None) != WRITTEN:
             raise CompressionError(
                 f"task {name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
                 "ones; name tasks that write their answers (generate_until), or serve the model by vLLM or SGLang"
             )
-    served = served_facts(server, source.folder)
-    kept = cache / f"served-{request_key(served)[:32]}.jsonl"
-
-    @contextmanager
-    def load(source: ModelSource, options: EvaluationOptions) -> Iterator[Any]:
-        from compressor.evaluation.served_model import ServedModel
-
-        yield ServedModel(server, source.folder, options, kept)
-        kept.unlink(missing_ok=True)  # all tasks have their results
-
-    return Answerer({}, load, served, server.label, server)

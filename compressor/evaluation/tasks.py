@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
-CHOICE = "multiple_choice"
+CHOICE, WRITTEN = "multiple_choice", "generate_until"  # kinds of tasks
 PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
 

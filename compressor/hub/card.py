@@ -416,11 +416,6 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
         )
     else:
         sentences.append("Accuracy was measured on the tasks above and on nothing else.")
-    if outcome.gate is not None and outcome.gate.routing is not None:
-        sentences[0] += (
-            f" It is of answers on pathways that {one_line(outcome.gate.routing.method)} optimised at test time; as "
-            "stock loaders run these weights, their accuracy was not measured."
-        )
     if outcome.plan.calibration is not None:
         sentences.append("What experts do on other kinds of text than the calibration text did not count.")
     elif outcome.stage.layers:

@@ -165,18 +165,13 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
-    """The result of a gate, which has to be a pass of exactly the model in this folder, run as stock loaders run it."""
+    """The result of a gate, which has to be a pass of exactly the model in this folder."""
     if found.is_graph:
         raise CompressionError(
             "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
             "its graph goes with it from onnx/"
         )
     result = read_gate(path)
-    if result.routing is not None:
-        raise CompressionError(
-            f"the gate in {path} judged {result.compressed} on pathways optimised by {result.routing.method}, without "
-            "which the pushed checkpoint runs; run moe-compress gate on the folder without --routing"
-        )
     if result.verdict != "pass":
         raise CompressionError(
             f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was pushed; push what passes"

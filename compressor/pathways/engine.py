@@ -28,14 +28,14 @@ REMEDIES = ("take shorter items, or --device cpu", "see whether stock transforme
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """A plain forward of some rows, and what recomputing its late layers takes."""
+class PlainForward:
+    """A plain forward of some rows, and all that recomputing its late layers takes."""
 
     rows: tuple[Row, ...]
     tokens: Tensor  # [B, S], without the last one of each row, whose logits are not needed
-    kept: Mapping[str, Any]  # output of each early decoder layer
+    early_outputs: Mapping[str, Any]  # by early decoder layer
     moved: Tensor  # [M] positions among all B * S
-    own: tuple[Tensor, ...]  # of each late layer the router's logits there, [M, E]
+    router_logits: tuple[Tensor, ...]  # of each late layer at the moved positions, [M, E]
     pathway: Tensor  # [all MoE layers, E] of the last prompt token of the first row, float32 on the CPU
     logits: Tensor  # [B, S, V]
     work: int  # decoder layers times tokens
@@ -45,13 +45,13 @@ class Plain:
 class PathwayModel:
     """A model whose last `late` MoE layers can be run again with other router logits; `load` reads its weights.
 
-    `work` counts decoder layers times tokens, twice as much for a way back.
+    `work` counts decoder layers times tokens, twice as much for a backward pass.
     """
 
     opened: OpenModel
     late: int
     moves: Tokens = "last"
-    scores: tuple[Score, ...] = ()  # by which each MoE layer's router makes weights of logits; found on the first rows
+    scores: tuple[Score, ...] = ()  # how each MoE layer's router makes weights of logits; found on the first rows
     work: int = 0
     _checked: bool = field(default=False, repr=False)
 
@@ -69,76 +69,96 @@ class PathwayModel:
 
     @property
     def early_units(self) -> tuple[str, ...]:
+        """Decoder layers before the first late MoE layer's."""
         units = self.opened.architecture.units
         return units[: units.index(self.late_layers[0].unit)]
 
     def load(self) -> None:
-        """Read all weights; raises `CompressionError` for a model that expects no next token."""
+        """Read all weights; raises `CompressionError` for a model without a language-model head."""
         if head_of(self.model) is None:
             raise CompressionError(f"{type(self.model).__name__} has no language-model head, so it answers no item")
         with wrap_faults(f"{self.opened.source.label} cannot be loaded", *REMEDIES):
             self.opened.partial.load(self.opened.partial.keys_under(""))
 
     @torch.no_grad()
-    def run(self, rows: Sequence[Row]) -> Plain:
+    def run(self, rows: Sequence[Row]) -> PlainForward:
         """Run the stock model on rows of one prompt, padded on the right, which no token before looks at.
 
         Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
         """
         tokens = pad_sequence([torch.tensor(row.tokens[:-1]) for row in rows], batch_first=True)
-        units, kept = self.opened.architecture.units, dict[str, Any]()
-        seen = {layer.name: list[Tensor]() for layer in self.layers}  # logits [T, E] of each call of the router
-        choices: dict[str, tuple[Tensor, Tensor]] = {}  # chosen experts and their weights, [T, k] each
+        logits, router_logits, early_outputs = self._observe(tokens)
+        work = len(self.opened.architecture.units) * tokens.numel()
+        self.work += work
+        moved = torch.tensor(self._moved_positions(rows, tokens.shape[1]), device=self.opened.partial.device)
+        last = rows[0].start - 1
+        pathway = [
+            weights_of(router_logits[layer.name][last], score).cpu()
+            for layer, score in zip(self.layers, self.scores, strict=True)
+        ]
+        plain = PlainForward(
+            rows=tuple(rows),
+            tokens=tokens,
+            early_outputs=early_outputs,
+            moved=moved,
+            router_logits=tuple(router_logits[layer.name][moved] for layer in self.late_layers),
+            pathway=torch.stack(pathway),
+            logits=logits,
+            work=work,
+        )
+        if not self._checked:
+            self._check(plain)
+        return plain
 
-        def keep(layer: str, product: Product) -> None:
-            seen[layer].append(product.logits.detach().reshape(-1, product.logits.shape[-1]).clone())
+    def _observe(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        """Run tokens [B, S]: logits [B, S, V], router logits [B * S, E] by MoE layer, early decoder layers' outputs."""
+        calls = {layer.name: list[Tensor]() for layer in self.layers}
+        choices: dict[str, tuple[Tensor, Tensor]] = {}
+        early_outputs: dict[str, Any] = {}
 
-        def keep_choice(layer: str, hidden: Tensor, chosen: Tensor, given: Tensor) -> None:
-            choices[layer] = chosen.detach().clone(), given.detach().clone()
+        def keep_logits(layer: str, product: Product) -> None:
+            calls[layer].append(product.logits.reshape(-1, product.logits.shape[-1]).clone())
+
+        def keep_choice(layer: str, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
+            choices[layer] = experts.clone(), weights.clone()
 
         def keep_output(unit: str, module: nn.Module, args: Any, output: Any) -> None:
-            kept[unit] = tree_map(_copy, output)  # which a later layer may write into
+            early_outputs[unit] = tree_map(_copy, output)  # a later layer may write into it
 
         with ExitStack() as stack:
             for layer in self.layers:
-                stack.enter_context(watched(self.model, layer, partial(keep, layer.name)))
+                stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
                     stack.enter_context(Watch(self.model, layer, on_experts=partial(keep_choice, layer.name)))
             for unit in self.early_units:
-                handle = self.model.get_submodule(unit).register_forward_hook(partial(keep_output, unit))
-                stack.callback(handle.remove)
-            logits = self._forward(tokens).detach()
-        work = len(units) * tokens.numel()
-        self.work += work
+                hook = self.model.get_submodule(unit).register_forward_hook(partial(keep_output, unit))
+                stack.callback(hook.remove)
+            logits = self._forward(tokens)
         if not bool(logits.isfinite().all()):
             raise CompressionError(
                 f"{self.opened.source.label} gives logits that are not finite, so its answers mean nothing; check its "
                 "weights, or pass --dtype float32 if they are sound"
             )
         for layer in self.layers:
-            if [len(call) for call in seen[layer.name]] != [tokens.numel()]:
+            if [len(call) for call in calls[layer.name]] != [tokens.numel()]:
                 raise CompressionError(
                     f"{layer.router} does not see every token once, so its tokens have no pathway; pathways of this "
                     "architecture cannot be optimised"
                 )
-        own = {name: calls[0] for name, calls in seen.items()}
+        router_logits = {name: call for name, (call,) in calls.items()}
         if not self.scores:
-            self.scores = tuple(find_score(own[layer.name], *choices[layer.name]) for layer in self.layers)
-        positions = [
-            place * tokens.shape[1] + position
-            for place, row in enumerate(rows)
-            for position in range(row.start - 1, row.start if self.moves == "last" else len(row.tokens) - 1)
-        ]
-        moved = torch.tensor(positions, device=self.opened.partial.device)
-        late = tuple(own[layer.name][moved] for layer in self.late_layers)
-        last, scored = rows[0].start - 1, zip(self.layers, self.scores, strict=True)
-        pathway = torch.stack([weights_of(own[layer.name][last], score).cpu() for layer, score in scored])
-        plain = Plain(tuple(rows), tokens, kept, moved, late, pathway, logits, work)
-        if not self._checked:
-            self._check(plain)
-        return plain
+            self.scores = tuple(find_score(router_logits[x.name], *choices[x.name]) for x in self.layers)
+        return logits, router_logits, early_outputs
 
-    def again(self, plain: Plain, shift: Tensor) -> Tensor:
+    def _moved_positions(self, rows: Sequence[Row], width: int) -> list[int]:
+        """Positions among the tokens of all rows, each `width` long, whose router logits are moved."""
+        positions = list[int]()
+        for number, row in enumerate(rows):
+            end = row.start if self.moves == "last" else len(row.tokens) - 1
+            positions += range(number * width + row.start - 1, number * width + end)
+        return positions
+
+    def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
         """Logits [B, S, V] with `shift` [L, E] added to the plain logits of the late routers at the moved positions.
 
         The routers are set to that whatever the layers before now output. Gradients go back to a `shift` that requires
@@ -150,11 +170,12 @@ class PathwayModel:
             return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
 
         with ExitStack() as stack:
-            for layer, own, added in zip(self.late_layers, plain.own, shift, strict=True):
-                stack.enter_context(watched(self.model, layer, partial(set_rows, own + added.to(own))))
-            for unit, kept in plain.kept.items():  # early layers return what they returned before
+            for layer, logits, added in zip(self.late_layers, plain.router_logits, shift, strict=True):
+                target = logits + added.to(logits)
+                stack.enter_context(watched(self.model, layer, partial(set_rows, target)))
+            for unit, output in plain.early_outputs.items():  # early layers return what they returned before
                 module = self.model.get_submodule(unit)
-                module.forward = lambda *args, kept=kept, **kwargs: tree_map(_copy, kept)
+                module.forward = lambda *args, output=output, **kwargs: tree_map(_copy, output)
                 stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
         layers = len(self.opened.architecture.units) - len(self.early_units)
@@ -163,17 +184,16 @@ class PathwayModel:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         with wrap_faults(f"{self.opened.source.label} cannot be run on an item", *REMEDIES):
-            output = self.model(input_ids=tokens.to(self.opened.partial.device), use_cache=False)
-        logits: Tensor = output.logits
+            logits: Tensor = self.model(input_ids=tokens.to(self.opened.partial.device), use_cache=False).logits
         return logits
 
-    @torch.no_grad()
-    def _check(self, plain: Plain) -> None:
-        """Once, on the first rows: the late layers give what they gave, or the architecture is refused."""
-        before, work = plain.logits, self.work
+    def _check(self, plain: PlainForward) -> None:
+        """Refuse an architecture whose late layers, unmoved, do not give the plain logits again."""
+        work = self.work
+        unmoved = torch.zeros(len(plain.router_logits), plain.router_logits[0].shape[-1])
         try:
-            found = self.again(plain, torch.zeros(len(plain.own), plain.own[0].shape[-1]))
-            agree = float((found - before).abs().max()) <= AGREE * float(before.abs().max())
+            difference = (self.again(plain, unmoved) - plain.logits).abs().max()
+            agree = float(difference) <= AGREE * float(plain.logits.abs().max())
         except CompressionError:
             agree = False
         if not agree:
@@ -181,8 +201,9 @@ class PathwayModel:
                 f"the late layers of {type(self.model).__name__} cannot be run again without the earlier ones; "
                 "pathways of this architecture cannot be optimised"
             )
-        self._checked, self.work = True, work
+        self._checked = True
+        self.work = work
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else value

@@ -303,9 +303,8 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
-    if (gate := data.gate) is not None:  # a routed model is not the checkpoint as stock loaders run it
-        routed = f", routed by {gate.routing.method}" if gate.routing is not None else ""
-        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), _judged(gate) + routed
+    if (gate := data.gate) is not None:
+        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), _judged(gate)
     quality: tuple[Words, str] = "not compared", "with the base"
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)

@@ -45,7 +45,7 @@ from compressor.evaluation.gate_report import (
     write_gate,
 )
 from compressor.evaluation.gate_statistics import items_needed
-from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, RoutedBy, gate_from_content
+from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.files import check_folder
 from compressor.formatting import readable
 from tests.gates import gate, gates, likelihood, mixed, pool, task
@@ -272,20 +272,6 @@ def test_verdicts_as_sentences() -> None:
     assert verdict_line(refused) == "Fail: with confidence 95%, more than 0.03 was lost on rte."
     undecided = gate(task(verdict="inconclusive"), pooled=pool(items=500))  # a task alone need not be decided
     assert verdict_line(undecided) == f"{plain}."
-
-
-def test_a_routed_model_is_told_of_with_the_verdict() -> None:
-    options = {"optimizer": "ngd", "neighbours": 3, "radius": None}
-    long = gate(task(), routing=RoutedBy("c3po", "0123456789abcdef", options, 3.456, 2))
-    plain = f"{verdict_line(gate(task()))} The compressed model answered on pathways "
-    assert verdict_line(long) == (
-        f"{plain}optimised by c3po (ngd, 3 neighbours of the reference set 0123456789ab), which cost 3.46 plain "
-        "forwards of the same items; left as they are, being too long: 2 items."
-    )
-    near = gate(task(), routing=RoutedBy("c3po", "ab", {**options, "optimizer": "mode", "radius": 0.5}, 2.0))
-    assert "neighbours within reach of the reference set ab), which cost 2 plain forwards of the same items." in (
-        page(near)
-    )
 
 
 @given(gates())

@@ -21,7 +21,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_report import card_metrics, gate_json
-from compressor.evaluation.gate_verdict import GateResult, RoutedBy
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub.card import Card, card_text
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import LayerMeasures, Measured
@@ -213,13 +213,6 @@ def test_what_was_tuned_is_told_as_it_was(
         moved is not None,
         trained is not None,
     )
-
-
-def test_a_card_does_not_claim_the_accuracy_of_a_routed_model(copied: Path) -> None:
-    routed = replace(about(copied, gate(task())), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
-    (copied / "gate.json").write_text(gate_json(routed))
-    told = " ".join(body(card_text(copied, REPOSITORY)).split())
-    assert "on pathways that c3po optimised at test time; as stock loaders run these weights, their accuracy" in told
 
 
 def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, tmp_path: Path) -> None:

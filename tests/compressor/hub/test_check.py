@@ -16,14 +16,11 @@ from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.evaluation.evaluate import identity
 from compressor.evaluation.gate_report import write_gate
-from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.hub import check as push_check
 from compressor.hub.push import push
 from tests import small
 from tests.hub import Hub
 from tests.pushes import REPOSITORY, content, export_record, gate_of, refusal, sent, shards
-
-ROUTED = RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5)
 
 
 def lose_a_shard(folder: Path) -> None:
@@ -106,17 +103,16 @@ def test_a_gate_that_passed_this_very_model(folder: Path, hub: Hub, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("verdict", "routing", "message"),
+    ("verdict", "message"),
     [
-        ("fail", None, "says fail for smaller, so nothing was pushed"),
-        ("inconclusive", None, "says inconclusive for smaller, so nothing was pushed"),
-        ("pass", ROUTED, "judged smaller on pathways optimised by c3po, .* without --routing"),
+        ("fail", "says fail for smaller, so nothing was pushed"),
+        ("inconclusive", "says inconclusive for smaller, so nothing was pushed"),
     ],
 )
 def test_a_gate_that_did_not_pass_these_weights(
-    folder: Path, hub: Hub, tmp_path: Path, verdict: str, routing: RoutedBy | None, message: str
+    folder: Path, hub: Hub, tmp_path: Path, verdict: str, message: str
 ) -> None:
-    write_gate(replace(gate_of(folder, verdict), routing=routing), tmp_path / "gate")
+    write_gate(gate_of(folder, verdict), tmp_path / "gate")
     refusal(folder, hub, message, require_gate=tmp_path / "gate")
     assert hub.requests == []
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from compressor.errors import CompressionError
 from compressor.evaluation.items import Row, is_greedy, likelihoods
 from compressor.model.architecture import discover
-from compressor.pathways.engine import PathwayModel, Plain
+from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Tokens
 from tests import zoo
 
@@ -44,9 +44,9 @@ def rows(model: PathwayModel, seed: int = 3) -> tuple[Row, ...]:
     return tuple(Row((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
 
 
-def shift(model: PathwayModel, plain: Plain, size: float) -> Tensor:
+def shift(model: PathwayModel, plain: PlainForward, size: float) -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    return size * torch.randn(len(plain.own), plain.own[0].shape[-1], generator=generator)
+    return size * torch.randn(len(plain.router_logits), plain.router_logits[0].shape[-1], generator=generator)
 
 
 @pytest.mark.parametrize("name", zoo.sweep(but=REFUSED))
@@ -55,7 +55,7 @@ def test_late_layers_give_the_stock_logits_bit_for_bit(name: str) -> None:
     plain = model.run(rows(model))
     stock = model.model(input_ids=plain.tokens, use_cache=False).logits
     assert torch.equal(plain.logits, stock)
-    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
     assert torch.equal(model.again(plain, unmoved), stock)
     moved = model.again(plain, shift(model, plain, 3.0))
     before = slice(0, START - 1)  # the last prompt token; experts that are given fewer tokens may round otherwise
@@ -111,7 +111,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     own = layer.forward
     layer.forward = lambda hidden, *args, **named: own(hidden.mul_(2), *args, **named)
     plain = model.run(rows(model))
-    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
     for _ in range(2):
         assert torch.equal(model.again(plain, unmoved), plain.logits)
 
@@ -154,7 +154,7 @@ def test_work_counts_layers_and_tokens() -> None:
     plain = model.run(rows(model))
     tokens, units = plain.tokens.numel(), len(model.opened.architecture.units)
     assert model.work == units * tokens == plain.work
-    unmoved = torch.zeros(1, plain.own[0].shape[-1])
+    unmoved = torch.zeros(1, plain.router_logits[0].shape[-1])
     model.again(plain, unmoved)
     late = units - len(model.early_units)
     assert 0 < late < units and model.work == (units + late) * tokens

@@ -60,7 +60,7 @@ def test_the_neighbours_loss_is_of_neighbours_on_the_items_pathway() -> None:
     for neighbour in near:
         assert neighbour.plain is not None
         target = own.log()  # of a softmax router; a constant changes nothing
-        added = torch.stack([target[n] - neighbour.plain.own[n][0] for n in range(2)])
+        added = torch.stack([target[n] - neighbour.plain.router_logits[n][0] for n in range(2)])
         losses.append(-float(likelihoods(model.again(neighbour.plain, added), neighbour.plain.rows)[0]))
     expected = 0.7 * losses[0] + 0.3 * losses[1]
     assert neighbours_loss(model, own, torch.zeros_like(own), near, WEIGHTS) == pytest.approx(expected, rel=1e-5)

@@ -1,30 +1,28 @@
-"""What lm-eval asks of a routed model: unmoved the stock model's answers, long items cut as lm-eval cuts them."""
+"""The model that lm-eval asks: unmoved the stock model's answers, long items cut as lm-eval cuts them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
-import torch
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluate import Evaluation, ItemScores, Spent
 from compressor.evaluation.items import Item, item_lines
 from compressor.evaluation.model import AnswerWatch, loaded_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
-from compressor.pathways.answering import open_answering, refuse_other_tasks, routed_answerer
-from compressor.pathways.engine import PathwayModel
-from compressor.pathways.options import PathwayOptions, Routing
-from compressor.pathways.reference import trusted_reference
-from compressor.progress import Progress, Silent
+from compressor.pathways.answering import open_answering
+from compressor.pathways.lm_eval_model import PathwayLM
+from compressor.pathways.options import PathwayOptions
+from compressor.progress import Silent
 from tests import small
-from tests.evaluations import CHOICE, Steps, own_tasks
+from tests.evaluations import CHOICE
 
 MOST = 24  # tokens that the model takes, which are letters
-UNMOVED, MOVED = PathwayOptions("kernel", share=0.0), PathwayOptions("kernel", share=1.0)
 LONG = "the quick brown fox jumps over"  # 30 letters
 ASKED = (
     ("one", " a"), ("one", " bcd"), ("two ", "x"), ("", "xy"),  # short
@@ -45,56 +43,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(*tasks: str, **settings: Any) -> EvaluationOptions:
-    return EvaluationOptions(tasks or ("sums",), device="cpu", **settings)
+def routed(place: Path, share: float) -> PathwayLM:
+    """The model moved by this share of the way to its neighbours."""
+    folders = str(place / "model"), str(place / "reference")
+    return PathwayLM(*folders, device="cpu", optimizer="kernel", share=share)
 
 
-def asked(pairs: tuple[tuple[str, str], ...]) -> list[Instance]:
-    return [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-
-
-def routed(
-    place: Path, how: PathwayOptions, pairs: tuple[tuple[str, str], ...] = ASKED
-) -> tuple[list[tuple[float, bool]], Spent]:
-    routing = Routing(place / "reference", how)
-    source = locate(str(place / "model"))
-    with routed_answerer(routing, trusted_reference(routing), source, options()).load(source, options()) as model:
-        model.watch(AnswerWatch("model", "sums", Silent()))
-        return model.loglikelihood(asked(pairs)), model.spent
+def asked() -> list[Instance]:
+    return [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(ASKED)]
 
 
 def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> None:
-    with loaded_model(locate(str(place / "model")), options(batch_size=1)) as stock:
+    options = EvaluationOptions(("sums",), device="cpu", batch_size=1)
+    with loaded_model(locate(str(place / "model")), options) as stock:
         stock.watch(AnswerWatch("model", "sums", Silent()))
-        expected = stock.loglikelihood(asked(ASKED))
-    found, spent = routed(place, UNMOVED)
+        expected = stock.loglikelihood(asked())
+    model = routed(place, 0.0)
+    found = model.loglikelihood(asked())
     assert [answer[0] for answer in found] == pytest.approx([answer[0] for answer in expected], abs=1e-4)
     assert [answer[1] for answer in found] == [answer[1] for answer in expected]
-    assert spent.left_plain == 1 and spent.plain_work < spent.work < 2 * spent.plain_work
-    moved = [abs(a[0] - b[0]) for a, b in zip(routed(place, MOVED)[0], found, strict=True)]
+    assert 1 < model.answering.cost < 2
+    moved = [abs(a[0] - b[0]) for a, b in zip(routed(place, 1.0).loglikelihood(asked()), found, strict=True)]
     assert moved[6:8] == [0, 0] and min(moved[:6] + moved[8:]) > 1e-6  # one by one, what is cut differently stays
-
-
-def scores(place: Path, folder: Path, how: PathwayOptions | None, task: str, progress: Progress) -> ItemScores:
-    wanted, source = options(task, include_path=folder, limit=4), locate(str(place / "model"))
-    routing = Routing(place / "reference", how or UNMOVED)
-    answerer = routed_answerer(routing, trusted_reference(routing), source, wanted)
-    tasks = resolve_tasks(wanted)
-    refuse_other_tasks(tasks)
-    return Evaluation(source, tasks, wanted, answerer if how else None).run(progress)[task]
-
-
-@pytest.mark.full
-def test_a_routed_model_is_watched_as_a_plain_one(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, plain, other = own_tasks(tmp_path), Steps(), Steps()
-    before, after = scores(place, folder, None, "sums", plain), scores(place, folder, UNMOVED, "sums", other)
-    assert before.values == after.values and before.spent is None and after.spent is not None
-    assert (plain.phases, plain.advanced) == (other.phases, other.advanced) and plain.phases[-1][1] == 8
-    own = PathwayModel.again
-    monkeypatch.setattr(PathwayModel, "again", lambda self, run, shift: own(self, run, shift) + torch.nan * shift.sum())
-    monkeypatch.setattr(PathwayModel, "_check", lambda self, run: None)
-    with pytest.raises(CompressionError, match=r"^model gives a log-likelihood of nan on task 'sums'"):
-        scores(place, folder, MOVED, "sums", Silent())
 
 
 def test_choices_with_prompts_of_their_own_have_pathways_of_their_own(place: Path, tmp_path: Path) -> None:
@@ -106,12 +76,18 @@ def test_choices_with_prompts_of_their_own_have_pathways_of_their_own(place: Pat
     text = CHOICE.format(name="blanks", data=data, cache=tmp_path / "cache", better="true")
     text = text.replace("to_text: question", "to_text: right").replace("to_choice: choices", "to_choice: names")
     (folder / "blanks.yaml").write_text(text.replace("to_target: answer", "to_target: rest"))
+    options = EvaluationOptions(("blanks",), include_path=folder)
     with pytest.raises(CompressionError, match="asks each choice with a context of its own"):
-        task_items(options("blanks", include_path=folder))
-    found = scores(place, folder, MOVED, "blanks", Silent())
-    opened = open_answering(str(place / "model"), place / "reference", MOVED, device="cpu")
+        task_items(options)
+    (task,) = resolve_tasks(options)
+    found: Any = lm_eval.simple_evaluate(
+        model=routed(place, 1.0), tasks=[task.loaded], task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )  # fmt: skip
+    moved = PathwayOptions("kernel", share=1.0)
+    opened = open_answering(str(place / "model"), place / "reference", moved, device="cpu")
     expected = []
     for row in rows:
         one, two = (opened.answer(name, [" sat down"])[0][0] for name in row["names"])
         expected.append(float((two > one) == row["right"]))
-    assert list(found.values) == expected and found.spent is not None and found.spent.left_plain == 0
+    assert [sample["acc"] for sample in found["samples"]["blanks"]] == expected

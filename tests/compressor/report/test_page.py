@@ -10,7 +10,6 @@ import pytest
 from compressor.document.drawing import ROLES
 from compressor.document.html import POLICY, stylesheet
 from compressor.evaluation.gate_report import verdict_line
-from compressor.evaluation.gate_verdict import RoutedBy
 from compressor.report.data import Report
 from compressor.report.figures import NAMES, figures
 from compressor.report.page import page
@@ -136,11 +135,9 @@ def test_hostile_names_are_shown_as_they_are() -> None:
     assert HOSTILE not in content
 
 
-def test_verdict_says_what_would_decide_it_and_by_what_the_model_was_routed() -> None:
+def test_verdict_says_what_would_decide_it() -> None:
     text = text_of(made(bare(gate=gate(task("openbookqa", "inconclusive")))))
     assert "items would decide it instead of 500" in text
-    routed = gate(task(), routing=RoutedBy("c3po", "d1ce", {"optimizer": "ngd"}, 3.5))
-    assert "1 task, routed by c3po" in text_of(made(bare(gate=routed)))
 
 
 def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
