@@ -22,7 +22,7 @@ from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, 
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import Judging
 from compressor.evaluation.options import ServerOptions
-from compressor.evaluation.server import Server, servers_of
+from compressor.evaluation.server import Server, refuse_tasks, servers_of
 from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
@@ -485,6 +485,9 @@ def gate(
     prospects = passable(outlook(tasks, wanted))
     named = _two_sources((base, revision), (compressed, compressed_revision), servers, progress)
     (base_source, base_server), (compressed_source, server) = named
+    for asked in (base_server, server):
+        if asked is not None:
+            refuse_tasks(asked, tasks)
     if announce is not None:
         announce(prospects)
     return run_gate(

@@ -99,8 +99,6 @@ def test_a_tokenizer_that_gives_up_leaves_nothing(run: Run, offline: None, tmp_p
         r"the tokenizer cannot take calibration data \S+calibration\.txt: .*retry-limit.*; restore the model's tok",
     )
     assert names(tmp_path) == before
-    said = run("generate", folder, "a" * 40, "--max-new-tokens", 1)
-    assert said.status == 2 and "the tokenizer cannot take the prompt" in said.err
 
 
 def test_half_a_character_in_jsonl_is_refused_with_its_line(run: Run, offline: None, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
@@ -21,7 +21,6 @@ from huggingface_hub.utils import filter_repo_objects, tqdm
 from compressor.checkpoint.reader import (
     CONFIG,
     INDEX_END,
-    MODEL_NAME,
     MODELOPT,
     NAME_ONE,
     SINGLE_NAME,
@@ -70,8 +69,6 @@ def hub_fault(model: str, revision: str | None, error: Exception, file: str | No
 
 logger = logging.getLogger(__name__)
 
-Weights = Literal["safetensors", "any"]  # any: where there are no safetensors, an ONNX graph will do
-CACHED = (CONFIG, MODEL_NAME)  # one of which the cache has of a model
 COMPANIONS = (
     *("*.json", "*.jinja", f"{TEMPLATES}/*"),
     *("*.model", "*.txt", "*.tiktoken", "*.vocab", "*.spm", "*.bpe"),  # tokenizers of all ages
@@ -94,15 +91,15 @@ class Repository:
     files: Mapping[str, RepoFile]
 
 
-def download(model: str, revision: str | None, progress: Progress, weights: Weights = "safetensors") -> Path:
+def download(model: str, revision: str | None, progress: Progress) -> Path:
     """Fetch what a model needs and return its folder in the cache, named after the commit.
 
     Where the Hub cannot be asked, a cached copy will do if it is whole. Raises `CompressionError`.
     """
-    found = find_repository(model, revision, weights)
+    found = find_repository(model, revision)
     if isinstance(found, Path):
         return found
-    head = weights_file(found, revision, weights)
+    head = weights_file(found, revision)
     small = companions(found.files)
     folder = fetch_small(found, revision, [head, *small] if head.endswith(INDEX_END) or not small else small)
     wanted = [found.files[name] for name in shard_names(found, folder, head)]
@@ -116,7 +113,7 @@ def download(model: str, revision: str | None, progress: Progress, weights: Weig
     return folder
 
 
-def find_repository(model: str, revision: str | None, weights: Weights = "safetensors") -> Repository | Path:
+def find_repository(model: str, revision: str | None) -> Repository | Path:
     """What the Hub holds, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
     api = HfApi()
     try:
@@ -128,14 +125,12 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
     except Exception as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 500
         refused = status < 500 and status not in PASSING  # otherwise the Hub was not reached, or is in trouble itself
-        known = [] if refused else [try_to_load_from_cache(model, name, None, revision) for name in CACHED]
-        folder = next((Path(place).parent for place in known if isinstance(place, str)), None)  # as it was last seen
-        if folder is None:
+        cached = None if refused else try_to_load_from_cache(model, CONFIG, None, revision)  # as it was last seen
+        if not isinstance(cached, str):
             raise hub_fault(model, revision, error) from error
+        folder = Path(cached).parent
         names = {path.name for path in folder.iterdir()}
-        config = json_object(folder / CONFIG) if CONFIG in names else {}
-        graph = MODEL_NAME if weights == "any" and MODEL_NAME in names else SINGLE_NAME
-        head = named_head(names, config) or graph
+        head = named_head(names, json_object(folder / CONFIG)) or SINGLE_NAME
         if missing := [name for name in _placed(folder, head) if name not in names]:
             raise CompressionError(
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
@@ -145,12 +140,10 @@ def find_repository(model: str, revision: str | None, weights: Weights = "safete
         return folder
 
 
-def weights_file(found: Repository, revision: str | None, weights: Weights = "safetensors") -> str:
+def weights_file(found: Repository, revision: str | None) -> str:
     """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
     names, place = found.files, f"{found.model} on the Hub"
     config = json_object(fetch_small(found, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
-    if weights == "any" and MODEL_NAME in names and named_head(names, config) is None:
-        return MODEL_NAME
     head = find_head(place, names, config)
     if CONFIG not in names:
         raise CompressionError(f"{place} has no {CONFIG}; name the repository of a transformers checkpoint")
@@ -175,8 +168,6 @@ def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -
 def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
     """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
     names = _placed(folder, head)
-    if head == MODEL_NAME:  # its weights may lie beside it, under a name that exporters choose
-        names += sorted(name for name in found.files if name.startswith((f"{head}.", f"{head}_")))
     for name in names:
         if name not in found.files:
             raise CompressionError(
@@ -266,12 +257,10 @@ def is_local(model: str) -> bool:
     return Path(model).exists() or HUB_ID.fullmatch(model) is None
 
 
-def locate(
-    model: str, revision: str | None = None, progress: Progress | None = None, weights: Weights = "safetensors"
-) -> ModelSource:
+def locate(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
     """Find a local folder, or download from the Hub what a model needs, shard by shard.
 
-    With "any" `weights` an ONNX graph will do where there are no safetensors. A link out of the folder is refused.
+    A link out of the folder is refused.
     """
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
@@ -286,7 +275,7 @@ def locate(
         folder = Path(model).resolve()
         refuse_links(folder)
         return ModelSource(str(folder), None, folder)
-    folder = download(model, revision, progress or Silent(), weights)
+    folder = download(model, revision, progress or Silent())
     return ModelSource(model, folder.name, folder)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,6 @@ from compressor.run_record import COMPRESSION
 if TYPE_CHECKING:
     from compressor.hub.push import PushSummary
 
-INTERRUPTED = 130
 GRAPH = "model.onnx"
 ONNX = "ONNX"
 
@@ -91,58 +90,38 @@ def export(
 
 
 def generate(
-    model: Model,
+    folder: Annotated[Path, typer.Argument(help="The folder of an ONNX export.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    running: Annotated[Running, options_of(Running, RUNNING, without=("overwrite", "resident"))],
-    options: Annotated[dict[str, Any], options_of(GenerationOptions)],
+    running: Annotated[Running, options_of(Running, RUNNING, ("device", "as_json"))],
+    options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": "sampling_top_k"})],
 ) -> None:
-    """Continue a prompt with a safetensors or an ONNX checkpoint, showing the text as it comes."""
-    folder = Path(model)
-    if (folder / GRAPH).is_file() and not next(folder.glob("model*safetensors*"), None):
-        require("onnxruntime")
-    from compressor.evaluation.generate import prepare
+    """Continue a prompt with an ONNX export, showing the text as it comes."""
+    require("onnxruntime")
+    from compressor.evaluation.decoders import prepare
 
-    chosen = GenerationOptions(**options, device=running.device, dtype=running.dtype, revision=running.revision)
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
-    with progress_bars(running.as_json) as progress:
-        continuation = prepare(model, text, chosen, progress)
-    pieces, interrupted = collect(continuation, show=not running.as_json)
-    if running.as_json:
-        rates = {
-            "seconds_to_first_token": continuation.first_seconds,
-            "tokens_per_second": continuation.tokens_per_second,
+    continuation = prepare(folder, text, GenerationOptions(**options), running.device)
+    if not running.as_json:
+        for piece in continuation:
+            # a prompt injected into the model may make it generate control characters
+            print(readable(piece).replace("\r", "") if sys.stdout.isatty() else piece, end="", flush=True)
+        print()
+        return
+    written = "".join(continuation)
+    rates = {
+        "seconds_to_first_token": continuation.first_seconds,
+        "tokens_per_second": continuation.tokens_per_second,
+    }
+    print_json(
+        {
+            "prompt": text,
+            "text": written,
+            "prompt_tokens": len(continuation.prompt),
+            "tokens": len(continuation.tokens),
+            "stopped": continuation.stopped,
+            **{name: None if rate is None else float(f"{rate:.3g}") for name, rate in rates.items()},
         }
-        print_json(
-            {
-                "prompt": text,
-                "text": "".join(pieces),
-                "prompt_tokens": len(continuation.prompt),
-                "tokens": len(continuation.tokens),
-                "stopped": continuation.stopped,
-                **{name: None if rate is None else float(f"{rate:.3g}") for name, rate in rates.items()},
-            }
-        )
-    if interrupted:
-        raise SystemExit(INTERRUPTED)  # there is nothing to go on with, as main() would say of other commands
-
-
-def collect(pieces: Iterable[str], show: bool) -> tuple[list[str], bool]:
-    """The pieces, each printed as it comes if `show`; also whether Ctrl-C cut them short.
-
-    A terminal gets no control characters, which a prompt injected into the model may make it generate.
-    """
-    collected, interrupted, is_terminal = list[str](), False, sys.stdout.isatty()
-    try:
-        for piece in pieces:
-            collected.append(piece)
-            if show:
-                print(readable(piece).replace("\r", "") if is_terminal else piece, end="", flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        if show:
-            print(flush=True)
-    return collected, interrupted
+    )
 
 
 def report(

@@ -184,12 +184,10 @@ def next_commands(
     folder, commands = Path(outcome.out), list[str]()
     if not any(folder.glob("*.safetensors")):  # it is another exporter's
         return []
-    if outcome.stage.constants is None:
-        if result is None:
-            record, plan = read_record(folder), outcome.plan
-            base = (record and (record.base or record.source)) or (plan.base or plan.source).model
-            commands.append(f"{PROGRAM} gate {shlex.quote(base)} {shlex.quote(outcome.out)}")
-        commands.append(f"{PROGRAM} generate {shlex.quote(outcome.out)} 'Once upon a time'")
+    if outcome.stage.constants is None and result is None:
+        record, plan = read_record(folder), outcome.plan
+        base = (record and (record.base or record.source)) or (plan.base or plan.source).model
+        commands.append(f"{PROGRAM} gate {shlex.quote(base)} {shlex.quote(outcome.out)}")
     if pushed is None:
         commands.append(f"{PROGRAM} push {shlex.quote(outcome.out)} NAMESPACE/NAME")
     return next_blocks(commands)

@@ -22,9 +22,8 @@ from torch import Tensor
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.decoders import load_writing
 from compressor.evaluation.evaluate import PACKAGES, fits_whole, identity
-from compressor.evaluation.generate import ModelFacts, probabilities, read_facts
+from compressor.evaluation.generate import ModelFacts, load_writing, probabilities, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.files import wrap_full_disk

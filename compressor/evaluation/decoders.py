@@ -1,25 +1,28 @@
-"""The next token by a model on disk: by stock transformers with the cache it makes itself, or by ONNX Runtime.
+"""Continues a prompt with an ONNX export, token by token.
 
-Of an ONNX graph, names, shapes and dtypes are its own, so that any layout of a cache works.
+Names, shapes and dtypes are the graph's own, so that any layout of a cache works. V words of the vocabulary.
 """
 
-import inspect
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import MODEL_NAME, Checkpoint
-from compressor.devices import pick_device
-from compressor.errors import CompressionError, reason_of
-from compressor.extras import require
-from compressor.model.architecture import build_stored, load_config, model_class
-from compressor.model.inputs import cache_argument
-from compressor.model.opened import load_dequantised, pick_dtype
-from compressor.progress import quiet_transformers
+from compressor.checkpoint.reader import MODEL_NAME
+from compressor.errors import CompressionError, reason_of, wrap_faults
+from compressor.evaluation.generate import probabilities, read_facts
+from compressor.evaluation.options import GenerationOptions
+from compressor.evaluation.prompts import Prompt, tokens_of
+from compressor.model.tokenizer import load_tokenizer
 
+logger = logging.getLogger(__name__)
+
+Choose = Callable[[Tensor], int]  # [V] logits -> token id
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out
 DTYPES = {
@@ -31,69 +34,7 @@ DTYPES = {
     "tensor(int32)": torch.int32,
     "tensor(bool)": torch.bool,
 }
-
-
-class StockDecoder:
-    """Takes tokens that are new, [S], and returns the logits of the token after them, [V] in float32 on the CPU."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._seen: list[int] = []
-        self._cache: Any = None
-        self._known = inspect.signature(model.forward).parameters
-        self._cache_name = cache_argument(model)
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Sequence[int]) -> Tensor:
-        self._seen.extend(tokens)
-        fresh = self._seen if self._cache is None else list(tokens)  # a model without a cache reads all of it again
-        total, device = len(self._seen), self._model.device
-        wanted = {
-            # a cache whose first layer is linear attention may count no positions
-            "position_ids": torch.arange(total - len(fresh), total, device=device)[None],
-            # of a long prompt only the last logits are of use, and all of them take much memory
-            "logits_to_keep": 1,
-        }
-        output = self._model(
-            input_ids=torch.tensor([fresh], device=device),
-            use_cache=True,
-            **{self._cache_name: self._cache},
-            **{name: value for name, value in wanted.items() if name in self._known},
-        )
-        self._cache = getattr(output, self._cache_name, None)
-        logits: Tensor = output.logits[0, -1].float().cpu()
-        return logits
-
-
-def stock_decoder(folder: Path, device: str, dtype: str) -> StockDecoder:
-    """A decoder by the stock model."""
-    return StockDecoder(load_writing(folder, device, dtype))
-
-
-def load_writing(folder: Path, device: str, dtype: str) -> Any:
-    """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
-    from transformers import GenerationMixin
-
-    checkpoint, config, place = Checkpoint(folder), load_config(folder), pick_device(device)
-    kind, wanted = model_class(config), pick_dtype(dtype, config, checkpoint)
-    if not kind.can_generate():
-        raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
-    if kind.generate is not GenerationMixin.generate:
-        raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
-    if checkpoint.quantization:
-        return load_dequantised(folder, wanted, place)
-    build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
-    try:
-        with quiet_transformers():
-            model, report = kind.from_pretrained(str(folder), config=config, dtype=wanted, output_loading_info=True)
-            model = model.to(place).eval()
-    except Exception as error:  # the loader raises what it likes
-        raise CompressionError(f"transformers cannot load {folder}: {reason_of(error)}; check its files") from error
-    if missing := sorted(report["missing_keys"]):
-        raise CompressionError(
-            f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
-        )
-    return model
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
 
 
 class OnnxDecoder:
@@ -103,26 +44,22 @@ class OnnxDecoder:
     """
 
     def __init__(self, session: Any) -> None:
-        """Find tokens, logits and caches; raises `CompressionError` for a graph that is no decoder."""
+        """Find the caches; raises `CompressionError` for a graph that is no decoder."""
         self._session = session
         self._inputs = {entry.name: entry for entry in session.get_inputs()}
         outputs = {entry.name for entry in session.get_outputs()}
-        for name, entry in self._inputs.items():
-            if entry.type not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise CompressionError(f"{MODEL_NAME}: input {name!r} is a {entry.type}; known are {known}")
-        for name, names, what in ((TOKENS, {*self._inputs}, "input"), (LOGITS, outputs, "output")):
-            if name not in names:
-                known = ", ".join(sorted(names))
-                raise CompressionError(
-                    f"{MODEL_NAME} has no {what} {name!r} but {known}; export a causal language model"
-                )
-        self._next, self._caches = dict[str, str](), dict[str, Any]()  # by input: the output of its next value, and now
+        if TOKENS not in self._inputs or LOGITS not in outputs:
+            raise CompressionError(
+                f"{MODEL_NAME} has no input {TOKENS!r} or no output {LOGITS!r}; export a causal language model"
+            )
+        self._next = dict[str, str]()  # by input: the output with its next value
+        self._caches = dict[str, Any]()  # by input: its value now
         for name, entry in self._inputs.items():
             if name in (TOKENS, MASK, POSITIONS):
                 continue
             renamed = [name.replace(old, new, 1) for old, new in RENAMINGS if old in name]
-            if not (output := next((each for each in renamed if each in outputs), "")):
+            output = next((candidate for candidate in renamed if candidate in outputs), None)
+            if output is None:
                 raise CompressionError(
                     f"{MODEL_NAME}: nothing is known to feed its input {name!r} with, and no output gives its next "
                     "value; export the model again"
@@ -132,20 +69,25 @@ class OnnxDecoder:
                 size if isinstance(size, int) else int(axis == 0 or "batch" in (size or ""))
                 for axis, size in enumerate(entry.shape)
             ]
-            self._next[name], self._caches[name] = output, ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))
+            self._next[name] = output
+            self._caches[name] = ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))
         self._past = 0  # tokens that the caches hold
         self._seen: list[int] = []
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         self._seen.extend(tokens)
-        total, fresh = len(self._seen), self._seen[self._past :]  # without a cache all of it is read again
+        total = len(self._seen)
+        fresh = self._seen[self._past :]  # without a cache all of it is read again
         inputs = {
             TOKENS: torch.tensor([fresh]),
             MASK: torch.ones(1, total, dtype=torch.long),
             POSITIONS: torch.arange(self._past, total)[None],
         }
-        wanted = [name for name in inputs if name in self._inputs]
-        fed = {name: ort_value(inputs[name].to(DTYPES[self._inputs[name].type])) for name in wanted}
+        fed = {
+            name: ort_value(value.to(DTYPES[self._inputs[name].type]))
+            for name, value in inputs.items()
+            if name in self._inputs
+        }
         logits, *caches = self._session.run_with_ort_values([LOGITS, *self._next.values()], fed | self._caches)
         self._caches = dict(zip(self._next, caches, strict=True))
         self._past = total if self._next else 0
@@ -173,11 +115,8 @@ def providers(device: str, available: Sequence[str]) -> list[Any]:
     return [(cuda, {"device_id": int(number or 0)}), cpu]
 
 
-def onnx_decoder(folder: Path, device: str, dtype: str) -> OnnxDecoder:
-    """Open the folder's graph; raises `CompressionError` if ONNX Runtime is not there or cannot read it."""
-    if dtype != "auto":
-        raise CompressionError(f"{folder} is an ONNX model, which computes in the dtype it has; leave out --dtype")
-    require("onnxruntime")
+def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
+    """Open the folder's graph; raises `CompressionError` if ONNX Runtime cannot read it."""
     import onnxruntime
 
     chosen = providers(device, onnxruntime.get_available_providers())
@@ -190,3 +129,123 @@ def onnx_decoder(folder: Path, device: str, dtype: str) -> OnnxDecoder:
             f"ONNX Runtime cannot read {folder / MODEL_NAME}: {reason_of(error)}; export it again"
         ) from error
     return OnnxDecoder(session)
+
+
+def chooser(options: GenerationOptions) -> Choose:
+    """The rule by which these options choose a token; what it draws depends on the seed alone."""
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def choose(logits: Tensor) -> int:
+        if not bool(logits.max().isfinite()):  # NaN and infinity both come out of a maximum
+            raise CompressionError("the model's logits are not finite; check the weights that were exported")
+        if options.temperature == 0:
+            return int(logits.argmax())
+        distribution = probabilities(logits, options.temperature, options.top_k, options.top_p)
+        return int(torch.multinomial(distribution, 1, generator=generator))
+
+    return choose
+
+
+class TextStream:
+    """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+
+    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
+    one. What is out stays, also where such a decoder takes it back.
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(before)
+        self._shown = len(self._decode())  # letters that are out
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def push(self, token: int) -> str:
+        """The text that this token adds; '' while a character is incomplete."""
+        self._tokens.append(token)
+        return self._show(self._decode().rstrip(UNFINISHED))
+
+    def finish(self) -> str:
+        """The text that was held back; a character that never became whole shows as a mark."""
+        return self._show(self._decode())
+
+    def _show(self, text: str) -> str:
+        piece = text[self._shown :]
+        self._shown += len(piece)
+        return piece
+
+
+@dataclass(slots=True)
+class Continuation:
+    """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
+
+    decoder: OnnxDecoder
+    choose: Choose
+    stops: frozenset[int]
+    most: int
+    prompt: tuple[int, ...]  # [S]
+    stream: TextStream
+    tokens: list[int] = field(default_factory=list)  # chosen so far, an end token included
+    stopped: Literal["end", "length"] = "length"  # an end token came, or enough tokens
+    first_seconds: float | None = None  # from the start to the first token
+    seconds: float = 0.0  # from the start to the last token
+
+    def __iter__(self) -> Iterator[str]:
+        start = time.perf_counter()
+        for token in continue_tokens(self.decoder, self.prompt, self.choose, self.stops, self.most):
+            self.tokens.append(token)
+            self.seconds = time.perf_counter() - start
+            self.first_seconds = self.first_seconds or self.seconds
+            if token in self.stops:
+                self.stopped = "end"
+            else:
+                yield self.stream.push(token)
+        yield self.stream.finish()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate of all tokens after the first; None if there are none."""
+        if self.first_seconds is None or self.seconds <= self.first_seconds:
+            return None
+        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
+
+
+def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str = "auto") -> Continuation:
+    """Read the prompt and open the graph; every fault is a `CompressionError`."""
+    if not (folder / MODEL_NAME).is_file():
+        raise CompressionError(
+            f"{folder} has no {MODEL_NAME}; name the folder of an ONNX export, or run a safetensors checkpoint by "
+            "transformers"
+        )
+    facts, tokenizer = read_facts(folder), load_tokenizer(folder)
+    ids = tokens_of(Prompt.of(prompt, where="the prompt"), tokenizer, options.chat)
+    stops = facts.stops
+    if not stops and tokenizer.eos_token_id is not None:
+        stops = frozenset({int(tokenizer.eos_token_id)})
+    stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
+    in_a_sentence = wrap_faults(f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can")
+    decoder = in_a_sentence(onnx_decoder(folder, device))
+    most = options.max_new_tokens
+    if facts.positions is not None and len(ids) + most > facts.positions:
+        logger.warning(
+            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; what "
+            "comes after them may be nonsense",
+            len(ids),
+            most,
+            facts.positions,
+        )
+    return Continuation(decoder, chooser(options), stops, most, ids, stream)
+
+
+def continue_tokens(
+    decoder: OnnxDecoder, prompt: Sequence[int], choose: Choose, stops: frozenset[int], most: int
+) -> Iterator[int]:
+    """Tokens that follow the prompt [S]: at most so many, and none after an end token, which is the last one then."""
+    fresh = tuple(prompt)
+    for _ in range(most):
+        token = choose(decoder(fresh))
+        yield token
+        if token in stops:
+            return
+        fresh = (token,)

@@ -21,7 +21,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.server import Server, refuse_tasks, served_facts
+from compressor.evaluation.server import Server, served_facts
 from compressor.evaluation.tasks import (
     PERPLEXITIES,
     WRITTEN,
@@ -247,8 +247,6 @@ def plan_evaluation(
     if server is not None:
         journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
     planned = Evaluation(source, tuple(tasks), options, server, journal, False, files, known)
-    if server is not None:
-        refuse_tasks(server, tasks)
     if not planned.missing or server is not None or not streams(source, options):
         return planned
     for name, part in (named for task in planned.missing for named in task.parts.items()):

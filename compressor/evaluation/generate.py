@@ -1,37 +1,52 @@
-"""Continues a prompt with a model on disk, token by token: one loop, whatever computes the logits.
+"""What writing text takes of a checkpoint: the stock model, whole, its end tokens, and the distribution of a token.
 
-A token is the most probable, or drawn from the softmax that temperature, top-k and top-p leave. Top-p, or nucleus
-sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
+Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import INDEX_NAME, MODEL_NAME, PICKLE_PATTERNS, SINGLE_NAME
-from compressor.checkpoint.source import locate
-from compressor.devices import as_float64
-from compressor.errors import CompressionError, reason_of, wrap_faults
-from compressor.evaluation.decoders import onnx_decoder, stock_decoder
-from compressor.evaluation.options import GenerationOptions
-from compressor.model.tokenizer import has_chat_template, load_tokenizer, no_token, render_chat, says_something
-from compressor.progress import Progress
+from compressor.checkpoint.reader import Checkpoint
+from compressor.devices import as_float64, pick_device
+from compressor.errors import CompressionError, reason_of
+from compressor.model.architecture import build_stored, load_config, model_class
+from compressor.model.opened import load_dequantised, pick_dtype
+from compressor.progress import quiet_transformers
 from compressor.records import read_object
 
-logger = logging.getLogger(__name__)
 
-Choose = Callable[[Tensor], int]  # [V] logits -> token id
-Decoder = Callable[[Sequence[int]], Tensor]  # token ids it has not seen, [S] -> logits of the token after them, [V]
-Stopped = Literal["end", "length", "interrupted"]  # an end token came, enough tokens came, or nobody asked for more
-DEFAULTS = GenerationOptions()
-REMEDIES = ("pass --device cpu, or a shorter prompt", "see whether its own library alone can do it")
-UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
+def load_writing(folder: Path, device: str, dtype: str) -> Any:
+    """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
+    from transformers import GenerationMixin
+
+    checkpoint, config, place = Checkpoint(folder), load_config(folder), pick_device(device)
+    kind = model_class(config)
+    torch_dtype = pick_dtype(dtype, config, checkpoint)
+    if not kind.can_generate():
+        raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
+    if kind.generate is not GenerationMixin.generate:
+        raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
+    if checkpoint.quantization:
+        return load_dequantised(folder, torch_dtype, place)
+    build_stored(checkpoint, config)  # refuses a config that asks for far more than is stored
+    try:
+        with quiet_transformers():
+            model, report = kind.from_pretrained(
+                str(folder), config=config, dtype=torch_dtype, output_loading_info=True
+            )
+            model = model.to(place).eval()
+    except Exception as error:  # the loader raises what it likes
+        raise CompressionError(f"transformers cannot load {folder}: {reason_of(error)}; check its files") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CompressionError(
+            f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
+        )
+    return model
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
@@ -52,81 +67,6 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
     return torch.zeros_like(scaled).scatter(-1, order, ranked / ranked.sum(-1, keepdim=True))
 
 
-def chooser(options: GenerationOptions) -> Choose:
-    """The rule that these options ask for; what it draws depends on the seed alone."""
-    generator = torch.Generator().manual_seed(options.seed)
-
-    def choose(logits: Tensor) -> int:
-        if not bool(logits.max().isfinite()):  # NaN and infinity both come out of a maximum
-            raise CompressionError(
-                "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
-            )
-        if options.temperature == 0:
-            return int(logits.argmax())
-        drawn = probabilities(logits, options.temperature, options.top_k, options.top_p)
-        return int(torch.multinomial(drawn, 1, generator=generator))
-
-    return choose
-
-
-def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> tuple[int, ...]:
-    """Token ids of the prompt, [S]; of an empty one, the token that opens a text."""
-    with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
-        encoded = tokenizer(prompt, return_special_tokens_mask=True)
-    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
-    if prompt.strip() and not says_something(tokenizer, [x for x, own in zip(ids, added, strict=True) if not own]):
-        raise no_token("the prompt")
-    if chat:
-        if not has_chat_template(tokenizer):
-            raise CompressionError(
-                "the tokenizer has no chat template; leave out --chat to continue the prompt as it is"
-            )
-        try:
-            text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # templates are programs
-            fault = f"the tokenizer's chat template fails ({reason_of(error)}); leave out --chat"
-            raise CompressionError(fault) from error
-        if not ids:
-            raise CompressionError("the tokenizer's chat template makes nothing of the prompt; leave out --chat")
-    if ids:
-        return tuple(map(int, ids))
-    if tokenizer.bos_token_id is not None:
-        return (int(tokenizer.bos_token_id),)
-    raise CompressionError(
-        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
-    )
-
-
-class TextStream:
-    """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
-
-    All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
-    one. What is out stays, also where such a decoder takes it back.
-    """
-
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        self._tokenizer, self._tokens = tokenizer, list(before)
-        self._shown = len(self._decode())  # letters that are out
-
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def push(self, token: int) -> str:
-        """What this token adds to the text; '' while a character is incomplete."""
-        self._tokens.append(token)
-        return self._show(self._decode().rstrip(UNFINISHED))
-
-    def finish(self) -> str:
-        """What was held back; a character that never became whole shows as a mark."""
-        return self._show(self._decode())
-
-    def _show(self, text: str) -> str:
-        piece = text[self._shown :]
-        self._shown += len(piece)
-        return piece
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the JSON files beside the weights say; None where they say nothing."""
@@ -134,90 +74,6 @@ class ModelFacts:
     stops: frozenset[int]  # tokens that end a text
     vocabulary: int | None
     positions: int | None  # that the model was made for
-
-
-@dataclass(slots=True)
-class Continuation:
-    """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
-
-    decoder: Decoder
-    choose: Choose
-    stops: frozenset[int]
-    most: int
-    prompt: tuple[int, ...]  # [S]
-    stream: TextStream
-    tokens: list[int] = field(default_factory=list)  # chosen so far, an end token included
-    stopped: Stopped = "interrupted"
-    first_seconds: float | None = None  # from the start to the first token
-    seconds: float = 0.0  # from the start to the last token
-
-    def __iter__(self) -> Iterator[str]:
-        start = time.perf_counter()
-        for token in continue_tokens(self.decoder, self.prompt, self.choose, self.stops, self.most):
-            self.tokens.append(token)
-            self.seconds = time.perf_counter() - start
-            self.first_seconds = self.first_seconds or self.seconds
-            if token not in self.stops and (piece := self.stream.push(token)):
-                yield piece
-        self.stopped = "end" if self.tokens[-1] in self.stops else "length"
-        if rest := self.stream.finish():
-            yield rest
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Rate of all tokens after the first; None if there are none."""
-        if self.first_seconds is None or self.seconds <= self.first_seconds:
-            return None
-        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
-
-
-def prepare(
-    model: str, prompt: str, options: GenerationOptions = DEFAULTS, progress: Progress | None = None
-) -> Continuation:
-    """Read the prompt and load the model, the weights last; every fault is a `CompressionError`."""
-    folder = locate(model, options.revision, progress, weights="any").folder
-    # of both kinds of weights, safetensors are the base of the other
-    is_onnx = (folder / MODEL_NAME).is_file() and not any(
-        (folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)
-    )
-    stored = (path for pattern in ("*.safetensors", INDEX_NAME, *PICKLE_PATTERNS) for path in folder.glob(pattern))
-    if not is_onnx and next(stored, None) is None:
-        raise CompressionError(
-            f"{folder} has neither {SINGLE_NAME} nor {MODEL_NAME}; name the folder of a safetensors checkpoint or of "
-            "an ONNX export"
-        )
-    facts, tokenizer = read_facts(folder), load_tokenizer(folder)
-    ids = encode_prompt(tokenizer, prompt, options.chat)
-    stops = facts.stops or frozenset(() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
-    stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
-    if facts.vocabulary is not None and max(ids) >= facts.vocabulary:
-        raise CompressionError(
-            f"the tokenizer makes token {max(ids)}, the model knows {facts.vocabulary}; they do not belong together"
-        )
-    in_a_sentence = wrap_faults(f"{folder} cannot be run", *REMEDIES)
-    open_decoder = in_a_sentence(onnx_decoder if is_onnx else stock_decoder)
-    decoder = in_a_sentence(open_decoder(folder, options.device, options.dtype))
-    most = options.max_new_tokens
-    if facts.positions is not None and len(ids) + most > facts.positions:
-        text = (
-            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model was made for; what "
-            "comes after them may be nonsense"
-        )
-        logger.warning(text, len(ids), most, facts.positions)
-    return Continuation(decoder, chooser(options), stops, most, ids, stream)
-
-
-def continue_tokens(
-    decoder: Decoder, prompt: Sequence[int], choose: Choose, stops: frozenset[int], most: int
-) -> Iterator[int]:
-    """Tokens that follow the prompt [S]: at most so many, and none after an end token, which is the last one then."""
-    fresh = tuple(prompt)
-    for _ in range(most):
-        token = choose(decoder(fresh))
-        yield token
-        if token in stops:
-            return
-        fresh = (token,)
 
 
 def read_facts(folder: Path) -> ModelFacts:
@@ -231,8 +87,15 @@ def read_facts(folder: Path) -> ModelFacts:
         return next((node[name] for node in nodes if node.get(name) is not None), None)
 
     stops = first("eos_token_id", generation, *nodes)
-    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if stops is None:
+        stops = []
+    elif not isinstance(stops, list):
+        stops = [stops]
     if not all(isinstance(stop, int) for stop in stops):
         raise CompressionError(f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it")
-    sizes = (first(name, *nodes) for name in ("vocab_size", "max_position_embeddings"))
-    return ModelFacts(frozenset(stops), *(size if isinstance(size, int) else None for size in sizes))
+    vocabulary, positions = (first(name, *nodes) for name in ("vocab_size", "max_position_embeddings"))
+    return ModelFacts(
+        stops=frozenset(stops),
+        vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        positions=positions if isinstance(positions, int) else None,
+    )

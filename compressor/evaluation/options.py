@@ -24,9 +24,6 @@ class GenerationOptions:
     top_k: PositiveInt | None = option(None, "Sample from this many of the most probable tokens.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "Random seed for sampling.")
     chat: bool = option(False, "Put the prompt into the chat template, as a user's message.")
-    device: str = "auto"
-    dtype: str = "auto"  # of a safetensors checkpoint; an ONNX graph has its own
-    revision: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,9 +10,8 @@ from typing import Any
 from compressor.data.chats import PAIRS, note_columns, read_row, require_template, untaken
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import Address, WeightedSource, domain_of
-from compressor.errors import CompressionError, ItemError, LeftOut
-from compressor.evaluation.generate import encode_prompt
-from compressor.model.tokenizer import first_part, has_chat_template, render_chat
+from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
+from compressor.model.tokenizer import first_part, has_chat_template, no_token, render_chat, says_something
 from compressor.progress import quiet_transformers
 
 ASKING = ("prompt", "instruction", "query", "question")  # columns of a user's message
@@ -136,6 +135,23 @@ def _of_text(text: str, domain: str, where: str) -> Prompt:
     return Prompt.of(text.removesuffix("\n"), domain, where=where)
 
 
+def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids [S] of a text to continue; of an empty one, the token that opens a text."""
+    with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
+        encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    of_text = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
+    if text.strip() and not says_something(tokenizer, of_text):
+        raise no_token("the prompt")
+    if ids:
+        return tuple(map(int, ids))
+    if tokenizer.bos_token_id is not None:
+        return (int(tokenizer.bos_token_id),)
+    raise CompressionError(
+        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to go on from"
+    )
+
+
 def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize) -> tuple[int, ...]:
     """Token ids [S] of a prompt, a chat's by the template; raises `ItemError` where template or tokenizer fail.
 
@@ -145,7 +161,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sy
     if prompt.text is not None and not (chat or (prompt.messages and has_chat_template(tokenizer))):
         text, _ = first_part(tokenizer, prompt.text, most)
         try:
-            ids = encode_prompt(tokenizer, text, chat=False)
+            ids = encode_text(tokenizer, text)
         except CompressionError as error:
             raise ItemError(f"{prompt.where}: {error}") from error
     else:

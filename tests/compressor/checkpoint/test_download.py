@@ -16,7 +16,6 @@ from compressor.checkpoint import source as downloading
 from compressor.checkpoint.reader import INDEX_NAME, read_header
 from compressor.checkpoint.source import fetch_headers, locate
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import prepare
 from compressor.steps.job import carried_files
 from tests import small
 from tests.command_line import Run
@@ -278,35 +277,6 @@ def test_a_model_that_the_hub_denies_is_not_taken_from_the_cache(tmp_path: Path,
         hub.repositories[MODEL].history.clear()
         with pytest.raises(CompressionError, match="has no revision"):
             locate(MODEL)
-
-
-def test_a_graph_will_do_where_it_is_asked_for(tmp_path: Path, served: Serve) -> None:
-    graph = ("model.onnx", "model.onnx.data", "model.onnx_data_1", "onnx_export.json", "tokenizer.json")
-    folder = put(tmp_path / "model", *graph, "decoder.onnx", "image.png")
-    heard = Listener()
-    with served(folder) as hub:
-        source = locate(MODEL, progress=heard, weights="any")
-        assert hub.fetched() == ["onnx_export.json", "tokenizer.json", *graph[:3]]
-    assert heard.advanced == list(graph[:3])
-    assert locate(MODEL, weights="any") == source, "the cache was not enough"
-
-
-def test_safetensors_are_preferred_to_a_graph(tmp_path: Path, served: Serve) -> None:
-    with served(put(repository(tmp_path / "model"), "model.onnx", "model.onnx.data")) as hub:
-        locate(MODEL, weights="any")
-        assert hub.fetched()[-2:] == list(SHARDS)
-        assert "model.onnx" not in hub.fetched()
-
-
-def test_generating_downloads_a_graph(tmp_path: Path, served: Serve) -> None:
-    small.tokenizer().save_pretrained(tmp_path / "model")
-    heard = Listener()
-    with (
-        served(put(tmp_path / "model", "model.onnx")),
-        pytest.raises(CompressionError, match=r"cannot read|onnxruntime"),
-    ):
-        prepare(MODEL, "A prompt", progress=heard)
-    assert heard.advanced == ["model.onnx"]
 
 
 def test_headers_cost_few_bytes(tmp_path: Path, served: Serve) -> None:

@@ -19,7 +19,6 @@ OUTSIDE = "is a link to a file outside the folder"
 HIDDEN = "is a link to a hidden file"
 READERS: dict[str, Callable[[Path], object]] = {
     "locate": lambda folder: locate(str(folder)),
-    "a graph's folder": lambda folder: locate(str(folder), weights="any"),
     "open": Checkpoint,
     "carry": carried_files,
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -20,8 +21,7 @@ from compressor.evaluation.answers import (
     drawn,
     draws,
 )
-from compressor.evaluation.decoders import load_writing
-from compressor.evaluation.generate import prepare
+from compressor.evaluation.generate import load_writing
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.model.tokenizer import load_tokenizer
@@ -65,11 +65,14 @@ def test_a_batch_writes_what_each_prompt_gets_alone(mixtral: Path, temperature: 
 
 
 def test_greedy_answers_are_those_of_generate(mixtral: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(mixtral), load_tokenizer(mixtral)
     for text, answer in written(mixtral, TEXTS, 3).items():
-        running = prepare(str(mixtral), text, GenerationOptions(max_new_tokens=NEW))
-        pieces = "".join(running)
-        assert (answer.tokens, answer.ended) == (tuple(running.tokens), running.stopped)
-        assert answer.text.strip().startswith(pieces.strip()[:5])
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+        tokens = made[0, ids.shape[1] :].tolist()
+        assert answer.tokens == tuple(tokens)
+        assert answer.ended == ("end" if tokens[-1] == tokenizer.eos_token_id else "length")
+        assert answer.text == tokenizer.decode(tokens).removesuffix(tokenizer.eos_token)
 
 
 # two write no text, and stock generate() lacks a field of the third's tiny config

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from compressor.checkpoint.source import locate
 from compressor.data.demo import load_documents
 from compressor.errors import CompressionError
-from compressor.evaluation.decoders import stock_decoder
 from compressor.evaluation.evaluate import ItemScores, identity, item_scores, plan_evaluation
+from compressor.evaluation.generate import load_writing
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.files import default_folder
 from tests import small
@@ -194,7 +194,7 @@ def test_a_config_that_its_files_could_not_fill_is_refused_wherever_a_whole_mode
     small.edit_json(folder / "config.json", lambda content: content.update(num_hidden_layers=9_000))
     for load in (
         lambda: WatchedModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)),
-        lambda: stock_decoder(folder, "cpu", "auto"),
+        lambda: load_writing(folder, "cpu", "auto"),
     ):
         with pytest.raises(CompressionError, match=r"a model of more than [0-9,]+ modules and tensors"):
             load()

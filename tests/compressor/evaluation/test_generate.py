@@ -1,9 +1,8 @@
-"""Generating: agreement with stock `generate`, sampling, end tokens, refusals; prompts to tokens, tokens to text."""
+"""Writing text: sampling, end tokens, refusals; prompts to tokens, tokens to text."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,103 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from compressor.errors import CompressionError
-from compressor.evaluation.decoders import StockDecoder, stock_decoder
-from compressor.evaluation.generate import (
-    UNFINISHED,
-    TextStream,
-    chooser,
-    continue_tokens,
-    encode_prompt,
-    prepare,
-    probabilities,
-    read_facts,
-)
+from compressor.evaluation.decoders import UNFINISHED, TextStream, chooser
+from compressor.evaluation.generate import load_writing, probabilities, read_facts
 from compressor.evaluation.options import GenerationOptions
+from compressor.evaluation.prompts import encode_text
 from tests import small, zoo
 
 GREEDY = chooser(GenerationOptions())
-LENGTH, NEW = 9, 14
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small.save(tmp_path_factory.mktemp("generate") / "mixtral")
-
-
-def stock_tokens(model: Any, ids: Tensor, **options: Any) -> list[int]:
-    """[1, S] -> what stock greedy `generate` appends."""
-    made = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options
-    )
-    return made[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek_v3", "gpt_oss", "jamba", "minimax", "qwen3_next", "lfm2_moe", "gemma4"]
-)
-def test_greedy_tokens_are_those_of_stock_generate(name: str, tmp_path: Path) -> None:
-    stock = zoo.save(name, tmp_path)
-    ids = zoo.tokens(stock, 1, LENGTH, seed=1)
-    decoder = stock_decoder(tmp_path, "cpu", "auto")
-    stock.generation_config.eos_token_id = None
-    assert list(continue_tokens(decoder, ids[0].tolist(), GREEDY, frozenset(), NEW)) == stock_tokens(stock, ids)
-
-
-def test_a_model_without_a_cache_reads_everything_again() -> None:
-    lengths = []
-
-    class Summing(torch.nn.Module):
-        device = torch.device("cpu")
-
-        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False) -> SimpleNamespace:
-            lengths.append(input_ids.shape[1])
-            assert past_key_values is None
-            return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids.cumsum(1) % 10, 10))
-
-    tokens = list(continue_tokens(StockDecoder(Summing()), (3, 4), GREEDY, frozenset(), 4))
-    assert tokens == [7, 4, 8, 6] and lengths == [2, 3, 4, 5]
-
-
-def test_pieces_and_record_of_a_whole_run(mixtral: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(mixtral), AutoTokenizer.from_pretrained(mixtral)
-    ids = tokenizer("héllo wörld", return_tensors="pt")["input_ids"]
-    expected = stock_tokens(model, ids)
-    running = prepare(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))
-    pieces = list(running)
-    assert running.tokens == expected
-    assert running.stopped == ("end" if expected[-1] == tokenizer.eos_token_id else "length")
-    assert running.prompt == tuple(ids[0].tolist())
-    text = tokenizer.decode([*ids[0].tolist(), *expected], skip_special_tokens=True)
-    assert "héllo wörld" + "".join(pieces) == text
-    assert running.first_seconds is not None and 0 < running.first_seconds < running.seconds
-    assert running.tokens_per_second == pytest.approx((NEW - 1) / (running.seconds - running.first_seconds))
-    assert list(prepare(str(mixtral), "héllo wörld", GenerationOptions(max_new_tokens=NEW))) == pieces
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_end_tokens_of_the_generation_config_end_the_text(mixtral: Path, tmp_path: Path, listed: bool) -> None:
-    options = GenerationOptions(max_new_tokens=NEW)
-    free = prepare(str(mixtral), "abc", options)
-    list(free)
-    last = next(token for token in free.tokens[1:] if token != free.tokens[0])
-    folder = small.save(tmp_path / "stops")
-    other = next(token for token in range(small.VOCABULARY) if token not in free.tokens)
-    small.edit_json(
-        folder / "generation_config.json",
-        lambda content: content.update(eos_token_id=[other, last] if listed else last),
-    )
-    running = prepare(str(folder), "abc", options)
-    text = "".join(running)
-    cut = free.tokens.index(last)
-    assert running.tokens == free.tokens[: cut + 1] and running.stopped == "end"
-    assert text == AutoTokenizer.from_pretrained(folder).decode(free.tokens[:cut], skip_special_tokens=True)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert running.tokens == stock_tokens(model, torch.tensor([running.prompt]))
 
 
 @pytest.mark.parametrize(
@@ -190,14 +103,14 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_models_that_do_not_continue_text_are_refused(name: str, message: str, tmp_path: Path) -> None:
     zoo.save(name, tmp_path)
     with pytest.raises(CompressionError, match=message):
-        stock_decoder(tmp_path, "cpu", "auto")
+        load_writing(tmp_path, "cpu", "auto")
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     folder = small.save(tmp_path / "model")
     small.edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CompressionError, match=r"lacks 1 tensors of MixtralForCausalLM, such as 'model.norm.weight'"):
-        stock_decoder(folder, "cpu", "auto")
+        load_writing(folder, "cpu", "auto")
 
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
@@ -278,13 +191,7 @@ def test_special_tokens_do_not_show_nor_eat_a_space() -> None:
 
 
 def test_prompts_become_token_ids() -> None:
-    plain, chatting = small.tokenizer(), small.tokenizer(small.CHAT)
-    assert encode_prompt(plain, "", chat=False) == (plain.bos_token_id,)
-    assert plain.decode(encode_prompt(chatting, "hi", chat=True)) == "<user>hi\n"
-    with pytest.raises(CompressionError, match="no chat template"):
-        encode_prompt(plain, "hi", chat=True)
+    tokenizer = small.tokenizer()
+    assert encode_text(tokenizer, "") == (tokenizer.bos_token_id,)
     with pytest.raises(CompressionError, match="the prompt is empty"):
-        encode_prompt(sentence_pieces(), "", chat=False)
-    failing = small.tokenizer("{{ raise_exception('system first') }}")
-    with pytest.raises(CompressionError, match=r"chat template fails \(.*system first"):
-        encode_prompt(failing, "hi", chat=True)
+        encode_text(sentence_pieces(), "")

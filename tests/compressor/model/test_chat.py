@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import encode_prompt
+from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.model.tokenizer import has_chat_template, render_chat
 from tests import small
 from tests.texts import run, write
@@ -39,7 +39,7 @@ def test_a_prompt_is_encoded_as_transformers_does_it() -> None:
     for template in (CHATML, STRICT):
         tokenizer = small.tokenizer(template)
         expected = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-        assert list(encode_prompt(tokenizer, "hi", chat=True)) == expected["input_ids"]
+        assert list(tokens_of(Prompt.of("hi"), tokenizer, chat=True)) == expected["input_ids"]
     assert has_chat_template(small.tokenizer(CHATML)) and not has_chat_template(small.tokenizer())
 
 
@@ -49,8 +49,8 @@ def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path) -> Non
     with pytest.raises(CompressionError, match=message):
         run(path, small.tokenizer(STRICT))
     failing = small.tokenizer("{{ raise_exception('no') }}")
-    with pytest.raises(CompressionError, match=r"the tokenizer's chat template fails \(no\); leave out --chat"):
-        encode_prompt(failing, "hi", chat=True)
+    with pytest.raises(CompressionError, match=r"the chat template cannot take its messages \(no\)"):
+        tokens_of(Prompt.of("hi"), failing, chat=True)
 
 
 def test_a_template_runs_in_a_sandbox() -> None:

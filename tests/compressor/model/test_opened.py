@@ -16,7 +16,7 @@ from transformers import modeling_utils
 from compressor.checkpoint.source import locate
 from compressor.devices import pick_device
 from compressor.errors import CompressionError
-from compressor.evaluation.decoders import stock_decoder
+from compressor.evaluation.generate import load_writing
 from compressor.evaluation.model import WatchedModel
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model, pick_dtype
@@ -183,7 +183,7 @@ def test_a_config_names_no_kernels(family: str, tmp_path: Path, monkeypatch: pyt
     _name_kernels(tmp_path / "model")
     loaders: list[Callable[[Path], Any]] = [lambda folder: open_model(locate(str(folder))).partial.model]
     if family == "mixtral":
-        loaders.append(lambda folder: stock_decoder(folder, "cpu", "auto")._model)
+        loaders.append(lambda folder: load_writing(folder, "cpu", "auto"))
         loaders.append(lambda folder: WatchedModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)))
     for load in loaders:
         configs = [getattr(module, "config", None) for module in load(tmp_path / "model").modules()]

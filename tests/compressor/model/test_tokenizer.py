@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 import compressor
 from compressor.data.documents import Document, pack
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import encode_prompt, prepare
+from compressor.evaluation.prompts import encode_text
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.tokenizer import load_tokenizer
 from tests import small
@@ -45,7 +45,6 @@ def lm_eval(folder: Path, text: Path) -> Any:
 
 USERS: dict[str, Callable[[Path, Path], Any]] = {
     "compress": compress,
-    "generate": lambda folder, text: prepare(str(folder), "some text"),
     "gate": lm_eval,
 }
 
@@ -90,9 +89,9 @@ def test_text_that_a_tokenizer_does_not_know_is_refused(special: dict[str, str])
         with pytest.raises(CompressionError, match="the tokenizer has no token for the text"):
             pack(map(Document, strange), tokenizer, 32)
     with pytest.raises(CompressionError, match="the tokenizer has no token for the prompt"):
-        encode_prompt(tokenizer, "hello", chat=False)
+        encode_text(tokenizer, "hello")
     assert {5, 3, 4} < set(pack(map(Document, ["hello", "CAT", " "]), tokenizer, 32).ids.tolist())
-    assert encode_prompt(tokenizer, "CAT", chat=False) == (5, 3, 4)
+    assert encode_text(tokenizer, "CAT") == (5, 3, 4)
 
 
 def test_a_stream_without_end_is_not_read_for_ever() -> None:

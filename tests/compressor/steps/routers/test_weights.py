@@ -175,7 +175,7 @@ def test_what_does_not_belong_to_a_bias_is_refused(run: Run, models: Path, tmp_p
     out = tmp_path / "out"
     refused(bias(run, models, out, "--method", "router"), "reference is for the methods bias and auto; name one of")
     refused(bias(run, models, out, "--optimizer", "oracle"), "optimizer is 'oracle'; input should be 'own', 'mode'")
-    refused(bias(run, models, out, "--reference", tmp_path / "none"), "holds no reference.json")
+    refused(bias(run, models, out, "--reference", tmp_path / "none"), "reference.json cannot be read")
     shutil.copytree(models / "reference", tmp_path / "foreign")
     small.edit_json(tmp_path / "foreign" / "reference.json", lambda content: content.update(embedding="some/model"))
     refused(bias(run, models, out, "--reference", tmp_path / "foreign"), "are embedded by 'some/model', not 'own'")
