@@ -268,7 +268,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another width": (edit("config.json", hidden_size=64), "shape"),
     "no tokenizer": (forget("tokenizer.json", "tokenizer_config.json"), "has no usable tokenizer"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
-    "top-k 0": (edit("config.json", num_experts_per_tok=0), r"sends a token to 0 experts \(top_k\); restore config"),
     "too large a vocabulary": (edit("config.json", vocab_size=100), r"shape|the tokenizer makes token"),
 }
 
@@ -317,7 +316,7 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     ([], "either --experts N or --ratio R"),
     (["--experts", 4, "--ratio", 0.5], "either --experts N or --ratio R"),
     (["--experts", 9], "9 experts asked for, it has 8; ask for at most 8"),
-    (["--experts", -1], "--experts -1 leaves nothing"),
+    (["--experts", -1], "-1 experts are fewer than the top-k of 2"),
     (["--experts", "4.5"], "Invalid value for '--experts'"),
     (["--ratio", "nan"], "--ratio nan is not a share"),
     (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),

@@ -222,7 +222,7 @@ def test_all_installed_strategies_are_compared_a_third_partys_too(
 REFUSALS: list[tuple[list[Any], str]] = [
     (["--experts", "6,x"], "--experts '6,x' should be whole numbers separated by commas, as 6,4"),
     (["--experts", ","], "--experts names none; name some"),
-    (["--experts", "0"], "--experts 0 leaves nothing"),
+    (["--experts", "0"], "0 experts are fewer than the top-k of 2"),
     (["--experts", "6,9"], "9 experts asked for, it has 8"),
     (["--experts", "1"], "fewer than the top-k of 2"),
     (["--ratio", "0.5"], "say how many experts to keep by --experts or --ratio"),

@@ -21,17 +21,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from compressor.checkpoint.reader import INDEX_NAME, Checkpoint, read_header
 from compressor.comoe.layer import FACTS, TENSORS, inject, load_adapters, save_adapters
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import MOST_LETTERS, CompressionError
 from compressor.evaluation.gate_report import differing, gate_blocks, gate_json, junit, read_gate
-from compressor.evaluation.generate import read_facts
 from compressor.evaluation.items import item_lines, read_items
 from compressor.hub.card import again
-from compressor.model.architecture import build_stored, discover, load_config
-from compressor.model.loading import PartialModel
 from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
@@ -40,7 +36,7 @@ from compressor.report.data import report_data
 from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
 from compressor.steps.prune.protecting import given_protected
-from tests import gates, zoo
+from tests import gates
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.plans import by_hand, pruned
 
@@ -122,30 +118,6 @@ def folder_with(**files: bytes | str) -> Iterator[Path]:
 
 
 @cache
-def config() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as place:
-        zoo.configure("mixtral").save_pretrained(place)
-        found: dict[str, Any] = json.loads((Path(place) / "config.json").read_text())
-    return found
-
-
-def header() -> dict[str, Any]:
-    return {
-        "__metadata__": {"format": "pt"},
-        "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-        "b.weight": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]},
-    }
-
-
-def with_header(raw: bytes) -> bytes:
-    return len(raw).to_bytes(8, "little") + raw + bytes(22)
-
-
-def index() -> dict[str, Any]:
-    return {"metadata": {"total_size": 22}, "weight_map": dict.fromkeys(("a.weight", "b.weight"), "one.safetensors")}
-
-
-@cache
 def plan() -> dict[str, Any]:
     merged = LayerPlan.of(moe_layer(0), [Group((0, 1), (0.5, 0.5), (0.5, 0.5), 1.5, 0), Group.single(2)])
     dropping = LayerPlan.keep(moe_layer(1), [0, 5], figures={"correction": {"heldout_error": 0.5}, "cost": {"a": 1.0}})
@@ -190,51 +162,6 @@ def shown(blocks: Any) -> None:
     for text in (printed.getvalue(), markdown(blocks)):
         assert not set(text) & UNSEEN, "raw control characters"
         text.encode()
-
-
-@given(mutated(config))
-@example(json.dumps({"model_type": "mixtral", "architectures": [1]}).encode())
-@example(json.dumps({"model_type": "mixtral", "architectures": 1}).encode())
-@example(json.dumps({**config(), "num_hidden_layers": 20_000}).encode())
-@example(json.dumps({**config(), "num_hidden_layers": 9_999}).encode())
-@example(json.dumps({**config(), "num_local_experts": 10**9, "vocab_size": 10**15, "hidden_size": 10**12}).encode())
-@example(json.dumps({**config(), "max_position_embeddings": 10**12, "head_dim": 10**12}).encode())
-@example(json.dumps({**config(), "quantization_config": {"modules_to_not_convert": ["(a+)+$"]}}).encode())
-def test_config(raw: bytes) -> None:
-    tensors = header()
-    tensors["model.norm.weight"] = tensors.pop("a.weight")
-    weights = with_header(json.dumps(tensors).encode())
-    with folder_with(config__json=raw, model__safetensors=weights) as folder:
-        with only_sentences():
-            read_facts(folder)
-        with only_sentences():
-            checkpoint, loaded = Checkpoint(folder), load_config(folder)
-            model = build_stored(checkpoint, loaded)
-            assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
-            discover(loaded, model)
-            PartialModel(checkpoint, loaded, torch.float32, torch.device("cpu"))
-
-
-@given(mutated(header))
-@example(json.dumps({"a": {"dtype": "F32", "shape": [10**4290], "data_offsets": [0, 16]}}).encode())
-@example(json.dumps({"a": {"dtype": "F32", "shape": [10**3000] * 2, "data_offsets": [0, 22]}}).encode())
-@example(json.dumps({"a": {"dtype": "U8", "shape": [10**4299], "data_offsets": [0, 10**4299]}}).encode())
-@example(json.dumps({"a": {"dtype": "U8", "shape": [1] * 400_000, "data_offsets": [0, 22]}}).encode())
-@example(json.dumps({"x" * 10_000_000: {"dtype": "[/b]", "shape": [], "data_offsets": [0, 22]}}).encode())
-@example(json.dumps({"x" * 1_001: {"dtype": "U8", "shape": [22], "data_offsets": [0, 22]}}).encode())
-def test_header(raw: bytes) -> None:
-    with folder_with(model__safetensors=with_header(raw)) as folder, only_sentences():
-        tensors = read_header(folder / "model.safetensors")
-        assert sum(info.nbytes for info in tensors.values()) == 22
-
-
-@given(mutated(index))
-@example(json.dumps({"weight_map": {"a.weight": "x" * 300 + ".safetensors"}}).encode())
-@example(json.dumps({"weight_map": {"a.weight": "\ud800\x00"}}).encode())
-def test_index(raw: bytes) -> None:
-    files = {"config__json": b"{}", "one__safetensors": with_header(json.dumps(header()).encode())}
-    with folder_with(**files, **{INDEX_NAME.replace(".", "__"): raw}) as folder, only_sentences():
-        assert set(Checkpoint(folder).tensors) <= {"a.weight", "b.weight"}
 
 
 def pruned_otherwise(**changes: Any) -> dict[str, Any]:
@@ -313,8 +240,7 @@ def test_adapters(raw: bytes) -> None:
 
 
 SOUND: dict[Callable[[bytes], None], Callable[[], Any]] = {
-    test_config: config, test_header: header, test_index: index, test_plan: plan, test_hubs: lambda: HUBS,
-    test_gate: gate, test_item: lambda: ITEM,
+    test_plan: plan, test_hubs: lambda: HUBS, test_gate: gate, test_item: lambda: ITEM,
     test_adapters: lambda: adapters()[0],
 }  # fmt: skip
 

@@ -7,6 +7,8 @@ and `LoadStateDictConfig`; its `preprocess_model` and `postprocess_model` stay o
 import inspect
 import re
 from collections.abc import Mapping
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -25,19 +27,23 @@ from compressor.devices import one_thread_each
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by code
 MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
+
+
+def declared_quantization(config: Any) -> Any:
+    """The quantisation that a config, or that of its language model, declares; None or empty for plain weights."""
+    text = config.get_text_config(decoder=True)
+    return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     """The quantiser that dequantises this checkpoint while loading, or None for plain weights."""
-    declared = getattr(config, "quantization_config", None)
-    declared = declared or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    declared = declared_quantization(config)
     if not declared:
         return None
-    fields: dict[str, Any] = dict(declared) if isinstance(declared, dict) else declared.to_dict()
+    fields: dict[str, Any] = declared if isinstance(declared, dict) else declared.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    settings: Any = _OWN_CONFIGS.get(method) or AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    settings: Any = {"modelopt": _ModelOptConfig, **AUTO_QUANTIZATION_CONFIG_MAPPING}.get(method)
     if settings is None or "dequantize" not in inspect.signature(settings).parameters:
         raise CompressionError(f"config.json: can't dequantise {method!r}; start from plain or fp8 weights.")
     if method == "compressed-tensors":
@@ -47,8 +53,8 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
         quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(settings.from_dict(fields | {"dequantize": True}))
-    except Exception as fault:  # of untrusted fields these packages raise what they like
-        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {reason_of(fault)}") from fault
+    except Exception as error:  # these packages raise what they like
+        raise CompressionError(f"config.json: this {method} checkpoint can't be read: {reason_of(error)}") from error
     return quantizer
 
 
@@ -57,7 +63,7 @@ def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | Non
     for parameter, names in quantizer.serialized_names.items():
         added = [name.removeprefix(parameter) for name in names if name.startswith(f"{parameter}_")]
         companions = [*added, *(f"_{parameter}{suffix}" for suffix in added)]  # of x.weight, and of fused x.up
-        for name, suffix in ((name, suffix) for name in targets for suffix in companions):
+        for name, suffix in product(targets, companions):
             weight = name.removesuffix(suffix)
             if weight != name and targets[name] is None and targets.get(weight) is not None:
                 raise CompressionError(f"Tensor {name}: transformers would load {weight} but not this scale.")
@@ -65,11 +71,11 @@ def refuse_unread_scales(quantizer: HfQuantizer, targets: Mapping[str, str | Non
 
 def refuse_faults(report: LoadStateDictInfo) -> None:
     """Refuse a layer with a tensor that could not be dequantised, or whose shape is not the model's."""
-    for name, fault in sorted(report.conversion_errors.items()):
-        lines = [line for line in fault.splitlines() if line.strip() and not line.startswith("Error:")]
+    for name, message in sorted(report.conversion_errors.items()):
+        lines = [line for line in message.splitlines() if line.strip() and not line.startswith("Error:")]
         raise CompressionError(f"Tensor {name} can't be converted: {lines[-1].strip()}")
-    for name, found, wanted in sorted(report.mismatched_keys):
-        raise CompressionError(f"Tensor {name} has shape {list(found)}, the model wants {list(wanted)}.")
+    for name, stored, wanted in sorted(report.mismatched_keys):
+        raise CompressionError(f"Tensor {name} has shape {list(stored)}, the model wants {list(wanted)}.")
 
 
 def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
@@ -110,7 +116,14 @@ class _Fp8Dequantize(Fp8Dequantize):
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
         plain = super().convert(input_dict, *args, **kwargs)
-        return {k: [t.to(dtype) for t in v] if isinstance(v, list) else v.to(dtype) for k, v in plain.items()}
+        for name, value in plain.items():
+            plain[name] = [tensor.to(dtype) for tensor in value] if isinstance(value, list) else value.to(dtype)
+        return plain
+
+
+def _one(parts: dict[str, list[torch.Tensor]], expert: int) -> dict[str, torch.Tensor]:
+    """The stored parts of one expert's matrix."""
+    return {part: tensors[expert] for part, tensors in parts.items()}
 
 
 class _CompressedTensorsDequantize(CompressedTensorsDequantize):
@@ -131,22 +144,22 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
             experts, *others = {len(tensors) for tensors in parts.values()}
             if others:
                 raise ValueError(f"{module} is quantised for some of the experts only")
-            each = (self._weight({part: tensors[i] for part, tensors in parts.items()}, name) for i in range(experts))
             if not module:  # no experts: the converter of all other weights
-                return {target: next(each).to(dtype)}
+                return {target: self._weight(_one(parts, 0), name).to(dtype)}
             if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:  # plain, or for two modules
-                plain[f"{module}.weight"] = [weight.to(dtype) for weight in each]
+                weights = (self._weight(_one(parts, expert), name) for expert in range(experts))
+                plain[f"{module}.weight"] = [weight.to(dtype) for weight in weights]
                 continue
-            first = next(each)  # stacked here rather than by the merge that follows, to hold the weights once
+            first = self._weight(_one(parts, 0), name)
+            # stacked here rather than by the merge that follows, to hold the weights once
             plain[f"{module}.weight"] = stacked = first.new_empty((experts, *first.shape), dtype=dtype)
             stacked[0] = first
             with one_thread_each() as pool:
-                for done in [pool.submit(self._fill, stacked[i], parts, i, name) for i in range(1, experts)]:
-                    done.result()
+                list(pool.map(partial(self._fill, stacked, parts, name), range(1, experts)))
         return plain
 
-    def _fill(self, place: torch.Tensor, parts: dict[str, list[torch.Tensor]], expert: int, name: str) -> None:
-        place.copy_(self._weight({part: tensors[expert] for part, tensors in parts.items()}, name))
+    def _fill(self, stacked: torch.Tensor, parts: dict[str, list[torch.Tensor]], name: str, expert: int) -> None:
+        stacked[expert] = self._weight(_one(parts, expert), name)
 
     def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
         """One module's plain weight."""
@@ -177,7 +190,7 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
             return weight.float() * scale.float().reshape(-1, 1)
         scales = scale.float() * parts["weight_scale_2"].float()  # [O, I / 16]
         codes = torch.stack([weight & 15, weight >> 4], dim=-1).int()
-        values = torch.tensor(FP4, device=weight.device).index_select(0, codes.flatten())
+        values = torch.tensor(Fp8Dequantize._FP4_E2M1_LUT, device=weight.device).index_select(0, codes.flatten())
         return (values.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
@@ -187,8 +200,8 @@ class _ModelOptConfig(QuantizationConfigMixin):
     def __init__(self, dequantize: bool = True, **declared: Any) -> None:
         self.quant_method, self.dequantize = "modelopt", dequantize
         declared = declared.get("quantization") or declared
-        each = [declared, *(declared.get("quantized_layers") or {}).values()]
-        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in each} - {"", "MIXED_PRECISION"}
+        entries = [declared, *(declared.get("quantized_layers") or {}).values()]
+        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries} - {"", "MIXED_PRECISION"}
         if unknown := sorted(algorithms - {*MODELOPT_ALGORITHMS}):
             raise ValueError(f"its quant_algo {unknown[0]} is not known; known are {', '.join(MODELOPT_ALGORITHMS)}")
 
@@ -240,5 +253,4 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
         return updated
 
 
-_OWN_CONFIGS = {"modelopt": _ModelOptConfig}
 _CORRECTED = {FineGrainedFP8HfQuantizer: _Fp8Quantizer, CompressedTensorsHfQuantizer: _CompressedQuantizer}

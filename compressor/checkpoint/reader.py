@@ -29,16 +29,15 @@ from compressor.records import read_object
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to views of files
 
 
-def refuse_links(folder: Path, inside: tuple[str, ...] = ("", TEMPLATES)) -> None:
-    """Raise `CompressionError` naming the first visible file of the folder, or of these in it, that leads elsewhere.
+def refuse_links(folder: Path) -> None:
+    """Raise `CompressionError` naming the first visible file of the folder, or of its templates, that leads elsewhere.
 
     A link to another folder is none of the checkpoint's files and stays where it is.
     """
-    for inner in inside:
-        place = folder / inner
-        refuse_link(place, folder)
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if path.is_symlink() and not path.name.startswith(".") and not os.path.isdir(path):
+    for inner in (folder, folder / TEMPLATES):
+        refuse_link(inner, folder)
+        for path in sorted(inner.glob("[!.]*")):
+            if path.is_symlink() and not os.path.isdir(path):
                 refuse_link(path, folder)
 
 
@@ -49,8 +48,7 @@ def refuse_link(path: Path, folder: Path) -> None:
     """
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))  # which bear a ring of links
     blobs = root.parent.parent / "blobs"
-    cached = root.parent.name == "snapshots" and not blobs.is_symlink() and target.is_relative_to(blobs)
-    if cached:
+    if root.parent.name == "snapshots" and not blobs.is_symlink() and target.is_relative_to(blobs):
         return
     inside = target.is_relative_to(root)
     if not inside or any(part.startswith(".") for part in target.relative_to(root).parts):
@@ -64,9 +62,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {**safetensors.torch._TYPES, "F8_E8M0": t
 DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * d.itemsize for name, d in TORCH_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PART = re.compile(r"(.+?)_(packed|blocks|scale|scale_inv|scale_2|scales|shape|zero_point|global_scale)")  # of a weight
-MOST_SIZE, MOST_DIMENSIONS = 2**63 - 1, 64  # that torch can index
 LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # in bits without the sign; above it is NaN
-MOST_LETTERS = 1_000  # of a tensor's name, on which transformers tries dozens of patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +140,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(name, path.name, entry["dtype"], tuple(entry["shape"]), begin, end)
         if info.dtype not in DTYPE_BITS:
             raise CompressionError(f"{path}: tensor {name!r} has dtype {info.dtype!r}, which torch does not know")
-        if len(name) > MOST_LETTERS or len(info.shape) > MOST_DIMENSIONS or max(info.shape, default=0) > MOST_SIZE:
-            raise CompressionError(
-                f"{path}: tensor {name!r} has too long a name, or a shape that torch cannot index; download it again"
-            )
         tensors[name] = info
     return tensors
 
@@ -186,26 +178,22 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     """
     head = named_head(names, config)
     if ADAPTER in names:
-        beside = "has an adapter, which transformers would add to its weights"
-        what = "is an adapter, not a model" if head is None else beside
-        raise CompressionError(f"{place} {what} ({ADAPTER}); merge it into the base model and save that first")
-    if parts := matching(names, "shard-*-model-*-of-*.safetensors"):
-        raise CompressionError(
-            f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers prefers to other "
-            "weights; save the whole model, or remove them"
-        )
+        message = "is an adapter, not a model"
+        if head is not None:
+            message = "has an adapter, which transformers would add to its weights"
+        raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
     if head is not None and head.endswith((".safetensors", INDEX_END)):
         return head
     if chosen := config.get(WEIGHTS):
-        fault = f"lacks the safetensors file {chosen!r} that {CONFIG} names ({WEIGHTS})"
-        raise CompressionError(f"{place} {fault}; download it, or remove the field")
-    stray = min(matching(names, "*.safetensors"), default=None)
-    pickles = [name for pattern in PICKLE_PATTERNS for name in matching(names, pattern)]
-    if stray is None and pickles:
-        fault = "holds its weights only as pickle files, which can run code when opened"
-        raise CompressionError(f"{place} {fault}; convert them to safetensors first")
-    fault = f"has {'' if stray is None else f'{stray} but '}neither {SINGLE_NAME} nor {INDEX_NAME}"
-    raise CompressionError(f"{place} {fault}; name a whole safetensors checkpoint")
+        message = f"lacks the safetensors file {chosen!r} that {CONFIG} names ({WEIGHTS})"
+        raise CompressionError(f"{place} {message}; download it, or remove the field")
+    if stray := matching(names, "*.safetensors"):
+        message = f"has {min(stray)} but neither {SINGLE_NAME} nor {INDEX_NAME}"
+        raise CompressionError(f"{place} {message}; name a whole safetensors checkpoint")
+    if any(matching(names, pattern) for pattern in PICKLE_PATTERNS):
+        message = "holds its weights only as pickle files, which can run code when opened"
+        raise CompressionError(f"{place} {message}; convert them to safetensors first")
+    raise CompressionError(f"{place} has neither {SINGLE_NAME} nor {INDEX_NAME}; name a whole safetensors checkpoint")
 
 
 def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -220,7 +208,7 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
         return read_header(path)
     weight_map = read_weight_map(path)
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file or file.startswith("."):
+        if Path(file).name != file or file.startswith("."):
             raise CompressionError(
                 f"{path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; it is refused"
             )
@@ -242,11 +230,11 @@ def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor
 
 def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
     """How a checkpoint's weights are quantised, by config.json or by modelopt's own file; empty if neither says it."""
-    nodes = (raw_config, *(value for value in raw_config.values() if isinstance(value, dict)))
-    for declared in (node.get("quantization_config") for node in nodes):
-        if declared and isinstance(declared, dict):
-            return declared
-    return {"quant_method": "modelopt", **own} if (own := modelopt_file(folder)) else {}
+    for node in (raw_config, *raw_config.values()):
+        if isinstance(node, dict) and node.get("quantization_config"):
+            return dict(node["quantization_config"])
+    content = modelopt_file(folder)
+    return {"quant_method": "modelopt", **content} if content else {}
 
 
 def modelopt_file(folder: Path) -> dict[str, Any]:
@@ -256,24 +244,20 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
 
 def counted(tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Tensors of a quantised checkpoint with the number of weights that an element stands for."""
+    per_element = {"U8": Fraction(2)}
     bits = set(re.findall(r'"num_bits": (\d+)', json.dumps(quantization.get("config_groups"))))
-    packed = {
-        "U8": Fraction(2),
-        "I32": Fraction(32, int(bits.pop())) if len(bits) == 1 and bits != {"0"} else Fraction(1),
-    }
-    found = dict[str, TensorInfo]()
+    if len(bits) == 1:
+        per_element["I32"] = Fraction(32, int(bits.pop()))
+    result = dict[str, TensorInfo]()
     for name, info in tensors.items():
-        each, part = Fraction(1), PART.fullmatch(name)
-        if part is not None and part[2] in ("packed", "blocks"):
-            each = packed.get(info.dtype, each)
-        elif part is not None and (
-            part[1].endswith(".input") or any(f"{part[1]}{end}" in tensors for end in ("", "_packed", "_blocks"))
-        ):
+        each, match = Fraction(1), PART.fullmatch(name)
+        weight, part = match.groups() if match else (name, "")
+        if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:  # the latter in modelopt's NVFP4
+            each = per_element.get(info.dtype, each)
+        elif part and (weight.endswith(".input") or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()):
             each = Fraction(0)
-        elif f"{name}_scale_2" in tensors:  # modelopt's NVFP4
-            each = packed.get(info.dtype, each)
-        found[name] = replace(info, each=each) if each != 1 else info
-    return found
+        result[name] = replace(info, each=each)
+    return result
 
 
 class Checkpoint:
@@ -307,7 +291,8 @@ class Checkpoint:
     def stamp(self) -> list[tuple[str, int, int]]:
         """Name, size and time of change of each weight file; an interrupted run goes on only if they are the same."""
         files = sorted({info.file for info in self.tensors.values()})
-        return [(file, (stat := (self.folder / file).stat()).st_size, stat.st_mtime_ns) for file in files]
+        stats = [(self.folder / file).stat() for file in files]
+        return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as a read-only view of its mapped file."""
@@ -325,17 +310,19 @@ class Checkpoint:
         Only the bytes asked for are mapped, so neither memory nor address space need hold more than these tensors.
         """
         infos = sorted((self.tensors[name] for name in names), key=lambda info: (info.file, info.begin))
-        found: dict[str, torch.Tensor] = {}
-        extent: list[TensorInfo] = []
+        extents = list[list[TensorInfo]]()
         for info in infos:
-            if extent and (info.file != extent[-1].file or info.begin > extent[-1].end + GAP_BYTES):
-                found.update(self._map(extent))
-                extent = []
-            extent.append(info)
-        return found | (self._map(extent) if extent else {})
+            last = extents[-1][-1] if extents else None
+            if last is None or info.file != last.file or info.begin > last.end + GAP_BYTES:
+                extents.append([])
+            extents[-1].append(info)
+        views = dict[str, torch.Tensor]()
+        for extent in extents:
+            views |= self._map(extent)
+        return views
 
     def cached(self, names: Iterable[str]) -> bool:
-        """Whether the page cache holds the middle of each of these tensors; False where the system does not tell."""
+        """Return True if the page cache holds the middle of each of these tensors; False where it is not known."""
         nowait = getattr(os, "RWF_NOWAIT", None)
         infos = sorted((self.tensors[name] for name in names), key=attrgetter("file"))
         for file, group in groupby(infos, attrgetter("file")):
@@ -377,7 +364,7 @@ def contains_nan(tensor: torch.Tensor) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
+    """Return True if a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # which hand a NaN on

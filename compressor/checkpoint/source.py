@@ -3,7 +3,6 @@
 Downloads go into the Hub's own cache: small files first, then only the shards that the index names.
 """
 
-import errno
 import logging
 import re
 import time
@@ -39,32 +38,26 @@ from compressor.progress import Progress, Silent
 PASSING = (408, 429)  # answers that say nothing about the model: too slow, too often
 
 
-def reason_for(error: Exception) -> str:
-    """The first line of what went wrong; where the client only says that it found nothing, of what led to that."""
-    led = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
-    return first_line(led or error)
-
-
 def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
-    at = f" at revision {revision!r}" if revision else ""
+    not_here = isinstance(error, errors.LocalEntryNotFoundError)  # says no more than that; what led to it does
+    reason = first_line(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
-        fault = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
+        message = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
-        fault = f"{model} has no revision {revision!r} on the Hub; check --revision"
+        message = f"{model} has no revision {revision!r} on the Hub; check --revision"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        fault = f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
-    elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        fault = f"{model}{at} lacks a file that is needed on the Hub: {first_line(error)}"
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full, {file or 'the files'} of {model} could not be kept"
-        fault = f"{what}; free some space, or set HF_HOME to a folder on a larger disk"
+        message = (
+            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in if it is private"
+        )
     elif file is not None:
-        fault = f"{file} of {model} could not be downloaded ({reason_for(error)}); run the same command again to go on"
+        message = f"{file} of {model} could not be downloaded ({reason}); run the same command again to go on"
     else:
-        what = f"{model!r} is no folder here, and the Hub could not be asked for it ({reason_for(error)})"
-        fault = f"{what}; check the path or the network"
-    return CompressionError(fault)
+        message = (
+            f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); check the path or the "
+            "network"
+        )
+    return CompressionError(message)
 
 
 logger = logging.getLogger(__name__)
@@ -96,20 +89,22 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
 
     Where the Hub cannot be asked, a cached copy will do if it is whole. Raises `CompressionError`.
     """
-    found = find_repository(model, revision)
-    if isinstance(found, Path):
-        return found
-    head = weights_file(found, revision)
-    small = companions(found.files)
-    folder = fetch_small(found, revision, [head, *small] if head.endswith(INDEX_END) or not small else small)
-    wanted = [found.files[name] for name in shard_names(found, folder, head)]
-    missing = [file for file in wanted if _kept_size(folder, file) != file.size]
+    repository = find_repository(model, revision)
+    if isinstance(repository, Path):
+        return repository
+    head = weights_file(repository, revision)
+    small = companions(repository.files)
+    if head.endswith(INDEX_END) or not small:
+        small = [head, *small]
+    folder = fetch_small(repository, revision, small)
+    wanted = [repository.files[name] for name in shard_names(repository, folder, head)]
+    missing = [file for file in wanted if _cached_size(folder, file) != file.size]
     if missing:
         progress.start("download (MB)", sum(steps(file.size) for file in missing))
     for file in missing:
-        _fetch_weights(found, file, progress, damaged=_kept_size(folder, file) is not None)
+        _fetch_weights(repository, file, progress, damaged=_cached_size(folder, file) is not None)
     for file in wanted:  # what the cache had for another commit takes its place in this one
-        _fetch(model, file.path, found.commit)
+        _fetch(model, file.path, repository.commit)
     return folder
 
 
@@ -131,60 +126,58 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         folder = Path(cached).parent
         names = {path.name for path in folder.iterdir()}
         head = named_head(names, json_object(folder / CONFIG)) or SINGLE_NAME
-        if missing := [name for name in _placed(folder, head) if name not in names]:
+        if missing := [name for name in _weight_files(folder, head) if name not in names]:
             raise CompressionError(
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
-                f"({reason_for(error)}); run the command again with a network"
+                f"({first_line(error)}); run the command again with a network"
             ) from error
         logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
         return folder
 
 
-def weights_file(found: Repository, revision: str | None) -> str:
+def weights_file(repository: Repository, revision: str | None) -> str:
     """The file that holds the weights or says where they are; raises `CompressionError` if there is none to read."""
-    names, place = found.files, f"{found.model} on the Hub"
-    config = json_object(fetch_small(found, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
-    head = find_head(place, names, config)
+    names, where = repository.files, f"{repository.model} on the Hub"
+    config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
+    head = find_head(where, names, config)
     if CONFIG not in names:
-        raise CompressionError(f"{place} has no {CONFIG}; name the repository of a transformers checkpoint")
+        raise CompressionError(f"{where} has no {CONFIG}; name the repository of a transformers checkpoint")
     return head
 
 
 def companions(names: Collection[str]) -> list[str]:
     """The small files that are read or travel with the weights, in the order in which they are fetched."""
     matching = filter_repo_objects(names, allow_patterns=list(COMPANIONS))
-    small = [name for name in matching if not name.endswith(NOT_COMPANIONS)]
-    return sorted({*small, *({CARD} & {*names})}, key=lambda name: (name != CONFIG, name))
+    small = {name for name in matching if not name.endswith(NOT_COMPANIONS)}
+    return sorted(small | ({CARD} & {*names}), key=lambda name: (name != CONFIG, name))
 
 
-def fetch_small(found: Repository, revision: str | None, names: Sequence[str]) -> Path:
+def fetch_small(repository: Repository, revision: str | None, names: Sequence[str]) -> Path:
     """Fetch some files and return their folder; the cache notes which commit the revision was."""
-    if revision != found.commit:
-        _fetch(found.model, names[0], revision)
-    paths = [_fetch(found.model, name, found.commit) for name in names]
+    if revision != repository.commit:
+        _fetch(repository.model, names[0], revision)
+    paths = [_fetch(repository.model, name, repository.commit) for name in names]
     return paths[0].parents[names[0].count("/")]
 
 
-def shard_names(found: Repository, folder: Path, head: str) -> list[str]:
+def shard_names(repository: Repository, folder: Path, head: str) -> list[str]:
     """The weight files in order; raises `CompressionError` if the Hub lacks one that the index names."""
-    names = _placed(folder, head)
+    names = _weight_files(folder, head)
     for name in names:
-        if name not in found.files:
+        if name not in repository.files:
             raise CompressionError(
-                f"{found.model}: {head} names the shard {name!r}, which is missing on the Hub; ask its owner to upload "
-                "it, or choose another --revision"
+                f"{repository.model}: {head} names the shard {name!r}, which is missing on the Hub; ask its owner to "
+                "upload it, or choose another --revision"
             )
     return names
 
 
-def _placed(folder: Path, head: str) -> list[str]:
+def _weight_files(folder: Path, head: str) -> list[str]:
     """The shards of an index that has been fetched; a file that is no index stands for itself."""
-    if not head.endswith(INDEX_END):
-        return [head]
-    return sorted({str(file) for file in read_weight_map(folder / head).values()})
+    return sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
 
 
-def _kept_size(folder: Path, file: RepoFile) -> int | None:
+def _cached_size(folder: Path, file: RepoFile) -> int | None:
     """Bytes that the cache has of a file, for this commit or for another one with the same content."""
     tag: str = file.lfs.sha256 if file.lfs else file.blob_id  # the name of its bytes in the cache
     for path in (folder / file.path, folder.parent.parent / "blobs" / tag):
@@ -194,28 +187,32 @@ def _kept_size(folder: Path, file: RepoFile) -> int | None:
 
 
 def steps(nbytes: int) -> int:
-    """Steps that the progress is told of for a file."""
+    """Steps of the progress for a file."""
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(found: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
+def _fetch_weights(repository: Repository, file: RepoFile, progress: Progress, damaged: bool) -> None:
     left = last = steps(file.size)
 
-    def come(nbytes: int) -> None:
+    def on_bytes(received: int) -> None:
         nonlocal left
-        while left > max(1, last - nbytes // STEP_BYTES):  # the last step is told when the file is in place
+        while left > max(1, last - received // STEP_BYTES):  # the last step is done when the file is in place
             left -= 1
             progress.advance(file.path)
 
-    _fetch(found.model, file.path, found.commit, come, damaged)
+    _fetch(repository.model, file.path, repository.commit, on_bytes, damaged)
     for _ in range(left):
         progress.advance(file.path)
 
 
 def _fetch(
-    model: str, name: str, revision: str | None, tell: Callable[[int], None] = lambda come: None, anew: bool = False
+    model: str,
+    name: str,
+    revision: str | None,
+    on_bytes: Callable[[int], None] = lambda received: None,
+    again: bool = False,
 ) -> Path:
-    """One file's place in the cache, where it is brought if need be; `tell` hears how many bytes have come."""
+    """Return one file's path in the cache, downloaded if need be; `on_bytes` gets the number of bytes received."""
 
     class Bar(tqdm):  # draws nothing; the Hub client may use several at once for one file
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -223,11 +220,11 @@ def _fetch(
 
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
-            tell(int(self.n))
+            on_bytes(int(self.n))
 
     for left in reversed(range(TRIES)):
         try:
-            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=anew))
+            return Path(hf_hub_download(model, name, revision=revision, tqdm_class=Bar, force_download=again))
         except Exception as error:
             if left == 0 or isinstance(error, (OSError, ValueError)):  # the Hub's answers, the disk's, wrong names
                 raise hub_fault(model, revision, error, name) from error
@@ -253,7 +250,7 @@ class ModelSource:
 
 
 def is_local(model: str) -> bool:
-    """Whether a model argument names something on this machine rather than on the Hub."""
+    """Return True if a model argument names something on this machine rather than on the Hub."""
     return Path(model).exists() or HUB_ID.fullmatch(model) is None
 
 
@@ -283,11 +280,11 @@ def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
     """Find a local folder, or download what lies beside the weights of a model on the Hub, but none of these."""
     if is_local(model):
         return locate(model, revision)
-    found = find_repository(model, revision)
-    if isinstance(found, Path):
-        return ModelSource(model, found.name, found)
-    folder = fetch_small(found, revision, companions(found.files))
-    return ModelSource(model, found.commit, folder)
+    repository = find_repository(model, revision)
+    if isinstance(repository, Path):
+        return ModelSource(model, repository.name, repository)
+    folder = fetch_small(repository, revision, companions(repository.files))
+    return ModelSource(model, repository.commit, folder)
 
 
 def find_model(model: str, revision: str | None = None, progress: Progress | None = None) -> ModelSource:
@@ -300,14 +297,16 @@ def fetch_headers(model: str, revision: str | None = None) -> Checkpoint:
 
     Its folder is named after the commit.
     """
-    found = find_repository(model, revision)
-    if isinstance(found, Path):
-        return Checkpoint(found)
-    head = weights_file(found, revision)
-    small = [CONFIG, *({MODELOPT} & found.files.keys())]
-    folder = fetch_small(found, revision, [*small, head] if head.endswith(INDEX_END) else small)
-    files = shard_names(found, folder, head)
-    read = partial(HfApi().parse_safetensors_file_metadata, model, revision=found.commit)
+    repository = find_repository(model, revision)
+    if isinstance(repository, Path):
+        return Checkpoint(repository)
+    head = weights_file(repository, revision)
+    small = [CONFIG, *({MODELOPT} & repository.files.keys())]
+    if head.endswith(INDEX_END):
+        small.append(head)
+    folder = fetch_small(repository, revision, small)
+    files = shard_names(repository, folder, head)
+    read = partial(HfApi().parse_safetensors_file_metadata, model, revision=repository.commit)
     try:
         with ThreadPoolExecutor(REQUESTS) as pool:
             headers = [*pool.map(read, files)]

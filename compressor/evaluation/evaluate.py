@@ -31,7 +31,7 @@ from compressor.evaluation.tasks import (
 )
 from compressor.files import file_digest
 from compressor.formatting import human_bytes
-from compressor.model.architecture import build_stored, load_config
+from compressor.model.architecture import build_meta, load_config
 from compressor.model.opened import memory_budget, pick_dtype
 from compressor.progress import Progress
 from compressor.records import read_as
@@ -270,7 +270,7 @@ def _stored(files: Iterable[Path]) -> ItemScores | None:
 def weight_bytes(source: ModelSource, dtype: str) -> int:
     """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
     checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
-    model = build_stored(checkpoint, config, pick_dtype(dtype, config, checkpoint))
+    model = build_meta(config, pick_dtype(dtype, config, checkpoint))
     return sum(value.nbytes for value in model.parameters())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.devices import as_float64, pick_device
 from compressor.errors import CompressionError, reason_of
-from compressor.model.architecture import build_stored, load_config, model_class
+from compressor.model.architecture import load_config, model_class
 from compressor.model.opened import load_dequantised, pick_dtype
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
@@ -33,7 +33,6 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
     if checkpoint.quantization:
         return load_dequantised(folder, torch_dtype, place)
-    build_stored(checkpoint, config)  # refuses a config that asks for far more than is stored
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(

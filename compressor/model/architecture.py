@@ -1,27 +1,32 @@
-"""What a model is made of, found by building the stock transformers model on meta: no tables of module names.
-
-Bounds on what a config may ask for, routers and the numbers of experts that they can take, and the MoE layers.
-"""
+"""What a model is made of, found by building the stock transformers model on meta: no tables of module names."""
 
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
-from itertools import chain, count, product
+from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from torch.nn.modules import module as registering
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
+from transformers.utils import ContextManagers
 
-from compressor.checkpoint.reader import Checkpoint, quantization_of
+from compressor.checkpoint.quantized import declared_quantization
+from compressor.checkpoint.reader import CONFIG, quantization_of
 from compressor.errors import CompressionError, reason_of
 from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number
-from compressor.records import RESTORE, read_object
+from compressor.records import read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
@@ -35,27 +40,24 @@ def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple
 
 def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
     """Experts that a token is routed to."""
-    for _, name, value in _tops_of(router, block, config):
-        if value < 1:
-            raise CompressionError(
-                f"the config sends a token to {value} experts ({name}); restore config.json from its source"
-            )
-        return value
-    raise CompressionError(
-        "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
-    )
+    top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
+    if top_k is None:
+        raise CompressionError(
+            "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
+        )
+    return top_k
 
 
 @contextmanager
 def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) -> Iterator[None]:
     """While the block runs, the live router chooses so many experts for each token."""
-    places = [*_tops_of(router, block, config)]
-    for owner, name, _ in places:
+    originals = list(_tops_of(router, block, config))
+    for owner, name, _ in originals:
         setattr(owner, name, top_k)
     try:
         yield
     finally:
-        for owner, name, value in reversed(places):
+        for owner, name, value in reversed(originals):
             setattr(owner, name, value)
 
 
@@ -70,39 +72,6 @@ def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
     return int(groups), int(chosen), 1 if method else 2
 
 
-REPEATED = re.compile(r"(?<!per_)(layers?|labels?|blocks?|depths?|stages?|kernel_size)$")  # made lists of by a config
-MOST_ENTRIES = 10_000  # of such a list, and of one that it has
-MOST_BYTES = 2**25  # of config.json
-MOST_PARTS = 100_000  # modules, parameters and buffers of a model
-SPARE_PARTS, PARTS_EACH = 5_000, 16  # at the least, and for each stored tensor: a fused one may be several
-SPARE_ELEMENTS, ELEMENTS_EACH = 2**26, 16  # at the least, and for each stored byte: some are packed
-
-
-def check_config(path: Path) -> None:
-    """Refuse a config.json that would keep transformers busy for long, or have it read another file instead."""
-    if not path.is_file():
-        return  # which transformers says
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise CompressionError(f"{path} has {size:,} bytes, the most is {MOST_BYTES:,}; {RESTORE}")
-    raw = read_object(path)
-    if "configuration_files" in raw:
-        raise CompressionError(f"{path} names other files to be read in its place (configuration_files); {RESTORE}")
-    nodes: list[tuple[str, Any]] = [("this object", raw)]
-    while nodes:
-        name, node = nodes.pop()
-        if name == "quantization_config":  # which may name every module
-            continue
-        if isinstance(node, list | dict):
-            count, what = len(node), f"has {len(node)} entries"
-            nodes += node.items() if isinstance(node, dict) else [(name, entry) for entry in node]
-        elif isinstance(node, int) and REPEATED.search(name):
-            count, what = node, f"is {node}"
-        else:
-            continue
-        if count > MOST_ENTRIES:
-            raise CompressionError(f"{path}: {name} {what}, the most is {MOST_ENTRIES:,}; {RESTORE}")
-
-
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 OTHER = "it is a dense model, or an MoE architecture of another interface"
 UNLIKE = {  # what sets an architecture apart that is no dense model, by model type
@@ -110,11 +79,13 @@ UNLIKE = {  # what sets an architecture apart that is no dense model, by model t
     "longcat_flash": "its router also chooses zero experts, which pass a token on and have no weights",
 }
 KERNEL_FIELDS = {
-    f"{start}{kind}_implementation{end}"
-    for kind in ("attn", "experts")
-    for start, end in (("", ""), ("_", ""), ("_", "_internal"))
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
 }
-MOST_CANDIDATES = 32  # fields that may count experts: each is tried, and a config may hold any number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,37 +119,31 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     return copied
 
 
-def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+def load_config(folder: Path) -> Any:
     """The transformers config of a checkpoint folder; an unknown architecture or a broken config is a clear error."""
-    from transformers import AutoConfig
-
-    check_config(folder / "config.json")
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # config classes raise what they like
-        reason = _unknown_type(read_object(folder / "config.json")) or reason_of(error)
-        raise CompressionError(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+        reason = _unknown_type(read_object(folder / CONFIG)) or reason_of(error)
+        raise CompressionError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
     choose_kernels(config)
-    nodes = (config, config.get_text_config(decoder=True))
-    if not any(getattr(node, "quantization_config", None) for node in nodes) and (found := quantization_of(folder, {})):
-        config.quantization_config = found
+    if not declared_quantization(config) and (declared := quantization_of(folder, {})):
+        config.quantization_config = declared
     return config
 
 
 def _unknown_type(raw: Mapping[str, Any]) -> str | None:
     """What to do about a model type that transformers does not know; None if it does."""
-    import transformers
-
-    kind, names = raw.get("model_type"), raw.get("architectures")
-    if not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING:
+    kind = raw.get("model_type")
+    if kind is None or kind in transformers.CONFIG_MAPPING:
         return None
-    fault = f"transformers {transformers.__version__} has no model type {kind!r}"
-    for name in names if isinstance(names, list) else ():
-        config_class = getattr(getattr(transformers, str(name), None), "config_class", None)
+    message = f"transformers {transformers.__version__} has no model type {kind!r}"
+    for name in raw.get("architectures") or ():
+        config_class = getattr(getattr(transformers, name, None), "config_class", None)
         if config_class is not None:
             known = f"but {name}, which the config names, of type {config_class.model_type!r}"
-            return f"{fault}, {known}; write that as model_type in a copy of the checkpoint"
-    return f"{fault}, and code of the checkpoint's own (auto_map) is never run; only stock architectures are supported"
+            return f"{message}, {known}; write that as model_type in a copy of the checkpoint"
+    return f"{message}, and code of a checkpoint's own (auto_map) is never run; only stock architectures are supported"
 
 
 def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
@@ -205,13 +170,9 @@ def choose_kernels(config: Any) -> None:
 
 def model_class(config: Any) -> type[Any]:
     """The stock class that the config's `architectures` names, or the causal language model of its type."""
-    import transformers
-
-    names = getattr(config, "architectures", None)
-    names = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
-    named = (getattr(transformers, name, None) for name in names)
-    kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForTokenClassification")
-    automatic = (getattr(transformers, kind)._model_mapping.get(type(config), None) for kind in kinds)
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
+    automatic = (kind._model_mapping.get(type(config), None) for kind in kinds)
     for stock_class in chain(named, automatic):
         if isinstance(stock_class, type):
             return stock_class
@@ -221,13 +182,11 @@ def model_class(config: Any) -> type[Any]:
     )
 
 
-def build_meta(config: Any, dtype: torch.dtype | None = None, most: int = MOST_PARTS) -> Any:
+def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The stock model of a config on the meta device: all shapes, no memory; the config is copied, not changed.
 
-    Raises `CompressionError` where transformers cannot build it, or it has more than `most` modules and tensors.
+    Raises `CompressionError` where transformers cannot build it.
     """
-    from transformers.utils import ContextManagers
-
     stock_class = model_class(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     copied = copy.deepcopy(config)
@@ -235,41 +194,12 @@ def build_meta(config: Any, dtype: torch.dtype | None = None, most: int = MOST_P
     for node in (copied, *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {}))):
         if node is not None:
             node.dtype = wanted  # some classes build their inner model by its config's own
-    parts = count()
-
-    def bound(*_: Any) -> None:
-        if next(parts) >= most:
-            raise CompressionError(
-                f"config.json asks for a model of more than {most:,} modules and tensors, which this checkpoint cannot "
-                f"fill; {RESTORE}"
-            )
-
     try:
-        with ExitStack() as hooks, ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
-            for kind in ("module", "parameter", "buffer"):
-                hooks.callback(getattr(registering, f"register_module_{kind}_registration_hook")(bound).remove)
-            model = stock_class(copied)
-    except CompressionError:
-        raise
-    except Exception as error:
-        what = f"transformers cannot build {stock_class.__name__} from this config"
-        raise CompressionError(f"{what}: {reason_of(error)}") from error
-    return model.eval()
-
-
-def build_stored(checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The stock model of a checkpoint on meta, as `build_meta`; refuses one that is far larger than what is stored.
-
-    Its modules would take long to build, and its computed buffers would fill the memory.
-    """
-    model = build_meta(config, dtype, SPARE_PARTS + PARTS_EACH * len(checkpoint.tensors))
-    elements = sum(value.numel() for value in (*model.parameters(), *model.buffers()))
-    stored = sum(info.nbytes for info in checkpoint.tensors.values())
-    if elements > SPARE_ELEMENTS + ELEMENTS_EACH * stored:
-        raise CompressionError(
-            f"config.json asks for a model of {elements:,} elements, the checkpoint stores {stored:,} bytes; {RESTORE}"
-        )
-    return model
+        with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
+            return stock_class(copied).eval()
+    except Exception as error:  # model classes raise what they like
+        message = f"transformers cannot build {stock_class.__name__} from this config"
+        raise CompressionError(f"{message}: {reason_of(error)}") from error
 
 
 def head_of(model: Any) -> nn.Module | None:
@@ -291,10 +221,10 @@ def _adopt(module: Any) -> None:
         return
     if list(signature(module.forward).parameters) != ["hidden_states", "top_k_index", "top_k_weights"]:
         return
-    if transposed := (up[2], up[1]) == (2 * down[1], down[2]):
-        width = up[2]
-    elif (width := up[1], up[2]) != (2 * down[2], down[1]):
+    transposed = (up[2], up[1]) == (2 * down[1], down[2])
+    if not transposed and (up[1], up[2]) != (2 * down[2], down[1]):
         return
+    width = up[2] if transposed else up[1]
     pair = torch.zeros(1, width)
     pair[0, :2] = 1.0  # gates and ups that alternate make one neuron of these, and halves none
     halves = not module._apply_gate(pair).any()
@@ -348,7 +278,7 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
     def order(path: str) -> tuple[bool, bool, int, str]:  # the likeliest first
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    for candidate in sorted(candidates(config, ""), key=order)[:MOST_CANDIDATES]:
+    for candidate in sorted(candidates(config, ""), key=order):
         with suppress(CompressionError, ValueError, TypeError):
             doubled = build_meta(with_fields(config, {candidate: 2 * count}))
             if expert_counts(doubled) == dict.fromkeys(counts, 2 * count):
@@ -366,10 +296,12 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
             )
         before, after = list(value.shape), list(larger[key].shape)
         changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
-        if changed and (len(changed) > 1 or after[changed[0]] - before[changed[0]] != count):
+        if not changed:
+            continue
+        dim = changed[0]
+        if len(changed) > 1 or after[dim] - before[dim] != count:
             raise CompressionError(f"tensor {key!r} grows from {before} to {after} with the experts; not supported")
-        for dim in changed:
-            tensors[key] = ExpertTensor(key, dim, before[dim] - count)
+        tensors[key] = ExpertTensor(key, dim, before[dim] - count)
     return tensors
 
 
@@ -386,12 +318,10 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     tensors = expert_tensors(model, doubled, int(attrgetter(count_field)(config)))
     units = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    # the same weights under a second name are no layer of their own
-    names = [name for name in names if not any(key.startswith(f"{name}.") and key in tied for key in tensors)]
-    layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names)
-    covered = {tensor.key for layer in layers for tensor in layer.tensors}
-    stray = sorted(key for key in tensors if key not in covered and key not in tied)
-    if stray:
+    repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
+    layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names if name not in repeated)
+    covered = tied.union(*([tensor.key for tensor in layer.tensors] for layer in layers))
+    if stray := sorted(tensors.keys() - covered):
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
     return Architecture(str(config.model_type), stock, count_field, layers, units, config)
 
@@ -402,23 +332,30 @@ def _moe_layer(
     """The layer of the experts module `name`; its router is the one other child of its block with expert tensors."""
     block_name = name.rpartition(".")[0]
     block, experts = model.get_submodule(block_name), model.get_submodule(name)
-    own = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
-    routers = [
-        (f"{block_name}.{child}", module)
-        for child, module in block.named_children()
-        if module is not experts and any(tensor.key.startswith(f"{block_name}.{child}.") for tensor in own)
-    ]
+    inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
+    owners = {tensor.key.removeprefix(f"{block_name}.").partition(".")[0] for tensor in inside}
+    routers = [child for child, module in block.named_children() if child in owners and module is not experts]
     if len(routers) != 1:
         raise CompressionError(
             f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is supported"
         )
-    router_name, router = routers[0]
-    top_k, groups = top_k_of(router, block, config), routing_groups_of(router)
-    unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}.")), key=len)
+    router_name, router = f"{block_name}.{routers[0]}", block.get_submodule(routers[0])
+    top_k = top_k_of(router, block, config)
     tables = tuple(
         f"{router_name}.{key}"
         for key, value in router.state_dict().items()
         if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
     )
-    number, count = layer_number(unit), int(experts.num_experts)  # type: ignore[arg-type]
-    return MoeLayer(name, block_name, router_name, unit, number, count, top_k, *groups, tensors=own, tables=tables)
+    unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len)
+    return MoeLayer(
+        name,
+        block_name,
+        router_name,
+        unit,
+        layer_number(unit),
+        int(experts.num_experts),  # type: ignore[arg-type]
+        top_k,
+        *routing_groups_of(router),
+        tensors=inside,
+        tables=tables,
+    )

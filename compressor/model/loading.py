@@ -3,37 +3,38 @@
 A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
-import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.initialization import guard_torch_init_functions
+from transformers.modeling_utils import LoadStateDictConfig
 
 from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
-from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
+from compressor.checkpoint.reader import Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.memory import available
-from compressor.model.architecture import build_stored
+from compressor.model.architecture import build_meta
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
 STAGE = 2**25  # bytes that are pinned at once
-WRAPPERS = {  # modules that other tools put around a model or a part of it
-    "module": "DataParallel or DeepSpeed",
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FSDP",
-    "base_model.model": "peft",
-    "base_layer": "peft",
-}
 MLX = ".switch_mlp."  # in names of experts
-SAMPLES = 64  # names that are looked into
 SHARE = 2  # how many times what is read ahead must be free
 
 
@@ -97,10 +98,10 @@ class ReadAhead:
         wanted = list(names)
         if not wanted or (self.copier is None and self.checkpoint.cached(wanted)):
             return
-        size = sum(self.checkpoint.tensors[name].nbytes for name in wanted)
-        rooms = (available(), None if self.copier is None else self.copier.room())
-        if any(room is not None and room < SHARE * size for room in rooms):
-            return
+        needed = SHARE * sum(self.checkpoint.tensors[name].nbytes for name in wanted)
+        for room in (available(), None if self.copier is None else self.copier.room()):
+            if room is not None and room < needed:
+                return
         computed = None if self.copier is None else self.copier.mark()
         self._pool, self._names = ThreadPoolExecutor(1, "reading ahead"), set(wanted)
         self._task = self._pool.submit(self._read, wanted, computed)
@@ -166,8 +167,6 @@ class KeyMap:
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:
     """Rename checkpoint names as transformers' loader would for `model`."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
@@ -183,22 +182,6 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     return KeyMap(targets, patterns, tuple(sorted(unknown)))
 
 
-def unwrapped(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what a tensor may be called in the stock model, and the tools whose wrappers its name would have."""
-    inner, tools = f".{name}", list[str]()
-    for wrapper, tool in WRAPPERS.items():
-        if f".{wrapper}." in inner:
-            inner = inner.replace(f".{wrapper}.", ".")
-            tools.append(tool)
-    if tools:
-        yield inner[1:], " and ".join(dict.fromkeys(tools))
-    parts = name.split(".")
-    for width in (1, 2):
-        for begin in range(len(parts) - width):
-            if not any(part.isdecimal() for part in parts[begin : begin + width]):
-                yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
-
-
 def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     """The module that owns a parameter or buffer, and the attribute's name there."""
     module_name, _, name = key.rpartition(".")
@@ -210,16 +193,14 @@ def set_tensor(model: nn.Module, key: str, value: torch.Tensor) -> None:
     module, name = parent_and_name(model, key)
     if name not in module._parameters:
         module._buffers[name] = value
+    elif isinstance(value, nn.Parameter):
+        module._parameters[name] = value
     else:
-        kept = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-        module._parameters[name] = kept
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
-def load_converted(model: Any, tensors: dict[str, torch.Tensor], device: Any, conversions: Any, **more: Any) -> Any:
+def load_converted(model: Any, tensors: dict[str, Tensor], device: Any, conversions: Any, **more: Any) -> Any:
     """Have the stock loader convert stored tensors and put them into the model; returns its report."""
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, **more)
     with quiet_transformers():
         return convert_and_load_state_dict_in_model(model, tensors, load_config)[0]
@@ -227,46 +208,9 @@ def load_converted(model: Any, tensors: dict[str, torch.Tensor], device: Any, co
 
 def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
     """Tensors of a model by the names and in the shapes in which stock `save_pretrained` would write them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     with quiet_transformers():
         reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted.items()
-
-
-def refuse_misfits(checkpoint: Checkpoint) -> None:
-    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for.
-
-    So are patterns of the config that are none.
-    """
-    config_groups = checkpoint.quantization.get("config_groups")
-    values = config_groups.values() if isinstance(config_groups, dict) else ()
-    groups = [group for group in values if isinstance(group, dict)]
-    lists = [checkpoint.quantization.get("ignore"), *(group.get("targets") for group in groups)]
-    for name in chain.from_iterable(names for names in lists if isinstance(names, list)):
-        try:
-            re.compile(name.removeprefix("re:") if str(name).startswith("re:") else "")
-        except re.error as error:
-            raise CompressionError(f"config.json: {name!r} is no pattern of modules ({error}); mend it") from error
-    schemes = [group.get("weights") for group in groups]
-    fields = ("num_bits", "group_size")
-    declared: list[Any] = [[scheme.get(field) for field in fields] for scheme in schemes if isinstance(scheme, dict)]
-    declared = declared or [(4, 16)]  # modelopt's NVFP4
-    in_groups = all(type(bits) is type(size) is int and size > 0 for bits, size in declared)
-    for name, info in checkpoint.tensors.items():
-        weight = name.removesuffix("_packed")
-        scale = checkpoint.tensors.get(f"{weight}_scale")
-        is_packed = weight != name or (info.dtype == "U8" and f"{name}_scale_2" in checkpoint)
-        if not (in_groups and is_packed and scale and scale.shape and info.shape):
-            continue
-        word, rows, count = DTYPE_BITS[info.dtype], info.shape[:-1], scale.shape[-1]
-        widths = [-(-count * size * bits // word) for bits, size in declared]
-        if info.shape[-1] not in widths or scale.shape[:-1] != rows:
-            shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
-            raise CompressionError(
-                f"tensor {name!r} has shape {list(info.shape)} and its scales {list(scale.shape)}, which do not fit "
-                f"the {shown} that config.json declares; restore them from their source"
-            )
 
 
 class PartialModel:
@@ -279,28 +223,21 @@ class PartialModel:
     resident = False
 
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
         self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
-        mlx = next((name for name in checkpoint if MLX in name), None)
-        if mlx is not None:
-            raise CompressionError(f"{checkpoint.folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
-        self.model = build_stored(checkpoint, config, dtype)
+        self.model = build_meta(config, dtype)
         self.quantizer = dequantizer(config)
-        if self.quantizer is not None:
-            refuse_misfits(checkpoint)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         self.plain_conversions = self.conversions = get_model_conversion_mapping(self.model, None, self.quantizer)
         self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
-        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         self._refuse_foreign_names()
         self.has_single_experts = False  # that stock transformers knows fused alone
         if self.quantizer is not None:
             singles = single_experts(self.model, self.keys.unknown)
-            self.has_single_experts = bool(singles)
             if singles:
-                plain = get_model_conversion_mapping(self.model)
-                self.conversions = self.quantizer.update_weight_conversions([*plain, *singles], self.model)
+                self.has_single_experts = True
+                plain = [*get_model_conversion_mapping(self.model), *singles]
+                self.conversions = self.quantizer.update_weight_conversions(plain, self.model)
                 self.keys = map_keys(checkpoint, self.model, self.conversions)
             refuse_unread_scales(self.quantizer, {name: self.keys.targets.get(name) for name in checkpoint})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
@@ -313,28 +250,14 @@ class PartialModel:
         self._fill_constant_buffers()
 
     def _refuse_foreign_names(self) -> None:
-        """Refuse a checkpoint of which no tensor fills the model, or one under names that other tools have made."""
-        folder, kind, targets = self.checkpoint.folder, type(self.model).__name__, self.keys.targets
-        missing = self.empty.keys() - {*targets.values(), *self.tied}
-        if not missing:
-            return
-        sample = self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]
-        names = dict[str, tuple[str, str]]()
-        for name in sample:
-            for inner, tool in unwrapped(name):
-                names.setdefault(inner, (name, tool))
-        found = map_keys(names, self.model, self.conversions).targets
-        stock = next((inner for inner in names if found.get(inner) in missing), None)
-        if stock is not None:
-            name, tool = names[stock]
+        """Refuse a checkpoint that another tool has written under names of its own."""
+        folder, first = self.checkpoint.folder, next(iter(self.checkpoint), None)
+        if mlx := next((name for name in self.checkpoint if MLX in name), None):
+            raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
+        if not self.keys.targets:
             raise CompressionError(
-                f"{folder} has {name!r} where {kind} has {stock!r}, as {tool} would name it; save the model inside "
-                "with save_pretrained (for peft after merge_and_unload)"
-            )
-        if not targets:
-            raise CompressionError(
-                f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
-                f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
+                f"no tensor of {folder} fills {type(self.model).__name__}, for it has {first!r} where the model has "
+                f"{min(self.empty)!r}; name a checkpoint as transformers writes it"
             )
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":
@@ -344,20 +267,17 @@ class PartialModel:
 
     def _fill_constant_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies), as the stock loader does."""
-        from transformers import PreTrainedModel
-        from transformers.initialization import guard_torch_init_functions
-
-        owners = [(name, module) for name, module in self.model.named_modules() if isinstance(module, PreTrainedModel)]
+        owners = {name: module for name, module in self.model.named_modules() if isinstance(module, PreTrainedModel)}
         with torch.no_grad(), guard_torch_init_functions():
             for name, module in self.model.named_modules():
-                own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
-                if not own:
+                names = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
+                if not names:
                     continue
-                for key in own:
+                for key in names:
                     module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-                inside = [pair for pair in owners if pair[0] == "" or f"{name}.".startswith(f"{pair[0]}.")]
-                max(inside, key=lambda pair: len(pair[0]))[1]._init_weights(module)
-                for key in own:
+                around = [owner for owner in owners if owner == "" or f"{name}.".startswith(f"{owner}.")]
+                owners[max(around, key=len)]._init_weights(module)
+                for key in names:
                     module._buffers[key] = module._buffers[key].to(self.device)
 
     @property
@@ -402,25 +322,24 @@ class PartialModel:
     def _convert(self, names: list[str]) -> None:
         """Have the stock loader put these stored tensors into the model."""
         tensors = self.ahead.take(names)
+        targets = {name: self.keys.targets[name] for name in names}
+        plan = self.model._get_dtype_plan(self.dtype)
+        more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
         # the largest first and by itself: while it is put together, nothing else need be in memory
-        targets = {self.keys.targets[name] for name in names}
-        largest = max(targets, key=lambda target: self.empty[target].numel(), default=None)
+        largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
         for alone in (True, False):
-            stored = {name: tensors.pop(name) for name in names if (self.keys.targets[name] == largest) is alone}
-            plan = self.model._get_dtype_plan(self.dtype)
-            more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
+            stored = {name: tensors.pop(name) for name in names if (targets[name] == largest) is alone}
             refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors and check that everything requested has arrived."""
-        state = self.model.state_dict()
         for key in wanted:
             source = self.tied.get(key, key)
-            if state[source].device.type == "meta":
+            tensor = getattr(*parent_and_name(self.model, source))
+            if tensor.is_meta:
                 raise CompressionError(
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"
                 )
-            tensor = getattr(*parent_and_name(self.model, source))
             tensor.requires_grad_(False)  # only what is asked for has gradients
             if key != source:
                 set_tensor(self.model, key, tensor)

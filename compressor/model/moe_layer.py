@@ -54,38 +54,34 @@ class Router(Protocol):
 
 def check_count(layer: Router, count: int, where: str) -> None:
     """Refuse a number of experts that the router cannot take; many routers would run wrong without a word."""
-    groups, chosen, top_k = layer.routing_groups, layer.chosen_groups, layer.top_k
-    own, needed = count // groups, layer.experts_per_group  # of each group
+    groups, chosen, top_k, needed = layer.routing_groups, layer.chosen_groups, layer.top_k, layer.experts_per_group
+    each = count // groups
     if count > layer.experts:
-        fault = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
-    elif top_k < 1:
-        fault = f"with a top-k of {top_k} would never be asked; correct it to 1 at the least"
+        message = f"asked for, it has {layer.experts}; ask for at most {layer.experts}"
     elif count < top_k:
-        fault = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
-    elif groups > 1 and count % groups:
-        fault = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
-    elif groups > 1 and own < needed:
-        fault = f"leave {own} in each of its {groups} routing groups, its router needs {needed}; keep at least "
-        fault += f"{groups * needed}"
-    elif groups > 1 and chosen * own < top_k:
-        fault = f"leave {chosen * own} within a token's {chosen} routing groups, fewer than the top-k of {top_k}; "
-        fault += f"keep at least {math.ceil(top_k / chosen) * groups}"
+        message = f"are fewer than the top-k of {top_k}; keep at least {top_k}"
+    elif count % groups:
+        message = f"do not divide into its {groups} routing groups; keep a multiple of {groups}"
+    elif each < needed:
+        reach = f"leave {each} in each of its {groups} routing groups"
+        message = f"{reach}, its router needs {needed}; keep at least {groups * needed}"
+    elif chosen * each < top_k:
+        least = math.ceil(top_k / chosen) * groups
+        reach = f"leave {chosen * each} within a token's {chosen} routing groups"
+        message = f"{reach}, fewer than the top-k of {top_k}; keep at least {least}"
     else:
         return
-    raise CompressionError(f"{where}: {count} experts {fault}")
+    raise CompressionError(f"{where}: {count} experts {message}")
 
 
 def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float | None) -> int:
     """Experts to keep in every layer. Of a ratio, the share to remove, no more than that share goes."""
     if (experts is None) == (ratio is None):
         raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
-    layer = layers[0]
     if ratio is not None:
-        experts = left_by(layer.experts, ratio)
-        experts += -experts % layer.routing_groups
+        experts = left_by(layers[0].experts, ratio)
+        experts += -experts % layers[0].routing_groups
     assert experts is not None
-    if experts < 1:
-        raise CompressionError(f"--experts {experts} leaves nothing; keep at least the top-k of {layer.top_k}")
     for entry in layers:
         check_count(entry, experts, entry.name)
     return experts

@@ -18,7 +18,7 @@ from compressor.devices import free_memory, pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
-from compressor.model.architecture import Architecture, build_stored, discover, load_config
+from compressor.model.architecture import Architecture, discover, load_config
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.experts import width_of
 from compressor.model.layout import Layout, find_layout
@@ -223,8 +223,7 @@ def load_whole(folder: Path, **settings: Any) -> Any:
     checkpoint = Checkpoint(folder)
     if checkpoint.quantization:
         return load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
-    config = settings["config"] = load_config(folder)  # which names no kernels
-    build_stored(checkpoint, config)  # which refuses a config that asks for far more than is stored
+    settings["config"] = load_config(folder)  # which names no kernels
     model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:

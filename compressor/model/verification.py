@@ -11,7 +11,7 @@ from compressor.checkpoint.reader import ADAPTER, TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
-from compressor.model.architecture import build_stored, expert_counts, load_config
+from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
 from compressor.model.own_code import files_beside, link_files, load_stock, naming_code
@@ -124,7 +124,7 @@ def verify_checkpoint(folder: Path, experts: int | None = None, known: Collectio
     naming the file, tensor or field that is wrong.
     """
     checkpoint, config = Checkpoint(folder), load_config(folder)
-    model = build_stored(checkpoint, config)
+    model = build_meta(config)
     for name, count in expert_counts(model).items():
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")

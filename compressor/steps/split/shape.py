@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from compressor.errors import CompressionError
 from compressor.model.architecture import (
-    MOST_CANDIDATES,
     Architecture,
     build_meta,
     discover,
@@ -98,7 +97,7 @@ def _candidates(config: Any, values: set[int], order: Callable[[str], Any]) -> l
     named = [
         (path, held) for path, held in _numbers(config) if values & {*(held if isinstance(held, list) else [held])}
     ]
-    return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))[:MOST_CANDIDATES]
+    return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))
 
 
 def top_k_fields(

@@ -125,7 +125,6 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "below": (index(lambda c: c["weight_map"].update({NAME: "sub/part-1.safetensors"})), "outside the folder"),
     "two dots": (index(lambda c: c["weight_map"].update({NAME: ".."})), "outside the folder"),
     "hidden": (index(lambda c: c["weight_map"].update({NAME: ".part-1.safetensors"})), "outside the folder or hidden"),
-    "a number": (index(lambda c: c["weight_map"].update({NAME: 5})), "outside the folder"),
     "no such shard": (index(lambda c: c["weight_map"].update({NAME: "part-9.safetensors"})), "missing from"),
     "a NUL byte": (index(lambda c: c["weight_map"].update({NAME: "a\0b"})), "missing from"),
     "shard deleted": (lambda f: (f / "part-1.safetensors").unlink(), "names the shard 'part-1.safetensors', which is"),

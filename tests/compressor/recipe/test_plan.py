@@ -214,7 +214,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
         group(members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38),
         "times its coefficients it is more than float32 holds",
     ),
-    "top-k 0": (layer(top_k=0), "with a top-k of 0 would never be asked"),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
