@@ -208,7 +208,7 @@ def plan_per_source(
 ) -> list[Plan]:
     """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
     with _planning(recipe, device, progress, announce, per_source=True) as state:
-        prune, number = state.options_of(Prune), state.pruned
+        prune, number = state.options_of(Prune), state.deciding
         assert prune is not None  # by `refuse_per_source`
         if state.text is None:
             raise CompressionError(

@@ -19,7 +19,6 @@ from compressor.errors import CompressionError
 from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
 from compressor.recipe.steps_plan import PRUNE, SPLIT, Plan
 from compressor.records import read_object, value_as
 
@@ -74,10 +73,10 @@ def export(checkpoint: Path, output: Path, options: None, progress: Progress) ->
     Raises `CompressionError` for a plan that no list can express: merged or split experts, a smaller top-k.
     """
     plan = read_plan(checkpoint)
-    stage = plan.stage
-    if not stage.layers:
+    expert_plan = plan.expert_plan
+    if not expert_plan.layers:
         raise CompressionError(f"{checkpoint.name} decides on no experts, so there is nothing to list; prune first")
-    if stage.constants is not None:
+    if expert_plan.has_constants:
         summary, name, content = _constants(plan, checkpoint, output)
     else:
         summary, name, content = _kept(plan, output)
@@ -104,48 +103,52 @@ def prune_ratio(experts: int, kept: int) -> float:
 
 
 def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
-    stage = plan.stage
-    _refuse_inexpressible(stage)
-    lines = [json.dumps({str(layer.layer): [group.members[0] for group in layer.groups]}) for layer in stage.layers]
-    experts = stage.layers[0].experts
+    expert_plan = plan.expert_plan
+    _refuse_inexpressible(plan)
+    lines = list[str]()
+    for layer in expert_plan.layers:
+        kept = [group.members[0] for group in layer.groups]
+        lines.append(json.dumps({str(layer.layer): kept}))
+    experts = expert_plan.layers[0].experts
     summary = ListSummary(
         folder=output,
         client=ASCEND,
         model=plan.source.label,
         revision=plan.source.revision,
-        layers=len(stage.layers),
+        layers=len(expert_plan.layers),
         experts=experts,
-        kept=stage.experts * len(stage.layers),
-        expert_prune_ratio=prune_ratio(experts, stage.experts),
+        kept=expert_plan.experts * len(expert_plan.layers),
+        expert_prune_ratio=prune_ratio(experts, expert_plan.experts),
         not_listed=tuple(dict.fromkeys(step.name for step in plan.steps if step.name not in LISTED)),
     )
     return summary, LIST, "".join(f"{line}\n" for line in lines)
 
 
-def _refuse_inexpressible(stage: CompressionPlan) -> None:
+def _refuse_inexpressible(plan: Plan) -> None:
     """Refuse a plan whose output is not the base with fewer of its experts."""
-    if stage.split is not None:
-        parts = stage.split["parts"]
+    expert_plan = plan.expert_plan
+    if plan.split is not None:
+        parts = plan.split["parts"]
         raise CompressionError(f"a keep list names experts of the base, and this plan splits each into {parts}")
-    if stage.top_k is not None:
+    if expert_plan.top_k is not None:
         raise CompressionError(
-            f"a keep list leaves the base's top-k, and this plan routes tokens to {stage.top_k} experts"
+            f"a keep list leaves the base's top-k, and this plan routes tokens to {expert_plan.top_k} experts"
         )
-    if mixed := next((layer for layer in stage.layers if not layer.is_drop), None):
+    if mixed := next((layer for layer in expert_plan.layers if not layer.is_drop), None):
         raise CompressionError(
             f"{mixed.module}: a keep list can drop experts, and this plan merges or scales them; plan with a strategy "
             "that drops, such as reap"
         )
-    if len({layer.layer for layer in stage.layers}) < len(stage.layers):
+    if len({layer.layer for layer in expert_plan.layers}) < len(expert_plan.layers):
         raise CompressionError("a keep list has one line for a decoder layer, and this model's have several routers")
-    if len({layer.experts for layer in stage.layers}) > 1:
+    if len({layer.experts for layer in expert_plan.layers}) > 1:
         raise CompressionError("a keep list has one ratio for all layers, and this model's have unequal numbers")
 
 
 def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str, str]:
     if folder.is_file():
         raise CompressionError(f"{folder.name} is a plan, which holds no constants; name the output made by it")
-    experts = {layer.layer: layer.experts for layer in plan.stage.layers}
+    experts = {layer.layer: layer.experts for layer in plan.expert_plan.layers}
     constants = SubstitutedCheckpoint(folder).constants
     targets = dict[str, dict[str, Any]]()
     for (layer, expert), info in sorted(constants.items()):
@@ -165,7 +168,7 @@ def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str
         model=folder.name,
         revision=None,
         layers=len(experts),
-        experts=plan.stage.layers[0].experts,
+        experts=plan.expert_plan.layers[0].experts,
         kept=sum(experts.values()) - len(constants),
         expert_prune_ratio=None,
         not_listed=(),

@@ -135,13 +135,13 @@ def writing_report(folder: Path, scratch: Path) -> None:
     import compressor
     from compressor.checkpoint.source import locate
     from compressor.model.opened import open_model
-    from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
-    from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
+    from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
+    from compressor.recipe.steps_plan import Plan, PlannedStep
 
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, range(0, SIZES.experts, 2)) for layer in model.architecture.layers)
     source = Source(str(folder), None, model.fingerprint)
-    decided = decisions(CompressionPlan(source, KEEP, "drop", {}, None, layers))
+    decided = ExpertPlan(KEEP, layers)
     drop = Plan(source, (PlannedStep("prune", {"experts": KEEP}, decided),))
     seconds, summary = timed(lambda: compressor.apply(drop, scratch / "drop"))
     shutil.rmtree(scratch / "drop")

@@ -11,7 +11,7 @@ from compressor.api import make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.registry import Strategy
 from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
@@ -41,13 +41,13 @@ def make_plan(
     progress: Progress,
     seed: int = 0,
     protected: Protected | None = None,
-) -> CompressionPlan:
+) -> ExpertPlan:
     """Every layer planned with one strategy on the original model."""
     planner = Planner(model, calibration, progress, seed)
     return planner.plans([PruneSpec(strategy, experts, options)], protected)[0].plan
 
 
-def by_hand(made: CompressionPlan) -> Plan:
+def by_hand(made: ExpertPlan) -> Plan:
     """A plan of a stage that was put together by hand."""
     correction = {name: value for name, value in (made.correction or {}).items() if name != "dtype"}
     options = {"strategy": made.strategy, "experts": made.experts, "options": dict(made.options)}

@@ -14,7 +14,7 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.mone import Substituting, logits_with, read_constants
 from tests import quantized, small, zoo
@@ -204,7 +204,7 @@ def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path
     source = small.save(tmp_path / "source")
     content = plan_of(source, experts=6, **data(tmp_path, 8)).to_dict()
 
-    def read(layer: dict[str, Any], **more: Any) -> CompressionPlan:
+    def read(layer: dict[str, Any], **more: Any) -> ExpertPlan:
         edited = copy.deepcopy({**content, **{name: more.pop(name) for name in ("calibration",) if name in more}})
         decided = edited["steps"][0]["plan"]
         decided |= {"layers": [layer, decided["layers"][1]], **more}

@@ -12,7 +12,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
 from compressor.recipe.steps_plan import decisions
 from compressor.steps.quantize.options import Quantize
 from tests import reference, zoo
@@ -38,11 +38,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-def drop_plan(folder: Path) -> CompressionPlan:
+def drop_plan(folder: Path) -> ExpertPlan:
     """Keep experts that are no prefix."""
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, KEPT) for layer in model.architecture.layers)
-    return CompressionPlan(Source(str(folder), None, model.fingerprint), len(KEPT), "by hand", {}, None, layers)
+    return ExpertPlan(Source(str(folder), None, model.fingerprint), len(KEPT), "by hand", {}, None, layers)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

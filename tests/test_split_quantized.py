@@ -17,7 +17,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.split.opening import (
     as_decided,
@@ -124,7 +124,7 @@ def energies(experts: Any, interleaved: bool) -> torch.Tensor:
     return found
 
 
-def check_drop(whole: CompressionPlan, source: Path, split_folder: Path, place: Path) -> None:
+def check_drop(whole: ExpertPlan, source: Path, split_folder: Path, place: Path) -> None:
     """Dropping parts on the way gives what dropping them from the written split gives; equal rows are told apart."""
     kept = (0, 1, 2, 4, 5, 7, 8, 9, 13, 15)
     split = open_model(locate(str(split_folder)))

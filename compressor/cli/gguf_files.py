@@ -98,7 +98,7 @@ def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:
         content,
         (
             size_table(f"Compressed by {summary.strategy}", rows),
-            *protected_blocks_of(summary.plan.stage.protected),
+            *protected_blocks_of(summary.plan.expert_plan.protected),
             *([Text(f"{summary.note}.")] if summary.note else []),
             Text(f"Written to {summary.out[0]}{files}"),
             *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),

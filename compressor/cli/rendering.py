@@ -143,8 +143,8 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
     """Sizes before and after, what it took, and what was left out."""
     from compressor.pipeline.outcome import size_table
 
-    stage = outcome.stage
-    title = f"Compressed by {outcome.strategy}" if stage.layers and outcome.strategy != KEPT_WHOLE else "Done"
+    expert_plan = outcome.expert_plan
+    title = f"Compressed by {outcome.strategy}" if expert_plan.layers and outcome.strategy != KEPT_WHOLE else "Done"
     blocks: list[Block] = [size_table(title, outcome.sizes())]
     for step in outcome.plan.steps:
         if step.name != QUANTIZE or step.to_dict() == outcome.quantized:  # not undone by later steps
@@ -170,9 +170,9 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         blocks.append(Text(server_line(outcome.servers)))
     if outcome.loader_fault is not None:
         blocks.append(Text(f"Stock loading: {outcome.loader_fault}"))
-    if stage.constants is not None:
-        gone = counted(sum(len(layer.constants) for layer in stage.layers), "expert")
-        each = span(len(layer.groups) for layer in stage.layers)
+    if expert_plan.has_constants:
+        gone = counted(sum(len(layer.constants) for layer in expert_plan.layers), "expert")
+        each = span(len(layer.groups) for layer in expert_plan.layers)
         blocks.append(Text(f"constants for {gone}; the layers keep {each} each; {NOT_STOCK}"))
     return [*blocks, Text(f"Written to {outcome.out}"), *(push_blocks(pushed) if pushed is not None else ())]
 
@@ -184,7 +184,7 @@ def next_commands(
     folder, commands = Path(outcome.out), list[str]()
     if not any(folder.glob("*.safetensors")):  # it is another exporter's
         return []
-    if outcome.stage.constants is None and result is None:
+    if not outcome.expert_plan.has_constants and result is None:
         record, plan = read_record(folder), outcome.plan
         base = (record and (record.base or record.source)) or (plan.base or plan.source).model
         commands.append(f"{PROGRAM} gate {shlex.quote(base)} {shlex.quote(outcome.out)}")

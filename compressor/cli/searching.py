@@ -178,7 +178,7 @@ def compress_gated(
 
         def judge(folder: Path) -> None:
             result = run_gate(source, ModelSource(str(folder), None, folder), tasks, gate, listener, label=target.name)
-            experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).stage.experts
+            experts = Plan.from_dict(read_object(folder / COMPRESSION)["plan"]).expert_plan.experts
             # from here on a rank that rejects may clear the folder
             accepted = ranks().broadcast(lambda: accepts(result))
             attempts.append(Attempt(count or experts, result, accepted))

@@ -34,8 +34,8 @@ from compressor.gguf_files.header import (
 )
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
-from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep, decisions
+from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
+from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.choose import keep_best, kept_share
@@ -233,9 +233,9 @@ def imatrix_plan(
     source = Source(model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
     made_of = versions((*PACKAGES[:2], "gguf"))
-    stage = CompressionPlan(source, keep, name, {}, data, tuple(layers), protected=listed(protected))
-    options = {"strategy": name, "experts": keep}
-    return Plan(source, (PlannedStep(PRUNE, options, decisions(stage)),), data, versions=made_of)
+    decision = ExpertPlan(keep, tuple(layers), listed(protected))
+    step = PlannedStep(PRUNE, {"strategy": name, "experts": keep}, decision)
+    return Plan(source, (step,), data, versions=made_of)
 
 
 def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
@@ -266,20 +266,20 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     refuse_more_than_drop(plan)
     if plan.source.fingerprint.startswith(FINGERPRINT) and plan.source.fingerprint != blocks.fingerprint:
         raise CompressionError("the plan was made for another GGUF model: the routers differ; plan again for this one")
-    stage = plan.stage
-    by_number = {layer.layer: layer for layer in stage.layers}
-    if len(by_number) != len(stage.layers):
+    expert_plan = plan.expert_plan
+    by_number = {layer.layer: layer for layer in expert_plan.layers}
+    if len(by_number) != len(expert_plan.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
     known, file = {layer.index for layer in blocks.layers}, model.first.path.name
     if strange := sorted(set(by_number) - known):
         raise CompressionError(f"the plan speaks of layer {strange[0]}, which has no experts in {file}; {MATCH}")
     if missing := sorted(known - set(by_number) - blocks.heads):
         raise CompressionError(f"the plan has no entry for blk.{missing[0]} of {file}; {MATCH}")
-    check_llama_cpp(model, blocks, stage.experts)
+    check_llama_cpp(model, blocks, expert_plan.experts)
     layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
         if (planned := by_number.get(layer.index)) is None:
-            layers.append(head_plan(model, layer, stage.experts))
+            layers.append(head_plan(model, layer, expert_plan.experts))
             continue
         for fact in ("experts", "top_k"):
             if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
@@ -287,23 +287,23 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
                 raise CompressionError(f"{planned.module}: {what}; {MATCH}")
         details = {name: getattr(planned, name) for name in ("upstream", "decided_by", "figures")}
         layers.append(LayerPlan.keep(layer, [group.members[0] for group in planned.groups], **details))
-        if named := stage.protected.get(planned.module):
+        if named := expert_plan.protected.get(planned.module):
             protected[layer.name] = named
-    fitted = decisions(replace(stage, layers=tuple(layers), protected=protected))
-    return replace(plan, steps=(replace(plan.of(PRUNE)[-1], plan=fitted, stage=0),))
+    fitted = replace(expert_plan, layers=tuple(layers), protected=protected)
+    return replace(plan, steps=(replace(plan.of(PRUNE)[-1], decision=fitted, stage=0),))
 
 
 def refuse_more_than_drop(plan: Plan) -> None:
     """Refuse what needs weights as plain numbers, and a plan that has not decided."""
     other = next((step.name for step in plan.steps if step.name != PRUNE), None)
-    merged = next((layer.module for layer in plan.stage.layers if not layer.is_drop), None)
+    merged = next((layer.module for layer in plan.expert_plan.layers if not layer.is_drop), None)
     if other is not None or merged is not None:
         what = f"has the step {other}" if other is not None else f"merges experts ({merged})"
         raise CompressionError(
             f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only cut; apply it to "
             "the checkpoint and convert the result, or plan with a strategy that only drops (--split 1 --correct none)"
         )
-    if not all(step.plan for step in plan.of(PRUNE)) or not plan.steps:
+    if not all(step.decision for step in plan.of(PRUNE)) or not plan.steps:
         raise CompressionError("the plan does not say which experts stay; make it by moe-compress plan")
 
 

@@ -63,7 +63,7 @@ class GgufSummary:
 
 def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
-    values, experts, key = model.first.values, plan.stage.experts, f"{blocks.arch}.expert_count"
+    values, experts, key = model.first.values, plan.expert_plan.experts, f"{blocks.arch}.expert_count"
     kind = values[key].kind
     changed = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
     label, begins = model.first.text(LABEL), f"{blocks.experts}x"
@@ -102,8 +102,8 @@ def carry_out(
 
     The first file, without which the others cannot be loaded, is put in place last.
     """
-    start, stage = time.monotonic(), plan.stage
-    chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in stage.layers}
+    start, expert_plan = time.monotonic(), plan.expert_plan
+    chosen = {layer.layer: [group.members[0] for group in layer.groups] for layer in expert_plan.layers}
     kept = {name: chosen[number] for name, number in blocks.homes.items()}
     added, paths = new_values(model, blocks, plan), check_output(out, model, overwrite)
     with wrap_full_disk(out.parent), alone(out) as work:
@@ -129,11 +129,11 @@ def carry_out(
     return GgufSummary(
         out=tuple(map(str, paths)),
         architecture=blocks.arch,
-        strategy=stage.strategy,
+        strategy=plan.strategy,
         experts_before=blocks.experts,
-        experts_after=stage.experts,
+        experts_after=expert_plan.experts,
         before=Size.of(tensors),
-        after=Size.of(cut(tensor, blocks, stage.experts) for tensor in tensors),
+        after=Size.of(cut(tensor, blocks, expert_plan.experts) for tensor in tensors),
         seconds=time.monotonic() - start,
         note=note,
         plan=plan,

@@ -27,7 +27,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.serving import FORMATS
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import changed, step_line
-from compressor.recipe.plan import CompressionPlan, Source, correction_of, describe_split, parts_of
+from compressor.recipe.plan import ExpertPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan, source_files
@@ -69,7 +69,7 @@ class Facts:
     @property
     def strategies(self) -> tuple[str, ...]:
         """How experts were chosen, in the order of the steps; empty where none were."""
-        chosen = [step for step in self.outcome.plan.steps if "layers" in (step.plan or {})]
+        chosen = [step for step in self.outcome.plan.steps if step.expert_plan is not None]
         return tuple(dict.fromkeys(str(step.options.get("strategy", step.name)) for step in chosen))
 
 
@@ -149,7 +149,7 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
     layout, towers = model.layout, {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
-    plan, before, after = outcome.stage, outcome.before.parameters, outcome.after.parameters
+    plan, before, after = outcome.expert_plan, outcome.before.parameters, outcome.after.parameters
     expert, row = Counter[str](), Counter[str]()  # by layer: elements of one expert, and of its router row
     for name, role in layout.roles.items():
         info, counts = model.checkpoint.tensors[name], row if role.is_router else expert
@@ -161,7 +161,7 @@ def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, 
         return None  # layers that share their experts
     idle = sum((plan.experts - layer.top_k) * expert[layer.module] for layer in plan.layers)
     gone = sum((layer.experts - plan.experts) * expert[layer.module] for layer in plan.layers)
-    parts = parts_of(plan.split)
+    parts = parts_of(outcome.plan.split)
     rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
     same = plan.top_k is None and before - after == gone + rows
     return before - gone - idle if same else None, after - idle
@@ -209,7 +209,7 @@ def card_text(
         *provenance(facts, command, again(plan, name)),
         Heading("Experts"),
         *pictures("experts"),
-        *experts_details(data.stage),
+        *experts_details(data.expert_plan),
         *pictures(*MEASURED),
         *loading(facts, repo_id),
         *limits(facts, header.get("license") is not None),
@@ -271,30 +271,31 @@ def cited(name: str) -> str:
 
 def introduction(facts: Facts) -> Blocks:
     """What it is, in one paragraph, with the strategies that won layers where several were tried."""
-    outcome, stage, split = facts.outcome, facts.outcome.stage, facts.outcome.stage.split
-    kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if stage.layers else ".")
-    layers = counted(len(stage.layers), "MoE layer")
+    outcome, expert_plan, split = facts.outcome, facts.outcome.expert_plan, facts.outcome.plan.split
+    fewer = ", with fewer experts" if expert_plan.layers else ""
+    kind = f" It is an ordinary checkpoint of its architecture{fewer}."
+    layers = counted(len(expert_plan.layers), "MoE layer")
     after_split = f", after a split of {describe_split(split)}" if split else ""
-    if stage.constants is not None:
-        replaced = sum(len(layer.constants) for layer in stage.layers)
-        before = sum(layer.experts for layer in stage.layers)
+    if expert_plan.has_constants:
+        replaced = sum(len(layer.constants) for layer in expert_plan.layers)
+        before = sum(layer.experts for layer in expert_plan.layers)
         what = (
             f" in which constants stand for {replaced:,} of the {before:,} experts of its {layers}; "
-            f"{span(len(layer.groups) for layer in stage.layers)} stay in each (MoNE, arXiv:2507.00390). The "
+            f"{span(len(layer.groups) for layer in expert_plan.layers)} stay in each (MoNE, arXiv:2507.00390). The "
             "routers are whole."
         )
         kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
-    elif not stage.layers:
+    elif not expert_plan.layers:
         same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
         what = f", of which all experts stay{after_split}.{same}"
     else:
-        winners = Counter(won for layer in stage.layers if isinstance(won := layer.figures.get("won"), str))
+        winners = Counter(won for layer in expert_plan.layers if isinstance(won := layer.figures.get("won"), str))
         won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
         decided = f"; decided by {joined(won)}" if won else ""
-        routed = f" A token is routed to {stage.top_k} of them." if stage.top_k is not None else ""
+        routed = f" A token is routed to {expert_plan.top_k} of them." if expert_plan.top_k is not None else ""
         what = (
-            f" with {stage.experts} instead of {span(layer.experts for layer in stage.layers)} experts in each of its "
-            f"{layers}{after_split}: {all_dispositions(stage.layers)}.{routed} "
+            f" with {expert_plan.experts} instead of {span(layer.experts for layer in expert_plan.layers)} experts "
+            f"in each of its {layers}{after_split}: {all_dispositions(expert_plan.layers)}.{routed} "
             f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
         )
     if outcome.quantized:
@@ -345,7 +346,7 @@ def provenance(facts: Facts, command: str | None, again: Again | None) -> Blocks
     return Heading("How it was made"), *repeated, *ran, page.made_with(facts.outcome), Text(whole)
 
 
-def experts_details(plan: CompressionPlan) -> Blocks:
+def experts_details(plan: ExpertPlan) -> Blocks:
     """What became of each expert, layer by layer, as a table that folds away."""
     if not plan.layers:
         return (Text("All experts stay."),)
@@ -360,7 +361,7 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
     """How to load it, by what is there."""
     blocks: list[Block] = [Heading("How to load it")]
     serve = Listing(f"vllm serve {repo_id}", "bash")
-    if facts.outcome.stage.constants is not None:
+    if facts.outcome.expert_plan.has_constants:
         vllm = (
             "In vLLM, from the version on that serves the config field approximate_experts, where it supports this "
             "architecture unquantised (not tested with this checkpoint):"
@@ -418,7 +419,7 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
         sentences.append("Accuracy was measured on the tasks above and on nothing else.")
     if outcome.plan.calibration is not None:
         sentences.append("What experts do on other kinds of text than the calibration text did not count.")
-    elif outcome.stage.layers:
+    elif outcome.expert_plan.layers:
         sentences.append("No text was read to choose experts: weights alone decided.")
     sentences.append(_refitted(outcome))
     stored = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
@@ -432,7 +433,7 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
             sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     else:
         sentences.append(f"The weights are not quantised; they are stored as {stored}.")
-    if outcome.stage.constants is not None:
+    if outcome.expert_plan.has_constants:
         sentences.append(
             "The format was checked by the tool's own forward: the written tensors give the logits that the base gives "
             "with these constants."
@@ -446,7 +447,7 @@ def _refitted(outcome: Outcome) -> str:
     """What was refitted or trained, and what that leaves; a step that changed nothing does not count."""
     taken, found = {step["name"] for step in outcome.steps if changed(step)}, list[str]()
     methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
-    layers = outcome.stage.layers
+    layers = outcome.expert_plan.layers
     if methods:
         figures = [correction_of(layer) for layer in layers]
         better = sum(entry.get("kept") not in (None, "none") for entry in figures)
@@ -555,11 +556,11 @@ def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardD
     """The card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
-    outcome, layers = facts.outcome, facts.outcome.stage.layers
+    outcome, layers = facts.outcome, facts.outcome.expert_plan.layers
     repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
     results = [] if outcome.gate is None else card_metrics(outcome.gate)
     pipeline = base.get("pipeline_tag")
-    library = "transformers" if outcome.stage.constants is None else "vllm"
+    library = "vllm" if outcome.expert_plan.has_constants else "transformers"
     return ModelCardData(
         **licence(base, facts.folder, repository, revision),
         language=languages(base),

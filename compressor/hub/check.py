@@ -88,9 +88,9 @@ def _verify_weights(folder: Path) -> dict[str, int]:
     """
     experts, heads = None, True
     if (folder / COMPRESSION).is_file():
-        stage = read_plan(folder).stage
-        experts = stage.experts if stage.layers else None  # where no step decided on them, all stayed
-        heads = stage.mtp == "keep" or not stage.layers
+        expert_plan = read_plan(folder).expert_plan
+        experts = expert_plan.experts if expert_plan.layers else None  # where no step decided on them, all stayed
+        heads = expert_plan.mtp == "keep" or not expert_plan.layers
     if declared(read_object(folder / "config.json")):  # constants are all there, and the rest is a whole model
         model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
         assert isinstance(model.checkpoint, SubstitutedCheckpoint)
@@ -213,11 +213,12 @@ def default_message(found: VerifiedFolder) -> str:
     suffix = " as ONNX" if found.is_graph else ""
     try:
         plan = read_plan(found.folder)
-        stage, base = plan.stage, plan.source.model
-        if not stage.layers:
+        expert_plan, base = plan.expert_plan, plan.source.model
+        if not expert_plan.layers:
             return f"Made from {base} by {', '.join(step.name for step in plan.steps)}{suffix}"
-        counts = {layer.experts for layer in stage.layers}
-        return f"Compressed from {base} by {stage.strategy}, {stage.experts} of {max(counts)} experts{suffix}"
+        counts = {layer.experts for layer in expert_plan.layers}
+        kept = f"{expert_plan.experts} of {max(counts)} experts"
+        return f"Compressed from {base} by {plan.strategy}, {kept}{suffix}"
     except (OSError, CompressionError):
         return f"Checkpoint {found.folder.resolve().name}{suffix}"
 

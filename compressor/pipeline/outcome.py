@@ -22,7 +22,7 @@ from compressor.formatting import human_bytes, human_count, share
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
-from compressor.recipe.plan import CompressionPlan, parts_of
+from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
@@ -86,19 +86,19 @@ class Outcome:
     recorded_digest: str = ""  # of the plan, as a folder has it
 
     @property
-    def stage(self) -> CompressionPlan:
+    def expert_plan(self) -> ExpertPlan:
         """What became of the source's experts."""
-        return self.plan.stage
+        return self.plan.expert_plan
 
     @property
     def strategy(self) -> str:
         """How experts were chosen."""
-        return self.stage.strategy
+        return self.plan.strategy
 
     @property
     def top_k(self) -> int:
         """Experts that a token is routed to; 0 where no step decided on experts."""
-        return max((layer.top_k for layer in self.stage.layers), default=0)
+        return max((layer.top_k for layer in self.expert_plan.layers), default=0)
 
     @property
     def title(self) -> str:
@@ -113,7 +113,7 @@ class Outcome:
     @property
     def quantized(self) -> dict[str, Any] | None:
         """The entry of the step that quantised the weights; None if none did, or later ones changed them."""
-        entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.plan is not None]
+        entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.decision is not None]
         return entries[-1] if entries and self.packed else None
 
     def sizes(self) -> list[SizeRow]:
@@ -122,7 +122,6 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the plan's layers."""
-        stage = self.stage
         return {
             "output": self.out,
             "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
@@ -138,7 +137,7 @@ class Outcome:
             "zeroed_fields": list(self.zeroed_fields),
             **({"acceptance": {name: dict(each) for name, each in self.acceptance.items()}} if self.acceptance else {}),
             **({} if self.heldout is None else {"heldout": plain_json(self.heldout)}),
-            "protected_experts": sum(map(len, stage.protected.values())),
+            "protected_experts": sum(map(len, self.expert_plan.protected.values())),
             "plan_digest": self.plan.digest(),
             "calibration": self.plan.calibration,
             "versions": dict(self.versions),
@@ -149,7 +148,7 @@ class Outcome:
                 if self.quantized is None
                 else {"quantization": {**self.quantized["options"], **self.quantized["plan"]}}
             ),
-            **({} if stage.constants is None else {"constants": dict(stage.constants)}),
+            **({} if self.plan.constants is None else {"constants": self.plan.constants}),
             "steps": [{name: entry[name] for name in ("name", "options", "result")} for entry in self.steps],
         }
 
@@ -184,12 +183,12 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
     ).encode()
 
 
-def servers_of(model: OpenModel, stage: CompressionPlan) -> Advice | None:
-    """Which servers run what a stage makes of a model; None with constants, which vLLM alone serves."""
-    if stage.constants is not None:
+def servers_of(model: OpenModel, plan: ExpertPlan) -> Advice | None:
+    """Which servers run what a plan makes of a model; None with constants, which vLLM alone serves."""
+    if plan.has_constants:
         return None
     layers = model.architecture.layers
-    return advice_on(served_model(model), layers, stage.experts or model.architecture.experts)
+    return advice_on(served_model(model), layers, plan.experts or model.architecture.experts)
 
 
 def is_packed(folder: Path) -> bool:
@@ -228,7 +227,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     """
     content, plan = _recorded(folder)
     run = read_record(folder)
-    experts_before, experts_after = _experts_of(folder, plan.stage)
+    experts_before, experts_after = _experts_of(folder, plan)
     if isinstance(gate, Path):
         gate = read_gate(gate)
     try:
@@ -258,12 +257,13 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
         raise CompressionError(f"{folder / COMPRESSION} is damaged ({error!r}); compress again") from error
 
 
-def _experts_of(folder: Path, stage: CompressionPlan) -> tuple[int, int]:
+def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
     """Experts of a layer before and after; where no step has chosen any, those of the output itself."""
-    if stage.layers:
-        return max(layer.experts for layer in stage.layers), stage.experts
+    decided = plan.expert_plan
+    if decided.layers:
+        return max(layer.experts for layer in decided.layers), decided.experts
     config = read_json(folder / "config.json", "restore it", "restore it")
     inner = [config, *(value for value in config.values() if isinstance(value, dict))]
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     after = next((entry[name] for entry in inner for name in names if isinstance(entry.get(name), int)), 0)
-    return after // parts_of(stage.split), after
+    return after // parts_of(plan.split), after

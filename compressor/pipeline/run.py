@@ -30,7 +30,7 @@ from compressor.model.verification import check_carried
 from compressor.pipeline.outcome import Outcome, fault_of, is_packed, read_outcome, record_of, servers_of
 from compressor.pipeline.task import Task, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.step import FORMAT, DecoderLayer, Step, Tensors
 from compressor.recipe.steps_plan import Plan, PlannedStep
@@ -84,7 +84,7 @@ class Stage:
     folder: Path
     job: OutputJob
     source: OpenModel  # the model that its layers were made of, as the stage saw it
-    plan: CompressionPlan
+    plan: ExpertPlan
     heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
     before: "Stage | None" = None  # what it was made of, unless that is the run's source
@@ -191,14 +191,14 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
         return None
     report_in_place(terms.out)
     outcome = replace(read_outcome(terms.out), loader_fault=fault_of(terms.out))
-    servers = servers_of(task.seen, outcome.stage)  # figures of this run, which did nothing, in place of that one's
+    servers = servers_of(task.seen, outcome.expert_plan)  # figures of this run, which did nothing, not of that one
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
 def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str | None) -> Outcome:
     work, model, first = state.work, task.model, stage.first
     assert work is not None
-    whole, before = state.plan.stage, Size.of(model.checkpoint.tensors.values())
+    whole, before = state.plan.expert_plan, Size.of(model.checkpoint.tensors.values())
     if task.before is not None:  # sizes count from the source of the first run
         record = read_object(model.source.folder / COMPRESSION)
         before = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
@@ -284,7 +284,7 @@ def _judged(task: Task, state: State, folder: Path) -> Judged | None:
             fault = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
             raise CompressionError(f"{fault}; give more text, or lower --samples or --sequence-length")
         settings, constants = (state.base.dtype_name, str(state.base.partial.device)), None
-        if state.plan.stage.constants is None:
+        if not state.plan.expert_plan.has_constants:
             output = open_model(ModelSource(str(folder), None, folder), *settings)
         else:
             output, found = read_constants(folder, *settings)
@@ -313,8 +313,9 @@ def make_all(state: State) -> Stage:
         state.number = numbers[0]
         for number in numbers:
             if (recorded := work.steps.get(number)) is not None:  # by a run that was killed
-                entry = read_as(PlannedStep, recorded, "journal.json")
-                state.plan = state.plan.with_entry(number, plan=entry.plan, result=entry.result, text=entry.text)
+                entry = PlannedStep.from_dict(recorded, "journal.json")
+                changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
+                state.plan = state.plan.with_entry(number, **changes)
         if state.step_at(numbers[0]).options.order is not None:
             stage = _layer_stage(state, numbers, stage, work)
             continue
@@ -341,9 +342,10 @@ def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, wor
                 continue
             state.number = number
             with state.clock.phase(step.name):
-                for changed, decided in step.refit(state).items():
-                    state.plan = state.plan.with_entry(changed, plan=dict(decided))
-                    work.record(changed, state.plan.steps[changed].to_dict())
+                refitted = step.refit(state)
+            if refitted is not None and state.deciding is not None:
+                state.plan = state.plan.with_entry(state.deciding, decision=refitted)
+                work.record(state.deciding, state.plan.steps[state.deciding].to_dict())
     stage = _written(state, numbers, work, steps)
     stage.before = before
     return stage
@@ -355,22 +357,23 @@ def decide(state: State, numbers: Sequence[int]) -> None:
         state.model = state.step_at(number).model_view(state.model)
     for number in numbers:
         state.number, step = number, state.step_at(number)
-        decided = state.plan.steps[number].plan
-        if decided is None:
+        decision = state.plan.steps[number].decision
+        if decision is None:
             with state.clock.phase("plan"):
-                decided = dict(step.decide(state))
-            state.plan = state.plan.with_entry(number, plan=decided or None, text=state.own_text)
-            if state.work is not None and decided:
+                decision = step.decide(state)
+            state.plan = state.plan.with_entry(number, decision=decision, text=state.own_text)
+            if state.work is not None and decision is not None:
                 state.work.record(number, state.plan.steps[number].to_dict())
-        step.apply_decision(decided, state)
+        if decision is not None:
+            step.apply_decision(decision, state)
 
 
 def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> Stage:
-    folder, plan = work.stage(numbers[0]), state.stage_plan()
+    folder, plan = work.stage(numbers[0]), state.expert_plan()
     heads = check_plan(plan, state.model)
     earlier = state.steps[: numbers[0] - state.first]
     packed = [step.name for step in earlier if FORMAT in step.options.changes]
-    if packed and through_model(state.model.layout, plan):
+    if packed and through_model(state.model.layout, plan, state.refits):
         message = f"{packed[0]} has packed experts that can only be merged, or dropped, once they are dequantised"
         raise CompressionError(f"steps[{numbers[0] - state.first}]: {message}; put {packed[0]} after it")
     job = None

@@ -252,7 +252,7 @@ def _requirements(
     first = next((stage for step, stage in zip(options, stages, strict=True) if step.order is not None), None)
     for number, step in enumerate(steps):
         order, stage = step.options.order, stages[number]
-        planned = plan is not None and plan.steps[number].plan is not None
+        planned = plan is not None and plan.steps[number].decision is not None
         if order is not None and stage == first:
             seen = step.model_view(seen)
         if order is None:

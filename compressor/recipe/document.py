@@ -19,29 +19,32 @@ COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
     """A row for each layer of a plan that was written there, and its steps if there are several."""
-    plan = planned.stage
-    columns: tuple[str, ...] = COLUMNS if plan.protected else COLUMNS[:-1]
+    plan, columns = planned.expert_plan, list(COLUMNS)
+    if not plan.protected:
+        columns.remove("protected")
+    if plan.has_constants:
+        columns[columns.index("dropped")] = "constants"
     rows = [
         (
             layer.module,
             str(layer.experts),
             str(len(layer.groups)),
             first_of(layer.dropped),
-            first_of(list(map(list, layer.merged))),
+            first_of([list(members) for members in layer.merged]),
             first_of(plan.protected.get(layer.module, ())),
         )[: len(columns)]
         for layer in plan.layers
     ]
-    data = "" if plan.calibration is None or "only" not in plan.calibration else f" for {plan.calibration['only']}"
-    if plan.constants is not None:
-        columns = tuple("constants" if name == "dropped" else name for name in columns)
-    title = f"Plan by {plan.strategy}{data}, written to {path}"
-    steps = [Text(f"Steps: {', '.join(step.name for step in planned.steps)}")] if len(planned.steps) > 1 else []
-    blocks: list[Block] = [Table(title, columns, tuple(rows))]
+    only = (planned.calibration or {}).get("only")
+    data = "" if only is None else f" for {only}"
+    title = f"Plan by {planned.strategy}{data}, written to {path}"
+    blocks: list[Block] = [Table(title, tuple(columns), tuple(rows))]
     for step in planned.steps:
-        if step.plan is not None:
+        if step.decision is not None:
             blocks += make_step(step.name, step.options).step().describe(step.to_dict())
-    return *blocks, *steps
+    if len(planned.steps) > 1:
+        blocks.append(Text(f"Steps: {', '.join(step.name for step in planned.steps)}"))
+    return tuple(blocks)
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:

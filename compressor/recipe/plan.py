@@ -192,77 +192,82 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressionPlan:
-    """A whole model's plan with its provenance."""
+class ExpertPlan:
+    """The decision of a step on all experts of a model: which stay, merge or go, or become constants."""
 
-    source: Source
     experts: int  # per layer, in the output; where layers keep different numbers, their mean rounded down
-    strategy: str
-    options: Mapping[str, Any]
-    calibration: Mapping[str, Any] | None  # source, digest, samples and seed; None when no data was read
     layers: tuple[LayerPlan, ...]
-    seed: int = 0
-    sequential: bool = False  # each layer was planned on what the compressed earlier ones output
-    correction: Mapping[str, Any] | None = None  # what is refitted when the plan is carried out; None: nothing
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module, ascending: stay as they are
-    mtp: str | None = None  # "keep" or "drop": what is done with multi-token-prediction heads that are understood
-    constants: Mapping[str, Any] | None = None  # which stand for the experts that are dropped, and the budget
-    split: Mapping[str, Any] | None = None  # how each of the source's experts became several, which the plan numbers
     top_k: int | None = None  # experts that a token is routed to in the output, where they are fewer than before
+    mtp: str | None = None  # "keep" or "drop": what is done with multi-token-prediction heads that are understood
+    format: str | None = None  # "mone": constants stand for experts that are dropped
+    budget: str | None = None  # of constants: even or uneven over layers
+    experts_total: int | None = None  # that stay beside constants, over all layers
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of how constants were divided over layers
 
     def __post_init__(self) -> None:
-        if fault := next(self._faults(), ""):
-            raise CompressionError(fault)
+        if message := next(self._faults(), ""):
+            raise CompressionError(message)
 
     def _faults(self) -> Iterator[str]:
-        if self.correction is not None and self.calibration is None:
-            yield "a correction needs calibration data; restore calibration or write null for both"
-        if self.split is not None:
-            check_split(self.split)
         if self.mtp not in (None, "keep", "drop"):
             yield f"mtp is {self.mtp!r}; write keep or drop, or take it out"
         known = {layer.module: layer for layer in self.layers}
         for layer in self.layers:
             if known[layer.module] is not layer:
                 yield f"{layer.module} appears twice in the plan; keep one entry for each layer"
-            if self.constants is not None and layer.dropped and not layer.constants:
-                remedy = "name them in 'constants'"
-                yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
-            if self.constants is None and layer.constants:
-                yield f"{layer.module} has constants, but the plan is not of that format; restore 'constants'"
-            if self.constants is None and len(layer.groups) != self.experts:
+            if self.format is not None:
+                if layer.dropped and not layer.constants:
+                    remedy = "name them in 'constants'"
+                    yield f"{layer.module} drops experts without constants, which this format cannot; {remedy}"
+                continue
+            if layer.constants:
+                yield f"{layer.module} has constants, but the plan is not of that format; restore 'format'"
+            if len(layer.groups) != self.experts:
                 what = f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in every layer"
                 yield f"{layer.module}: {what}; make them equal"
-        if self.constants is not None:
-            if self.constants.get("format") != "mone":
-                yield f"the plan's constants are of format {self.constants.get('format')!r}; known is 'mone'"
-            if self.calibration is None:
-                yield "constants are measured on calibration data; restore calibration or plan again"
-            if self.split is not None:
-                yield "a plan with constants can have no split; take it out"
-            kept, total = sum(len(layer.groups) for layer in self.layers), self.constants.get("experts_total")
-            if kept != total or (self.layers and kept // len(self.layers) != self.experts):
-                promised = f"{total!r} in all and {self.experts} in each"
+        if self.format is not None:
+            if self.format != "mone":
+                yield f"the plan's constants are of format {self.format!r}; known is 'mone'"
+            kept = sum(len(layer.groups) for layer in self.layers)
+            mean = kept // len(self.layers) if self.layers else self.experts
+            if (kept, mean) != (self.experts_total, self.experts):
+                promised = f"{self.experts_total!r} in all and {self.experts} in each"
                 yield f"its layers keep {kept} experts, but the plan says {promised}; make them equal"
         for module, experts in self.protected.items():
-            if (owner := known.get(module)) is None:
+            owner = known.get(module)
+            if owner is None:
                 yield f"protected names {module}, which the plan does not have; restore it"
-            elif beyond := [expert for expert in experts if not 0 <= expert < owner.experts]:
+                continue
+            missing = [expert for expert in experts if not 0 <= expert < owner.experts]
+            changed = touched(owner, experts)
+            if missing:
                 most = owner.experts - 1
-                yield f"{module}: protected expert {beyond[0]} does not exist; experts are numbered 0 to {most}"
-            elif changed := touched(owner, experts):
+                yield f"{module}: protected expert {missing[0]} does not exist; experts are numbered 0 to {most}"
+            elif changed:
                 remedy = "give it an untouched group of its own, or take it out of 'protected'"
                 yield f"{module}: expert {changed[0]} is protected, but is not kept as it is; {remedy}"
 
     @property
-    def is_drop(self) -> bool:
-        """True if the whole plan is a pure drop (or keeps everything), and no weight is refitted."""
-        return self.correction is None and all(layer.is_drop for layer in self.layers)
+    def has_constants(self) -> bool:
+        """True if constants stand for experts that are dropped."""
+        return self.format is not None
 
     @property
-    def stored_as_is(self) -> bool:
-        """True if the output can be mixed from stored tensors: no neuron changes its place, nothing is refitted."""
-        return self.correction is None and not any(group.aligned for layer in self.layers for group in layer.groups)
+    def is_drop(self) -> bool:
+        """True if it is a pure drop, or keeps everything."""
+        return all(layer.is_drop for layer in self.layers)
+
+    @property
+    def reorders(self) -> bool:
+        """True if neurons of an expert change their places."""
+        return any(group.aligned for layer in self.layers for group in layer.groups)
+
+    @classmethod
+    def whole(cls, model: "OpenModel") -> Self:
+        """A plan that keeps every expert of a model as it is."""
+        layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
+        return cls(model.architecture.experts, layers)
 
 
 def check_split(split: Mapping[str, Any]) -> None:
@@ -294,9 +299,8 @@ def check_source(source: Source, fingerprint: str) -> None:
         raise CompressionError(f"the plan was made for another model: {differs}; plan again for this one")
 
 
-def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint: str) -> None:
-    """Refuse a plan that was made for another model, or whose facts about the model were edited."""
-    check_source(plan.source, fingerprint)
+def check_layers(plan: ExpertPlan, layers: "Sequence[MoeLayer]") -> None:
+    """Refuse a plan whose facts about the model are not those of the model."""
     known = {layer.name: layer for layer in layers}
     for planned in plan.layers:
         if (layer := known.pop(planned.module, None)) is None:
@@ -307,9 +311,3 @@ def check_against(plan: CompressionPlan, layers: Sequence[MoeLayer], fingerprint
                 raise CompressionError(f"{layer.name}: {fault}; restore it")
     if missing := sorted(known):
         raise CompressionError(f"the plan has no entry for {missing[0]}; every MoE layer needs one")
-
-
-def whole_plan(model: "OpenModel") -> CompressionPlan:
-    """The plan that keeps every expert of a model as it is."""
-    layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
-    return CompressionPlan(Source.of(model), model.architecture.experts, KEPT_WHOLE, {}, None, layers)

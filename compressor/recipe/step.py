@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # a step's options are read without torch
     from compressor.checkpoint.reader import Size
     from compressor.document.blocks import Block
     from compressor.model.opened import OpenModel
+    from compressor.recipe.plan import ExpertPlan
+    from compressor.recipe.steps_plan import Decision
     from compressor.steps.state import State
     from compressor.steps.tensors import OutputJob
 
@@ -243,16 +245,16 @@ class Step(Generic[StepOptionsT]):
         """
         return None
 
-    def decide(self, state: "State") -> Mapping[str, Any]:
-        """Return its decisions as JSON; nothing is written."""
-        return {}
+    def decide(self, state: "State") -> "Decision | None":
+        """Return its decision, on experts or as JSON; nothing is written."""
+        return None
 
-    def apply_decision(self, decided: Mapping[str, Any], state: "State") -> None:
-        """Apply the decisions, which may be an earlier run's, to `state.model`."""
+    def apply_decision(self, decision: Any, state: "State") -> None:
+        """Apply the decision, which may be an earlier run's, to `state.model`."""
 
-    def refit(self, state: "State") -> Mapping[int, Mapping[str, Any]]:
-        """Refit layers in order once all steps of the stage have decided; return decisions with figures, by step."""
-        return {}
+    def refit(self, state: "State") -> "ExpertPlan | None":
+        """Refit layers in order once all steps of the stage have decided; return the plan of experts with figures."""
+        return None
 
     def writer(self, state: "State") -> "OutputJob | None":
         """Return how the stage's tensors are made, where that is not by copying, picking and mixing experts."""

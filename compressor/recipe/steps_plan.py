@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, reduce
 from itertools import groupby
 from pathlib import Path
@@ -17,19 +17,13 @@ from typing import Any, Self
 from compressor.errors import CompressionError
 from compressor.files import alone, json_object, replacing
 from compressor.formatting import distinct
-from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, CompressionPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/2"
 SPLIT, PRUNE, CONSTANTS, CORRECT, QUANTIZE = "split", "prune", "constants", "correct", "quantize"
-MOST_STEPS = 100
-MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # of a model, and of a layer: more than any has
-MOST_IN_ALL = 2**17  # experts of all layers, few enough to list and to draw
-MOST_FIGURES = 100  # names in a layer's figures, and in whatever else a page shows one by one
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
-DECISIONS = frozenset(
-    ("experts", "protected", "top_k", "mtp", "layers", "budget", "figures", "experts_total", "format")
-)  # of prune and constants
+Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +32,36 @@ class PlannedStep:
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, Any] | None = None
+    decision: Decision | None = None
     result: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None  # identity of a text of its own
     stage: int = 0  # number of its stage: layerwise steps that are done together, or one on the whole model
 
-    def __post_init__(self) -> None:
-        few(self.options, "options")
+    @property
+    def expert_plan(self) -> ExpertPlan | None:
+        """Its decision on experts; None if it has made none."""
+        return self.decision if isinstance(self.decision, ExpertPlan) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without what is not there."""
-        found = {"name": self.name, "options": dict(self.options), "stage": self.stage}
-        more = {"plan": self.plan, "result": self.result, "text": self.text}
-        return found | {name: dict(value) for name, value in more.items() if value is not None}
+        """Plain JSON types, without what is not there; the decision is named `plan`."""
+        content: dict[str, Any] = {"name": self.name, "options": dict(self.options), "stage": self.stage}
+        if self.decision is not None:
+            content["plan"] = decision_to_dict(self.decision)
+        if self.result is not None:
+            content["result"] = dict(self.result)
+        if self.text is not None:
+            content["text"] = dict(self.text)
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Any, where: str = "steps") -> Self:
+        """Read a step back; raises `CompressionError` saying what is missing, unknown or impossible."""
+        if not isinstance(content, dict):
+            raise CompressionError(f"{where}: {content!r} stands where an object should")
+        plain = {name: value for name, value in content.items() if name != "plan"}
+        step = read_as(cls, plain, where, closed=True)
+        decided = content.get("plan")
+        return step if decided is None else replace(step, decision=decision_from_dict(decided, step.name))
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
-        for stage in self.stages:  # which check themselves
-            self.staged(stage)
+        if self.calibration is None and self.correction is not None and self.expert_plan.layers:
+            raise CompressionError(
+                "a correction needs calibration data; restore calibration or write null for both"
+            )
+        if self.split is not None:
+            check_split(self.split)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -77,54 +92,59 @@ class Plan:
         numbers = groupby(range(len(self.steps)), key=lambda number: self.steps[number].stage)
         return tuple(tuple(group) for _, group in numbers)
 
-    def staged(self, numbers: Sequence[int]) -> CompressionPlan | None:
-        """What the layerwise steps of a stage do to every expert; None where it is not decided, or of another kind."""
-        by_name = {self.steps[number].name: self.steps[number] for number in numbers}
-        chosen = by_name.get(PRUNE) or by_name.get(CONSTANTS)
-        if chosen is None or chosen.plan is None:
-            return None
-        decided, options, where = chosen.plan, chosen.options, f"the plan of {chosen.name}"
-        if unknown := sorted(decided.keys() - DECISIONS):
-            known = ", ".join(sorted(DECISIONS))
-            raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {known}")
-        if missing := sorted({"experts", "layers"} - set(decided)):
-            raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
-        _refuse_crowds(decided["layers"])
-        refit = by_name.get(CORRECT)
-        constants = correction = None
-        if chosen.name == CONSTANTS:
-            named = {name: decided[name] for name in ("format", "budget", "experts_total")}
-            constants = {**named, "dtype": self.dtype, **(decided.get("figures") or {})}
-        if refit is not None:
-            refitted = {name: value for name, value in refit.options.items() if name != "calibration"}
-            correction = {**refitted, "dtype": self.dtype}
-        protected = value_as(decided.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
-        return CompressionPlan(
-            source=self.source,
-            experts=value_as(decided["experts"], int, "experts"),
-            strategy=str(options.get("strategy", chosen.name)),
-            options=dict(options.get("options") or {}),
-            calibration=self.calibration,
-            layers=tuple(layer_from_dict(entry) for entry in decided["layers"]),
-            seed=self.seed,
-            sequential=bool(options.get("sequential")),
-            correction=correction,
-            protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
-            mtp=decided.get("mtp"),
-            constants=constants,
-            split=_split_by(by_name.get(SPLIT)),
-            top_k=decided.get("top_k"),
-        )
-
     @cached_property
-    def stage(self) -> CompressionPlan:
+    def expert_plan(self) -> ExpertPlan:
         """What becomes of the source's experts over all stages together, for those who show it."""
-        plans = [plan for stage in self.stages if (plan := self.staged(stage)) is not None]
+        plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
         if plans:
             return reduce(_composed, plans)
-        split = next((split for step in self.of(SPLIT) if (split := _split_by(step))), None)
-        experts = 0 if split is None else int(split["experts"]) * int(split["parts"])
-        return CompressionPlan(self.source, experts, KEPT_WHOLE, {}, self.calibration, (), split=split)
+        split = self.split
+        return ExpertPlan(0 if split is None else int(split["experts"]) * int(split["parts"]), ())
+
+    @property
+    def pruning(self) -> PlannedStep | None:
+        """The last step that decided on experts."""
+        return next((step for step in reversed(self.steps) if step.expert_plan is not None), None)
+
+    @property
+    def strategy(self) -> str:
+        """How the last such step chose experts."""
+        return KEPT_WHOLE if self.pruning is None else str(self.pruning.options.get("strategy", self.pruning.name))
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """Options of the strategy."""
+        return {} if self.pruning is None else dict(self.pruning.options.get("options") or {})
+
+    @property
+    def sequential(self) -> bool:
+        """True if each layer was planned on what the compressed earlier ones output."""
+        return self.pruning is not None and bool(self.pruning.options.get("sequential"))
+
+    @property
+    def split(self) -> dict[str, Any] | None:
+        """How each of the source's experts became several; None where they stayed whole."""
+        decided = [dict(step.decision) for step in self.of(SPLIT) if isinstance(step.decision, Mapping)]
+        return next((split for split in decided if split.get("parts") != 1), None)
+
+    @property
+    def correction(self) -> dict[str, Any] | None:
+        """How experts were refitted where they were decided on; None if they were not."""
+        pruning = self.pruning
+        refits = [step for step in self.of(CORRECT) if pruning is not None and step.stage == pruning.stage]
+        if not refits:
+            return None
+        options = {name: value for name, value in refits[-1].options.items() if name != "calibration"}
+        return {**options, "dtype": self.dtype}
+
+    @property
+    def constants(self) -> dict[str, Any] | None:
+        """Format and budget of constants that stand for experts, with the figures of how they were divided."""
+        plan = self.expert_plan
+        if not plan.has_constants:
+            return None
+        named = {"format": plan.format, "budget": plan.budget, "experts_total": plan.experts_total}
+        return {**named, "dtype": self.dtype, **plan.figures}
 
     def of(self, name: str) -> tuple[PlannedStep, ...]:
         """All steps of a name, in order."""
@@ -155,7 +175,8 @@ class Plan:
         """SHA-256 of what decides the output: source, text, and each step's options and decisions."""
         steps = []
         for step in self.steps:
-            decided = {name: value for name, value in (step.plan or {}).items() if name not in NOT_DECISIVE}
+            content = {} if step.decision is None else decision_to_dict(step.decision)
+            decided = {name: value for name, value in content.items() if name not in NOT_DECISIVE}
             if "layers" in decided:
                 decided["layers"] = [[layer["groups"], layer.get("constants")] for layer in decided["layers"]]
             steps.append([step.name, dict(step.options), decided, (step.text or {}).get("sha256")])
@@ -171,13 +192,13 @@ class Plan:
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
         try:
-            if not isinstance(steps := content.get("steps"), list) or len(steps) > MOST_STEPS:
-                raise CompressionError(f"steps should be a list of at most {MOST_STEPS}; restore it")
-            few(content.get("versions"), "versions")
-            for text in (content.get("calibration"), *(each.get("text") for each in steps if isinstance(each, dict))):
-                few(text, "calibration")
-                few(text.get("sources") if isinstance(text, dict) else None, "calibration's sources")
-            return read_as(cls, {name: value for name, value in content.items() if name != "format"}, closed=True)
+            steps = content.get("steps")
+            if not isinstance(steps, list):
+                raise CompressionError("steps should be a list; restore it")
+            others = {name: value for name, value in content.items() if name not in ("format", "steps")}
+            plan = read_as(cls, {**others, "steps": []}, closed=True)
+            read = [PlannedStep.from_dict(entry, f"steps[{number}]") for number, entry in enumerate(steps)]
+            return replace(plan, steps=tuple(read))
         except CompressionError as error:
             raise CompressionError(f"{where}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -192,9 +213,44 @@ class Plan:
         return cls.from_dict(content, str(path))
 
 
-def _split_by(step: PlannedStep | None) -> dict[str, Any] | None:
-    """What a step has decided on parts of experts; None where they stay whole, or it has decided nothing."""
-    return None if step is None or step.plan is None or step.plan.get("parts") == 1 else dict(step.plan)
+def decision_to_dict(decision: Decision) -> dict[str, Any]:
+    """A step's decision as JSON, without what is not there."""
+    if not isinstance(decision, ExpertPlan):
+        return dict(decision)
+    content: dict[str, Any] = {"experts": decision.experts}
+    if decision.has_constants:
+        content |= {name: getattr(decision, name) for name in ("format", "budget", "experts_total")}
+        content["figures"] = dict(decision.figures)
+    if decision.protected:
+        content["protected"] = {module: list(experts) for module, experts in decision.protected.items()}
+    content |= {name: getattr(decision, name) for name in ("top_k", "mtp") if getattr(decision, name) is not None}
+    return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
+
+
+def decision_from_dict(content: Any, name: str) -> Decision:
+    """The decision of the step of that name from JSON; one with layers is on experts."""
+    where = f"the plan of {name}"
+    if not isinstance(content, dict):
+        raise CompressionError(f"{where}: {content!r} stands where an object should")
+    if "layers" not in content and name not in (PRUNE, CONSTANTS):
+        return content
+    known = [each.name for each in fields(ExpertPlan)]
+    unknown = sorted(content.keys() - set(known))
+    if unknown:
+        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    missing = sorted({"experts", "layers"} - content.keys())
+    if missing:
+        raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
+    if not isinstance(content["layers"], list):
+        raise CompressionError(f"{where}: layers should be a list; restore it")
+    protected = value_as(content.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
+    others = {name: value for name, value in content.items() if name not in ("layers", "protected")}
+    return ExpertPlan(
+        experts=value_as(others.pop("experts"), int, "experts"),
+        layers=tuple(layer_from_dict(entry) for entry in content["layers"]),
+        protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
+        **others,
+    )
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
@@ -219,9 +275,6 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     if not isinstance(entry, dict):
         raise CompressionError(f"layers: {entry!r} stands where an object should")
     module = str(entry.get("module", "layers"))
-    if value_as(entry.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
-        raise CompressionError(f"{module}: {entry['experts']} experts are more than any layer has; restore it")
-    few(entry.get("figures"), f"{module}: figures")
     content = {name: value for name, value in entry.items() if name != "dropped"}
     if isinstance(entry.get("constants"), list):
         content["constants"] = sorted(set(entry["constants"]))
@@ -245,55 +298,34 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     return plan
 
 
-def _refuse_crowds(layers: Any) -> None:
-    if not isinstance(layers, list):
-        return
-    if len(layers) > MOST_LAYERS:
-        raise CompressionError(f"{len(layers):,} layers are more than any model has; restore the plan")
-    counts = (entry.get("experts") for entry in layers if isinstance(entry, dict))
-    if sum(count for count in counts if isinstance(count, int) and 0 < count <= MOST_EXPERTS) > MOST_IN_ALL:
-        raise CompressionError(f"its layers have more than {MOST_IN_ALL:,} experts together; restore the plan")
-
-
-def few(content: Any, name: str) -> Any:
-    """Return the object or list, refusing one with more entries than a plan's may have."""
-    if isinstance(content, Mapping | Sequence) and not isinstance(content, str) and len(content) > MOST_FIGURES:
-        raise CompressionError(f"{name}: {len(content):,} entries are more than {MOST_FIGURES}; take some out")
-    return content
-
-
-def decisions(plan: CompressionPlan) -> dict[str, Any]:
-    """What a stage's prune or constants step decided, as its entry in the plan has it."""
-    protected = {name: list(experts) for name, experts in plan.protected.items()}
-    optional = {"protected": protected or None, "top_k": plan.top_k, "mtp": plan.mtp}
-    return {
-        "experts": plan.experts,
-        **{name: value for name, value in optional.items() if value is not None},
-        "layers": [layer_to_dict(layer) for layer in plan.layers],
-    }
-
-
-def _composed(first: CompressionPlan, second: CompressionPlan) -> CompressionPlan:
+def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
     """What two stages do one after the other, in terms of the first one's experts."""
-    before = {layer.module: layer for layer in first.layers}
-
-    def group(layer: LayerPlan, after: Group) -> Group:
-        shares = zip(after.members, after.coefficients, after.router_coefficients, strict=True)
-        parts = [(layer.groups[slot], share, routed) for slot, share, routed in shares]
-        members = [member for own, _, _ in parts for member in own.members]
-        mixed = [share * c for own, share, _ in parts for c in own.coefficients]
-        routed = [share * c for own, _, share in parts for c in own.router_coefficients]
-        scale = after.scale * (parts[0][0].scale if len(parts) == 1 else 1.0)
-        return Group(tuple(members), tuple(mixed), tuple(routed), scale)
-
-    layers = list[LayerPlan]()
+    before, layers = {layer.module: layer for layer in first.layers}, list[LayerPlan]()
     for layer in second.layers:
-        if (own := before.get(layer.module)) is not None:
-            groups = sorted((group(own, after) for after in layer.groups), key=lambda each: min(each.members))
+        earlier = before.get(layer.module)
+        if earlier is not None:
+            groups = sorted((_composed_group(earlier, group) for group in layer.groups), key=_first_member)
             later = {name: getattr(layer, name) for name in ("upstream", "decided_by", "figures")}
-            layer = replace(own, groups=tuple(groups), constants=(), **later)
+            layer = replace(earlier, groups=tuple(groups), constants=(), **later)
         layers.append(layer)
-    return replace(second, layers=tuple(layers), protected=first.protected, split=first.split)
+    return replace(second, layers=tuple(layers), protected=first.protected)
+
+
+def _first_member(group: Group) -> int:
+    return min(group.members)
+
+
+def _composed_group(earlier: LayerPlan, group: Group) -> Group:
+    """A group of an earlier plan's experts, in terms of that plan's members."""
+    members, mixed, routed = list[int](), list[float](), list[float]()
+    for slot, share, router_share in zip(group.members, group.coefficients, group.router_coefficients, strict=True):
+        inner = earlier.groups[slot]
+        members += inner.members
+        mixed += [share * coefficient for coefficient in inner.coefficients]
+        routed += [router_share * coefficient for coefficient in inner.router_coefficients]
+    single = len(group.members) == 1
+    scale = group.scale * (earlier.groups[group.members[0]].scale if single else 1.0)
+    return Group(tuple(members), tuple(mixed), tuple(routed), scale)
 
 
 def source_files(output: Path, sources: Sequence[str]) -> list[Path]:

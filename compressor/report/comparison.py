@@ -193,7 +193,7 @@ class _Table:
             riding.figures[0],
             plan.experts,
             name=contender.name,
-            strategy=plan.strategy,
+            strategy=contender.strategy.name,
             correction=correction.method,
             error=_layer_error(layer.figures["correction"] for layer in layers),
             seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),

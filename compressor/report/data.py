@@ -19,7 +19,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import GateResult, gate_content
 from compressor.formatting import counted, joined, one_line, ranges
 from compressor.pipeline.outcome import Outcome, read_outcome
-from compressor.recipe.plan import CompressionPlan, LayerPlan, correction_of
+from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_json, value_as
 
@@ -137,16 +137,16 @@ def report_data(
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
     outcome, measured = read_outcome(folder, gate), measured or Measured()
-    stage, measures = outcome.stage, {layer.module: layer for layer in measured.layers}
+    expert_plan, measures = outcome.expert_plan, {layer.module: layer for layer in measured.layers}
     return Report(
         **{entry.name: getattr(outcome, entry.name) for entry in fields(Outcome)},
         layers=named(
             LayerReport(
                 **measures.get(layer.module, LayerMeasures(layer.module)).fields(),
                 plan=layer,
-                protected=tuple(stage.protected.get(layer.module, ())),
+                protected=tuple(expert_plan.protected.get(layer.module, ())),
             )
-            for layer in stage.layers
+            for layer in expert_plan.layers
         ),
         hubs=() if hubs is None else _read_hubs(hubs),
         missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
@@ -217,14 +217,14 @@ def all_dispositions(layers: Sequence[LayerPlan]) -> str:
     return joined([words for words, count in counts.items() if count])
 
 
-def experts_table(plan: CompressionPlan, caption: str = "") -> Table:
+def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
     """What became of each expert, a row for each layer; names of modules where a decoder layer has several.
 
     An expert that stands alone among the merged ones was rescaled.
     """
     often = Counter(layer.layer for layer in plan.layers)
     is_corrected = any(map(correction_of, plan.layers))
-    gone = "dropped" if plan.constants is None else "constants"
+    gone = "constants" if plan.has_constants else "dropped"
     columns = ["layer", "kept", "merged", gone, *(["protected"] if plan.protected else []), "decided by"]
     columns += ["held-out error"] if is_corrected else []
     rows = []

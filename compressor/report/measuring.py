@@ -38,7 +38,7 @@ from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
@@ -98,13 +98,13 @@ def measure(
             text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
     run = (kept_measures(folder, "run") if calibration is None and dtype == "auto" else None) or Measured()
     layers, tokens, source = {layer.module: layer for layer in run.layers}, run.tokens, run.text
-    planned = {layer.module: layer for layer in plan.stage.layers}
+    planned = {layer.module: layer for layer in plan.expert_plan.layers}
 
     @cache
     def similarity(module: str) -> Similarity:
         """How a layer's experts are compared; a matrix that the run kept stands."""
         if module not in layers or layers[module].similarity is None:
-            return similarity_of(plan.stage, planned.get(module))
+            return similarity_of(plan, planned.get(module))
         known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
         return Similarity(frozenset(), lambda stats: known)
 
@@ -165,9 +165,9 @@ def _base(
                 f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
                 f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
             )
-        opened = as_decided(opened, plan.stage.split, plan.stage.top_k)
-        if plan.stage.layers:
-            check_plan(plan.stage, opened)
+        opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
+        if plan.expert_plan.layers:
+            check_plan(plan.expert_plan, opened)
         return opened
     except (CompressionError, OSError) as error:
         if model is not None:
@@ -330,7 +330,7 @@ def own_similarity(strategy: Strategy) -> Similarity | None:
     return measure and Similarity(strategy.similarity_needs, lambda stats: measure(stats, strategy.options))
 
 
-def similarity_of(plan: CompressionPlan, layer: LayerPlan | None) -> Similarity:
+def similarity_of(plan: Plan, layer: LayerPlan | None) -> Similarity:
     """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
 
     def by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
@@ -338,7 +338,7 @@ def similarity_of(plan: CompressionPlan, layer: LayerPlan | None) -> Similarity:
         return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
     won = layer and layer.figures.get("won")  # by a strategy that tries several, each with its default options
-    name, options = (str(won), {}) if won is not None else (plan.strategy, plan.options)
+    name, options = (str(won), {}) if won is not None else (plan.strategy, plan.strategy_options)
     try:
         own = own_similarity(load_strategy(name, options))
     except CompressionError:  # it need not be installed where a report is made

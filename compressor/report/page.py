@@ -34,7 +34,7 @@ from compressor.evaluation.judged import heldout_blocks, overall_words
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.recipe.document import changed, first_of, step_blocks, step_line
-from compressor.recipe.plan import CompressionPlan, correction_of, describe_split
+from compressor.recipe.plan import ExpertPlan, correction_of, describe_split
 from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
 from compressor.report.figures import NAMES, figures
 
@@ -55,18 +55,18 @@ ERROR_COLUMNS = {
 
 def made_with(data: Report) -> Facts:
     """What was done and with what, names without the machine's folders."""
-    stage, source = data.stage, data.plan.source
+    plan, source = data.plan, data.plan.source
     revision = f", revision {source.revision}" if source.revision else ""
-    sequential = "each layer was planned on what the compressed earlier layers output" if stage.sequential else "no"
+    sequential = "each layer was planned on what the compressed earlier layers output" if plan.sequential else "no"
     top = f", top {data.top_k}" if data.layers else ""  # which a plan without layers does not know
     rows: list[tuple[str, Words | Items]] = [
         ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
         ("Strategy", data.strategy),
-        ("Options", setting(stage.options) if stage.options else ""),
+        ("Options", setting(plan.strategy_options) if plan.strategy_options else ""),
         ("Experts per MoE layer", f"{data.experts_before} before, {data.experts_after} after{top}"),
-        ("Split", describe_split(stage.split) if stage.split else ""),
+        ("Split", describe_split(plan.split) if plan.split else ""),
         ("MoE layers", f"{len(data.layers):,}" if data.layers else ""),
-        ("Reconstruction", setting(stage.correction) if stage.correction else "none"),
+        ("Reconstruction", setting(plan.correction) if plan.correction else "none"),
         *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
         ("Quantize", step_line(data.quantized) if data.quantized else ""),
         ("Sequential", sequential),
@@ -152,7 +152,7 @@ def cost(data: Report) -> list[Block]:
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
 
-def experts(plan: CompressionPlan) -> tuple[Table, Text]:
+def experts(plan: ExpertPlan) -> tuple[Table, Text]:
     """What became of each expert: a row for each layer, and how to read it."""
     legend = (
         "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
@@ -274,7 +274,7 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
     ("sizes", "Sizes", None, sizes),
-    ("experts", "Experts", "experts", lambda data: experts(data.stage)),
+    ("experts", "Experts", "experts", lambda data: experts(data.expert_plan)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
@@ -293,7 +293,7 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     for anchor, heading, name, body in SECTIONS:
         blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
     later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step["name"]))]
-    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.stage.correction else []), *later])
+    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.plan.correction else []), *later])
     lead = (
         f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
         f"each MoE layer, by {joined([*ways])}."

@@ -31,7 +31,7 @@ from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.streaming import Forward
 from compressor.pipeline.task import HELDOUT, Run, of_stage, open_run, read_calibration
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import FORMAT, StepOptions
@@ -63,7 +63,7 @@ class Kept:
 
     share: Fraction
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
-    plan: CompressionPlan
+    plan: ExpertPlan
     files: CutFiles | None = None
     schemes: Mapping[str, Scheme | None] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
@@ -172,7 +172,7 @@ def plan_shares(
     if requested is not None and "correct" in resolved and requested.method == "auto":  # the closed form is fast
         resolved["correct"] = RIDGE
     correction: Correct | None = resolved.get("correct")
-    specs, found, left_out = {}, [Kept(Fraction(1), base, untouched(base, seed))], list[str]()
+    specs, found, left_out = {}, [Kept(Fraction(1), base, untouched(base))], list[str]()
     for share in sorted({*shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
         try:
@@ -196,8 +196,7 @@ def plan_shares(
         plan, files = planned.plan, None
         if correction is not None:
             files = CutFiles(folder / str(plan.experts))
-            plan = replace(plan, correction={"method": correction.method}, calibration=data.identity)
-            plan = correct(seen, plan, progress, files, data, correction)
+            plan = correct(seen, plan, progress, files, data, correction, seed=seed)
         found.append(Kept(share, seen, plan, files))
     return found, left_out, resolved
 

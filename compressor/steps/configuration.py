@@ -15,7 +15,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta, kernel_fields, with_fields
 from compressor.model.layout import Layout, expert_prefixes
 from compressor.model.own_code import without_code
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 
 PART_OF_NAME = re.compile(r"experts?\.\d+")
 LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "weight")
@@ -103,7 +103,7 @@ def _has(config: Any, path: str) -> bool:
         return False
 
 
-def expert_renames(architecture: Architecture, layout: Layout, plan: CompressionPlan) -> dict[str, str | None]:
+def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
     """For experts stored by themselves: what an expert's name becomes; None for a dropped one's."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
     renames: dict[str, str | None] = {}
@@ -116,7 +116,7 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: Compression
 def all_renames(
     architecture: Architecture,
     layout: Layout,
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     head_renames: Mapping[str, str | None] | None = None,
 ) -> dict[str, str | None]:
     """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
@@ -193,7 +193,7 @@ def output_config(
     raw: Mapping[str, Any],
     architecture: Architecture,
     layout: Layout,
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     dequantized_dtype: str | None,
     head_renames: Mapping[str, str | None] | None = None,
     heads: int = 0,

@@ -26,7 +26,7 @@ from compressor.model.experts import ExpertsView, Parameters, expert_parameters,
 from compressor.model.layout import Layout
 from compressor.model.loading import PartialModel, saved_names
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
+from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 from compressor.recipe.steps_plan import layer_from_dict, layer_to_dict
 from compressor.steps.tensors import (
     Named,
@@ -187,15 +187,16 @@ class CutFiles:
         return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
 
 
-def through_model(layout: Layout, plan: CompressionPlan) -> bool:
+def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
     """Whether the output has to be made through the model: stored tensors cannot be picked or mixed as they are."""
-    return not layout.regular or not plan.stored_as_is or (layout.quantized and not plan.is_drop)
+    stored_as_is = layout.regular and not plan.reorders and not refitted
+    return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
-def cut_or_kept(model: Any, plan: CompressionPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:
+def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:
     """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
     kept = files.tensors(layer) if files else {}
-    if plan.correction is not None and not kept:
+    if files is not None and not kept:
         raise CompressionError(
             f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
         )

@@ -24,7 +24,7 @@ from compressor.model.mtp import Head, find_heads, kept_heads
 from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.own_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
-from compressor.recipe.plan import CompressionPlan, LayerPlan, check_against, whole_plan
+from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
 from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
@@ -85,7 +85,7 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
     if model.stored_parts and not changed:  # which is measured by a plan that keeps as many of each routing group
         kept = [place * model.architecture.experts // experts for place in range(experts)]
         layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
-        return Size.of(model.stored_parts.cut(model, replace(whole_plan(model), experts=experts, layers=layers)))
+        return Size.of(model.stored_parts.cut(model, ExpertPlan(experts, layers)))
     if not model.is_split and not changed:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
@@ -101,18 +101,18 @@ def idle_parameters(model: OpenModel, experts: int) -> int:
     return idle
 
 
-def _kept_heads(model: OpenModel, plan: CompressionPlan) -> tuple[Head, ...]:
+def _kept_heads(model: OpenModel, plan: ExpertPlan) -> tuple[Head, ...]:
     return kept_heads(model, [layer.module for layer in plan.layers])
 
 
-def check_plan(plan: CompressionPlan, model: OpenModel) -> tuple[Head, ...]:
+def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
     """Refuse a plan that was made for another model, or for one with another head; returns the heads that it keeps."""
     heads = _kept_heads(model, plan)
-    check_against(plan, (*model.architecture.layers, *(head.named for head in heads)), model.fingerprint)
+    check_layers(plan, (*model.architecture.layers, *(head.named for head in heads)))
     return heads
 
 
-def left_out_of(model: OpenModel, plan: CompressionPlan) -> tuple[str, ...]:
+def left_out_of(model: OpenModel, plan: ExpertPlan) -> tuple[str, ...]:
     """The base's tensors that are not in the output: no part of the stock model, nor of a head that is kept."""
     kept = {name for head in _kept_heads(model, plan) for name in head.names.stored}
     return tuple(name for name in model.layout.left_out if name not in kept)
@@ -124,7 +124,7 @@ Conversions = dict[str, Callable[[], Named]]  # by unit: the names and bytes of 
 def _cut(
     model: OpenModel,
     partial: PartialModel | None,
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     files: CutFiles | None,
     change: LayerChange | None = None,
 ) -> tuple[list[OutputTensor], Conversions]:
@@ -139,7 +139,7 @@ def _cut(
 
 
 def _cut_head(
-    head: Head, plan: CompressionPlan, files: CutFiles | None, dtype: torch.dtype
+    head: Head, plan: ExpertPlan, files: CutFiles | None, dtype: torch.dtype
 ) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
     """A head's decoder layer under its stored names, and what experts' names become (None: dropped).
 
@@ -149,7 +149,7 @@ def _cut_head(
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
     small, unit, name_of = head.model, head.names.unit, head.stored_name
     partial = None
-    if through_model(small.layout, plan):
+    if through_model(small.layout, plan, files is not None):
         partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
     outputs, conversions = _cut(small, partial, alone, files)
 
@@ -193,7 +193,7 @@ def _with_renamed(
 
 def make_job(
     model: OpenModel,
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     cut: CutFiles | None = None,
     change: LayerChange | None = None,
     through: PartialModel | None = None,
@@ -204,10 +204,10 @@ def make_job(
     """
     architecture, layout, stored = model.architecture, model.layout, model.checkpoint
     partial = through
-    if model.stored_parts and plan.is_drop and change is None and through is None:
+    if model.stored_parts and plan.is_drop and cut is None and change is None and through is None:
         outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
     else:
-        if through is None and (model.is_split or change is not None or through_model(layout, plan)):
+        if through is None and (model.is_split or change is not None or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
             if model.stored_parts:
                 logger.warning("parts are merged, so quantised experts are written in a plain dtype")

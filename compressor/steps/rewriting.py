@@ -11,7 +11,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Size
 from compressor.model.opened import OpenModel
 from compressor.model.own_code import json_bytes
-from compressor.recipe.plan import LayerPlan, whole_plan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import OutputSize
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.state import State
@@ -22,7 +22,7 @@ Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it
 
 def plain_job(state: State) -> OutputJob:
     """Return the job that writes a stage's checkpoint as the steps before have left it."""
-    return make_job(state.model, state.stage_plan())
+    return make_job(state.model, state.expert_plan())
 
 
 def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:
@@ -51,8 +51,7 @@ def rewritten_size(model: OpenModel, experts: int, change: Change, changed: bool
     every = model.architecture.experts
     kept = [slot * every // experts for slot in range(experts)]  # equally many of each routing group
     layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
-    plan = replace(whole_plan(model), experts=experts, layers=layers)
-    job = make_job(model, plan, through=stored_partial(model) if changed else None)
+    job = make_job(model, ExpertPlan(experts, layers), through=stored_partial(model) if changed else None)
     return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
 
 

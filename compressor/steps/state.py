@@ -15,9 +15,9 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import fitting_heads
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, whole_plan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.registry import Strategy
-from compressor.recipe.step import EXPERTS, Step, StepOptionsT
+from compressor.recipe.step import CONSTANTS, EXPERTS, Step, StepOptionsT
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
@@ -92,21 +92,20 @@ class State:
         return next((each for each in options if isinstance(each, kind)), None)
 
     @property
-    def pruned(self) -> int | None:
-        """The number of the step that decides in this stage which experts there are; None if there is none."""
-        return next((number for number in self.stage if EXPERTS in self.step_at(number).options.changes), None)
+    def deciding(self) -> int | None:
+        """The number of the step that decides in this stage which experts stay; None if there is none."""
+        numbers = [number for number in self.stage if {EXPERTS, CONSTANTS} & self.step_at(number).options.changes]
+        return numbers[0] if numbers else None
 
     @property
     def refits(self) -> bool:
         """Return True if experts of this stage are refitted, so that whole layers wait to be written."""
         return self.options_of(Correct) is not None
 
-    def stage_plan(self) -> CompressionPlan:
+    def expert_plan(self) -> ExpertPlan:
         """What this stage does to every expert; it keeps them all where no step has decided otherwise."""
-        plan, model = self.plan.staged(self.stage), self.model
-        if plan is not None:  # a later stage's is of what earlier ones have made of the source
-            return plan if self.stage == self.plan.stages[0] else replace(plan, source=Source.of(model))
-        return untouched(model, self.seed)
+        decided = None if self.deciding is None else self.plan.steps[self.deciding].expert_plan
+        return untouched(self.model) if decided is None else decided
 
     def kept(self, name: str) -> Path | None:
         """Where this step keeps what a run that goes on need not make again; None where nothing is written."""
@@ -152,9 +151,9 @@ class State:
         return batches[name], answers[name], evaluator
 
 
-def untouched(model: OpenModel, seed: int = 0) -> CompressionPlan:
+def untouched(model: OpenModel) -> ExpertPlan:
     """The plan that keeps every expert, those of multi-token-prediction heads too."""
-    whole = replace(whole_plan(model), seed=seed, split=model.split)
+    whole = ExpertPlan.whole(model)
     if model.is_split:
         return whole
     heads = (LayerPlan.keep(head.named, range(whole.experts)) for head in fitting_heads(model, whole.experts))

@@ -18,7 +18,7 @@ import torch
 from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
 from compressor.model.layout import Layout, Role
-from compressor.recipe.plan import CompressionPlan, Group, LayerPlan
+from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
 
 STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the precision of bfloat16
 MAX_SHARD_BYTES = 5_000_000_000
@@ -133,7 +133,7 @@ def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[O
 
 
 def plan_outputs(
-    checkpoint: Checkpoint, layout: Layout, plan: CompressionPlan, units: tuple[str, ...]
+    checkpoint: Checkpoint, layout: Layout, plan: ExpertPlan, units: tuple[str, ...]
 ) -> list[OutputTensor]:
     """Every tensor of the output in the order of the layers, stored as the base stores it."""
     plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}

@@ -17,7 +17,7 @@ from compressor.entry_points import STRATEGIES, names
 from compressor.memory import limit_caches
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
@@ -25,7 +25,7 @@ from compressor.steps.prune.planning import Planner, PruneSpec
 from scripts.benchmarks.frame import Sizes, measured, options
 
 
-def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer: int) -> CompressionPlan:
+def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer: int) -> ExpertPlan:
     """Planning by every strategy over the cheapest calibrated one."""
     found = {}
     for name in ["count-guided", *sorted(set(names(STRATEGIES)) - {"count-guided"})]:
@@ -34,7 +34,7 @@ def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer
         seconds, peak, _ = found[name]
         ratio = seconds / found["count-guided"][0]
         print(f"planning by {name:14} {ratio:6.2f} times count-guided, peak {peak / layer:.2f} layers", flush=True)
-    plan: CompressionPlan = found["count-guided"][2]
+    plan: ExpertPlan = found["count-guided"][2]
     return plan
 
 

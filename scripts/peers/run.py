@@ -256,7 +256,7 @@ def run_ours(job: Job, strategy: str, **options: Any) -> Told:
             job.model, job.out, experts=job.keep, strategy=strategy, options=options, correct="none", split=1,
             dtype="float32", device="cpu", calibration=job.text, samples=job.samples, sequence_length=job.length,
         )  # fmt: skip
-    layers = sorted(done.plan.stage.layers, key=lambda layer: layer.layer)
+    layers = sorted(done.plan.expert_plan.layers, key=lambda layer: layer.layer)
     groups = [[sorted(group.members) for group in layer.groups] for layer in layers]
     digest = str((done.plan.calibration or {}).get("sha256"))
     return Told(phases.seconds, phases.cpu, resident(), size(Path(job.out), ".safetensors"), groups, digest)

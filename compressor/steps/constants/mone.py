@@ -52,9 +52,8 @@ from compressor.model.opened import OpenModel, open_substituted, pick_dtype
 from compressor.model.streaming import LayerVisitor, Pass, Replay
 from compressor.model.verification import check_carried
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, StepOptions
-from compressor.recipe.steps_plan import layer_to_dict
 from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
@@ -65,7 +64,7 @@ from compressor.steps.correct.refit import correct_layer
 from compressor.steps.cutting import Conversion
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
-from compressor.steps.prune.protecting import Protected, given_protected
+from compressor.steps.prune.protecting import Protected, given_protected, listed
 from compressor.steps.state import State
 from compressor.steps.tensors import (
     OutputJob,
@@ -433,7 +432,7 @@ def measured_constants(state: State) -> dict[str, LayerConstants]:
     return measure(state.model, state.text.fit, state.progress, state.seed, kept)
 
 
-def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
+def plan_stage(options: Constants, state: State) -> ExpertPlan:
     """Which experts constants stand for in each layer."""
     assert state.text is not None
     model, calibration, total = state.model, state.text.fit, _total(state.model, options)
@@ -456,16 +455,15 @@ def plan_stage(options: Constants, state: State) -> Mapping[str, Any]:
         kept = sorted({*range(layer.experts)}.difference(replaced))
         by = "sum g^2 ||o - c||^2"
         plans.append(LayerPlan.keep(layer, kept, constants=tuple(replaced), decided_by=by, figures=figured))
-    guarded = {name: sorted(experts) for name, experts in protected.items() if experts}
-    return {
-        "experts": total // len(layers),
-        "format": "mone",
-        "budget": budget_of(options),
-        "experts_total": total,
-        "figures": figures,
-        **({"protected": guarded} if guarded else {}),
-        "layers": [layer_to_dict(plan) for plan in plans],
-    }
+    return ExpertPlan(
+        total // len(layers),
+        tuple(plans),
+        listed(protected),
+        format="mone",
+        budget=budget_of(options),
+        experts_total=total,
+        figures=figures,
+    )
 
 
 def kept_at(folder: Path, layer: MoeLayer) -> Path:
@@ -539,23 +537,23 @@ def _in_order(state: State, progress: Progress) -> InOrder:
     """The pass that refits what the plan of a stage says; layers that wait in the work folder are only read."""
     assert state.text is not None
     planned = substitutes_of(
-        {layer.module: layer.constants for layer in state.stage_plan().layers}, measured_constants(state)
+        {layer.module: layer.constants for layer in state.expert_plan().layers}, measured_constants(state)
     )
     correction = state.options_of(Correct) or Correct(method="none")
     folder = state.cut().folder
     return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correction)
 
 
-def refit_constants(state: State) -> Mapping[int, Mapping[str, Any]]:
+def refit_constants(state: State) -> ExpertPlan | None:
     """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
     if state.options_of(Correct) is None:
-        return {}
-    number, figures = state.stage[0], _in_order(state, state.progress).run()
-    layers = [
-        replace(layer, figures={**layer.figures, "correction": figures[layer.module]}) if layer.constants else layer
-        for layer in state.stage_plan().layers
-    ]
-    return {number: {**(state.plan.steps[number].plan or {}), "layers": [layer_to_dict(layer) for layer in layers]}}
+        return None
+    figures, plan, layers = _in_order(state, state.progress).run(), state.expert_plan(), list[LayerPlan]()
+    for layer in plan.layers:
+        if layer.constants:
+            layer = replace(layer, figures={**layer.figures, "correction": figures[layer.module]})
+        layers.append(layer)
+    return replace(plan, layers=tuple(layers))
 
 
 def constants_job(state: State) -> OutputJob:
@@ -585,7 +583,7 @@ def constants_job(state: State) -> OutputJob:
             added.append(replace(tensor_output(name, value, layer.unit), content=content))
     outputs = in_order_of(model.architecture.units, [*copies, *added])
     config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
-    config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.stage_plan().layers if entry.constants}
+    config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers if entry.constants}
 
     def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
         own = [output for output in copies if output.unit == unit]

@@ -1,10 +1,11 @@
 """The step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from compressor.model.opened import OpenModel
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.constants.mone import constants_job, plan_stage, refit_constants, requirements_of
 from compressor.steps.constants.options import Constants
@@ -24,10 +25,10 @@ class ConstantsStep(Step[Constants]):
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
         return requirements_of(self.options, model, steps)
 
-    def decide(self, state: State) -> Mapping[str, Any]:
+    def decide(self, state: State) -> ExpertPlan:
         return plan_stage(self.options, state)
 
-    def refit(self, state: State) -> Mapping[int, Mapping[str, Any]]:
+    def refit(self, state: State) -> ExpertPlan | None:
         return refit_constants(state)
 
     def writer(self, state: State) -> OutputJob:

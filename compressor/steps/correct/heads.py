@@ -14,7 +14,7 @@ from compressor.errors import CompressionError
 from compressor.model.mtp import Head, acceptances, agreement, find_heads, fitting_heads, legs_of, names_of
 from compressor.model.opened import OpenModel, open_alike
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
 Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
@@ -70,7 +70,7 @@ def evaluated_batches(calibration: Calibration) -> frozenset[int]:
 
 
 def acceptance_of(
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     heads: Sequence[Head],
     folder: Path,
     model: OpenModel,

@@ -40,7 +40,7 @@ from compressor.model.streaming import (
     hidden_of,
 )
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
 from compressor.steps.correct.cut_layer import Recording
@@ -320,13 +320,14 @@ def compress_in_order(
 
 def correct(
     model: OpenModel,
-    plan: CompressionPlan,
+    plan: ExpertPlan,
     progress: Progress,
     files: CutFiles,
     calibration: Calibration,
     correction: Correct,
     on_routed: OnRouted | None = None,
-) -> CompressionPlan:
+    seed: int = 0,
+) -> ExpertPlan:
     """Carry out the correction of a plan, layer by layer into `files`; returns the plan with its figures.
 
     Layers that are in `files` already are not made again. Corrections that take the whole model further from the base
@@ -344,7 +345,7 @@ def correct(
             plan.experts,
             lambda stats: by_name[stats.layer.name],
             correction=correction,
-            seed=plan.seed,
+            seed=seed,
             on_routed=None if on_routed is None else lambda *counts: routed.append(counts),
         )
         layers = compress_in_order(model, work, calibration, progress, files, heads=heads)

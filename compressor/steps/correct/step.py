@@ -1,14 +1,14 @@
 """The step `correct`: refit the remaining experts until each layer outputs what it did before."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, refuse_shared_experts, shared_experts
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.step import CONSTANTS, Requirements, Step, StepOptions
-from compressor.recipe.steps_plan import decisions
 from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.state import State
@@ -43,19 +43,12 @@ class CorrectStep(Step[Correct]):
         copies = HIDDEN_COPIES + (BASE_COPIES if self.options.toward != 0 else 0)
         return Requirements(text=True, heldout=1, passes=1, hidden_copies=copies, waits_on_disk=True)
 
-    def refit(self, state: State) -> Mapping[int, Mapping[str, Any]]:
+    def refit(self, state: State) -> ExpertPlan | None:
         """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
-        number = state.pruned
-        if number is None:  # constants refit their own
-            return {}
-        assert state.text is not None
-        layers = correct(
-            state.model,
-            state.stage_plan(),
-            state.progress,
-            state.cut(),
-            state.text.fit,
-            self.options,
-            state.visited,
+        plan, text = state.expert_plan(), state.text
+        if plan.has_constants:  # which refit their own
+            return None
+        assert text is not None
+        return correct(
+            state.model, plan, state.progress, state.cut(), text.fit, self.options, state.visited, state.seed
         )
-        return {number: decisions(layers)}

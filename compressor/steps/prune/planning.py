@@ -20,10 +20,10 @@ from compressor.model.moe_layer import resolve_count
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source, touched
+from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Requirements, StepOptions
-from compressor.recipe.steps_plan import Plan, decisions
+from compressor.recipe.steps_plan import Plan
 from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
@@ -54,7 +54,7 @@ class PruneSpec:
 class Planned:
     """A plan, the number of its spec, the seconds that deciding it took, and the source it is for, if for one alone."""
 
-    plan: CompressionPlan
+    plan: ExpertPlan
     spec: int
     seconds: float
     source: str | None = None
@@ -142,7 +142,7 @@ class Planner:
             own, name = data, None
             if source >= 0 and data is not None:
                 own, name = data.only(source), data.source_names[source]
-            plan = self._plan(specs[number], own, plans, protected)
+            plan = self._plan(specs[number], plans, protected)
             planned.append(Planned(plan, number, seconds[number, source], name, own))
         return planned
 
@@ -152,7 +152,7 @@ class Planner:
         correction: Correct | None = None,
         protected: Protected | None = None,
         files: CutFiles | None = None,
-    ) -> CompressionPlan:
+    ) -> ExpertPlan:
         """Plan every layer on the output of the compressed, and with a `correction` corrected, earlier layers.
 
         `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A strategy that needs an
@@ -170,7 +170,7 @@ class Planner:
         layers = compress_in_order(
             self.model, work, self.calibration, self.progress, files, phase="plan in order", heads=spec.heads
         )
-        return replace(self._plan(spec, self.calibration, layers, protected), sequential=True)
+        return self._plan(spec, layers, protected)
 
     @property
     def _modalities(self) -> frozenset[str]:
@@ -178,20 +178,15 @@ class Planner:
         wanted = self.calibration is not None and sees_media(self.model.config)
         return frozenset({MODALITIES} if wanted else ())
 
-    def _plan(
-        self, spec: PruneSpec, calibration: Calibration | None, layers: Iterable[LayerPlan], protected: Protected | None
-    ) -> CompressionPlan:
-        model = self.model
+    def _plan(self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None) -> ExpertPlan:
+        model, calibration = self.model, self.calibration
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
-        identity = None if calibration is None else calibration.identity
         ordered = sorted(layers, key=lambda layer: order.get(layer.module, len(order)))
         batches = () if calibration is None else calibration.batches
         if self._modalities and not any(isinstance(batch, Inputs) for batch in batches):
             self._warn_of_text_alone(ordered)
-        made = CompressionPlan(
-            Source.of(model), spec.experts, spec.strategy.name, dict(spec.options), identity, tuple(ordered)
-        )
-        return replace(made, seed=self.seed, protected=listed(protected), split=model.split, top_k=model.top_k)
+        heads = said_of_heads(model, spec.heads)
+        return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
 
     def _warn_of_text_alone(self, layers: Sequence[LayerPlan]) -> None:
         if self._measured.setdefault("warned of text alone", False):
@@ -307,7 +302,7 @@ def planner_of(state: State) -> Planner:
     return planner
 
 
-def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dict[str, Any]]:
+def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[ExpertPlan]:
     """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones.
 
     With `per_source` the decisions for all calibration sources together are followed by those for each source alone.
@@ -325,7 +320,7 @@ def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[dic
         if not reads:
             planner = replace(planner, calibration=None)
         plans = [planned.plan for planned in planner.plans([spec], protected, per_source, spec.heads)]
-    return [decisions(replace(plan, mtp=said_of_heads(model, spec.heads))) for plan in plans]
+    return plans
 
 
 def refuse_per_source(steps: Sequence[StepOptions], sources: Sequence[Any]) -> None:
@@ -353,7 +348,7 @@ def plan_sources(state: State) -> list[Plan]:
 
     Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
     """
-    text, number, prune = state.text, state.pruned, state.options_of(Prune)
+    text, number, prune = state.text, state.deciding, state.options_of(Prune)
     assert text is not None and number is not None and prune is not None
     if text.identity.get("heldout"):
         refuse_sources_without_heldout(text.fit)
@@ -363,6 +358,6 @@ def plan_sources(state: State) -> list[Plan]:
         plans *= 1 + len(sources)
     identities = [text.identity, *(text.only(source).identity for source in sources)]
     return [
-        replace(state.plan.with_entry(number, plan=plan), calibration=identity)
+        replace(state.plan.with_entry(number, decision=plan), calibration=identity)
         for plan, identity in zip(plans, identities, strict=True)
     ]

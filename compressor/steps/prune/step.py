@@ -7,6 +7,7 @@ from typing import Any, Self
 from compressor.document.blocks import Block
 from compressor.model.opened import OpenModel
 from compressor.recipe.document import protected_blocks_of
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import Requirements, Step, StepOptions
 from compressor.steps.prune.options import Prune
@@ -35,7 +36,7 @@ class PruneStep(Step[Prune]):
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
         return requirements_of(self.options, model, steps, planned)
 
-    def decide(self, state: State) -> Mapping[str, Any]:
+    def decide(self, state: State) -> ExpertPlan:
         return plan_stage(self.options, state)[0]
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:

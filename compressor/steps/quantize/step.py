@@ -56,14 +56,13 @@ class QuantizeStep(Step[Quantize]):
             "dequantized": state.model.layout.quantized,
         }
 
-    def refit(self, state: State) -> Mapping[int, Mapping[str, Any]]:
+    def refit(self, state: State) -> None:
         if self.options.method == "gptq":
             assert state.text is not None
             quantize_in_order(self._writer(state), state.text.fit, state.progress, state.seed)
-        return {}
 
     def writer(self, state: State) -> OutputJob:
-        return self._writer(state).job(state.stage_plan())
+        return self._writer(state).job(state.expert_plan())
 
     def _writer(self, state: State) -> Writer:
         assert state.work is not None

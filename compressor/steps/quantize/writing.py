@@ -24,7 +24,7 @@ from compressor.errors import CompressionError
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
 from compressor.model.opened import OpenModel, open_model
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.steps.job import files_with, make_job, output_size, stored_partial
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
@@ -127,7 +127,7 @@ class Writer:
         """The dtype that is written."""
         return stored_partial(self.model).dtype
 
-    def job(self, plan: CompressionPlan) -> OutputJob:
+    def job(self, plan: ExpertPlan) -> OutputJob:
         model, units = self.model, self.model.architecture.units
         partial = stored_partial(model)
         inner = make_job(model, plan, through=None if self.matrices.stored else partial)

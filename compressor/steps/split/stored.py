@@ -21,7 +21,7 @@ from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
-from compressor.recipe.plan import CompressionPlan, LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.steps.configuration import renumbered_quantization
 from compressor.steps.cutting import cut_router
 from compressor.steps.split.tensors import Factors, SplitModel, split_beside
@@ -98,7 +98,7 @@ class StoredParts:
             if not bool(((first % self.block == 0) & (runs == first + torch.arange(self.block))).all()):
                 raise CompressionError(f"{name}: its neurons are not dealt out in blocks of {self.block}; restore them")
 
-    def cut(self, model: OpenModel, plan: CompressionPlan) -> list[OutputTensor]:
+    def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
         """The output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         checkpoint, roles, parts = model.checkpoint, model.layout.roles, self.factors.parts
         plans = {each.module: each for each in plan.layers}

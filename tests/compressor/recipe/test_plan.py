@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import CompressionPlan, Group, LayerPlan, Source, check_against
+from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source, check_against
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import readable_json
 from tests.plans import by_hand, pruned
@@ -27,10 +27,10 @@ def moe_layer(index: int = 0, experts: int = 8, top_k: int = 2, groups: int = 1)
     )  # fmt: skip
 
 
-def a_stage(*layers: LayerPlan, **more: Any) -> CompressionPlan:
+def a_stage(*layers: LayerPlan, **more: Any) -> ExpertPlan:
     chosen = layers or tuple(LayerPlan.keep(moe_layer(index), [0, 2, 5, 7]) for index in range(2))
     fields = {"calibration": None, **more}
-    return CompressionPlan(
+    return ExpertPlan(
         Source("folder", None, FINGERPRINT), len(chosen[0].groups), "by-hand", {}, layers=tuple(chosen), **fields
     )
 
@@ -62,17 +62,17 @@ def layer_plan(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> CompressionPlan:
+def stages(draw: st.DrawFn) -> ExpertPlan:
     keep = draw(st.integers(2, 5))
     layers = tuple(draw(layer_plan(index, keep)) for index in draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))
     calibration = draw(st.none() | st.fixed_dictionaries({"source": st.text(), "tokens": st.integers(0, 99)}))
     source = Source(draw(st.text(min_size=1)), draw(st.none() | st.text()), FINGERPRINT)
     options = draw(st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-    return CompressionPlan(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
+    return ExpertPlan(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
 
 
 @given(stages(), st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-def test_json_there_and_back(stage: CompressionPlan, figures: dict[str, Any]) -> None:
+def test_json_there_and_back(stage: ExpertPlan, figures: dict[str, Any]) -> None:
     plan = by_hand(stage)
     plan = replace(plan, steps=(*plan.steps, PlannedStep("distill", {"steps": 3}, result=figures, stage=1)))
     again = Plan.from_dict(json.loads(plan.to_json()))
@@ -82,7 +82,7 @@ def test_json_there_and_back(stage: CompressionPlan, figures: dict[str, Any]) ->
 
 
 @given(stages())
-def test_slots_and_dropped_share_out_all_experts(plan: CompressionPlan) -> None:
+def test_slots_and_dropped_share_out_all_experts(plan: ExpertPlan) -> None:
     for layer in plan.layers:
         slots = layer.slots()
         assert sorted([*slots, *layer.dropped]) == list(range(layer.experts))

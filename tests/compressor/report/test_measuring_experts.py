@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recipe.plan import CompressionPlan, LayerPlan, Source
+from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring import measure_layers, similarity_of
@@ -27,13 +27,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return opened(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> CompressionPlan:
+def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> ExpertPlan:
     """A plan that keeps everything, as if this strategy had made it."""
     layers = tuple(LayerPlan.keep(layer, range(layer.experts), figures=figures) for layer in model.architecture.layers)
-    return CompressionPlan(Source("model", None, "0"), 8, strategy, options, None, layers)
+    return ExpertPlan(Source("model", None, "0"), 8, strategy, options, None, layers)
 
 
-def measured(both: tuple[Any, OpenModel], plan: CompressionPlan) -> list[LayerMeasures]:
+def measured(both: tuple[Any, OpenModel], plan: ExpertPlan) -> list[LayerMeasures]:
     stock, model = both
     plans = {layer.module: layer for layer in plan.layers}
     again = open_model(model.source, "float32", "cpu")
@@ -109,7 +109,7 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
         assert (layer.similarity, layer.similarity_label) == by_weights(both[1], plan)[layer.module]
 
 
-def by_weights(model: OpenModel, plan: CompressionPlan) -> dict[str, Any]:
+def by_weights(model: OpenModel, plan: ExpertPlan) -> dict[str, Any]:
     plans = {layer.module: layer for layer in plan.layers}
     found = by_weights_of(model, lambda name: similarity_of(plan, plans[name]), Silent())
     return {layer.module: (layer.similarity, layer.similarity_label) for layer in found}

@@ -15,7 +15,7 @@ from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recipe.plan import CompressionPlan
+from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import Gap, measure_layers, similarity_of
@@ -44,7 +44,7 @@ class Case:
     model: OpenModel
     small: Any
     out: OpenModel
-    plan: CompressionPlan
+    plan: ExpertPlan
     parts: tuple[Tensor, ...]
 
     def layers(self, source: OpenModel | None = None) -> Iterator[LayerMeasures]:
