@@ -22,12 +22,13 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor
 from compressor.pipeline import task
 from compressor.progress import Silent
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.refit import correct_layer
 from tests import zoo
+from tests.plans import Decided
 
 WIDER: dict[str, dict[str, Any]] = {"deepseek_v3-n_group4": {"n_routed_experts": 16}}  # 8 experts cannot lose any
 SHARED = {"diffusion_gemma"}  # encoder and decoder are the same experts
@@ -83,11 +84,11 @@ def keeps(architecture: Architecture) -> dict[str, LayerPlan]:
     return {layer.name: LayerPlan.keep(layer, range(layer.experts)) for layer in architecture.layers}
 
 
-def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> ExpertPlan:
+def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> Decided:
     """The plan that somebody could write to a file."""
     layers = tuple(plans[layer.name] for layer in model.architecture.layers)
     source = Source(str(model.source.folder), None, model.fingerprint)
-    return ExpertPlan(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
+    return Decided(source, len(layers[0].groups), "by hand", {}, more.pop("calibration", None), layers, **more)
 
 
 def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Plans as the tests make them: by options, by hand, edited as somebody might edit the file. Test support."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,56 @@ from compressor.api import make_recipe
 from compressor.data.batches import Calibration
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress
-from compressor.recipe.plan import ExpertPlan, LayerPlan
+from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
 from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.registry import Strategy
-from compressor.recipe.steps_plan import Plan, PlannedStep, decisions
+from compressor.recipe.steps_plan import Plan, PlannedStep, decision_to_dict
 from compressor.steps.prune.planning import Planner, PruneSpec
 from compressor.steps.prune.protecting import Protected
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision on experts with what a plan says of it: by whom it was made, on which model, text and split."""
+
+    source: Source
+    experts: int
+    strategy: str
+    options: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None
+    layers: tuple[LayerPlan, ...]
+    seed: int = 0
+    correction: Mapping[str, Any] | None = None
+    protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    split: Mapping[str, Any] | None = None
+    top_k: int | None = None
+    mtp: str | None = None
+    has_constants = False
+
+    @property
+    def expert_plan(self) -> ExpertPlan:
+        """The decision alone."""
+        return ExpertPlan(self.experts, self.layers, self.protected, self.top_k, self.mtp)
+
+    @property
+    def strategy_options(self) -> Mapping[str, Any]:
+        """Options of the strategy, as a plan has them."""
+        return self.options
+
+    @property
+    def is_drop(self) -> bool:
+        """True if nothing is merged."""
+        return self.expert_plan.is_drop
+
+    @property
+    def reorders(self) -> bool:
+        """True if neurons change their places."""
+        return self.expert_plan.reorders
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as JSON."""
+        return decision_to_dict(self.expert_plan)
+
 
 OF_RECIPE = ("calibration", "samples", "sequence_length", "seed", "revision", "dtype")
 
@@ -41,21 +86,26 @@ def make_plan(
     progress: Progress,
     seed: int = 0,
     protected: Protected | None = None,
-) -> ExpertPlan:
+) -> Decided:
     """Every layer planned with one strategy on the original model."""
     planner = Planner(model, calibration, progress, seed)
-    return planner.plans([PruneSpec(strategy, experts, options)], protected)[0].plan
+    plan = planner.plans([PruneSpec(strategy, experts, options)], protected)[0].plan
+    text = None if calibration is None else calibration.identity
+    return Decided(
+        Source.of(model), plan.experts, strategy.name, options, text, plan.layers, seed, protected=plan.protected,
+        split=model.split, top_k=plan.top_k, mtp=plan.mtp,
+    )  # fmt: skip
 
 
-def by_hand(made: ExpertPlan) -> Plan:
-    """A plan of a stage that was put together by hand."""
+def by_hand(made: Decided) -> Plan:
+    """A plan of a decision that was put together by hand."""
     correction = {name: value for name, value in (made.correction or {}).items() if name != "dtype"}
     options = {"strategy": made.strategy, "experts": made.experts, "options": dict(made.options)}
     if made.split is not None:
         options["experts"] //= made.split["parts"]
     steps = [
         *([] if made.split is None else [PlannedStep("split", {"parts": made.split["parts"]}, dict(made.split))]),
-        PlannedStep("prune", options, decisions(made)),
+        PlannedStep("prune", options, made.expert_plan),
         *([PlannedStep("correct", correction)] if made.correction is not None else []),
     ]
     dtype = str((made.correction or {}).get("dtype", "auto"))
@@ -70,7 +120,7 @@ def pruned(content: dict[str, Any]) -> dict[str, Any]:
 
 def disposition(plan: Plan) -> dict[str, Any]:
     """What a plan's stages do to every expert, as JSON: experts, layers and so on."""
-    found: dict[str, Any] = json.loads(json.dumps(decisions(plan.stage)))
+    found: dict[str, Any] = json.loads(json.dumps(decision_to_dict(plan.expert_plan)))
     return found
 
 

@@ -179,7 +179,7 @@ def test_learned_merge_equals_the_reference(case: Case, tmp_path: Path, monkeypa
     steps = (True, 6)  # enough to leave the uniform merge behind
     monkeypatch.setattr(choose.learn_coefficients, "__defaults__", steps)
     plan = learned_plan(case, case.experts * 3 // 4)
-    groups = [group for layer in plan.stage.layers for group in layer.groups]
+    groups = [group for layer in plan.expert_plan.layers for group in layer.groups]
     learned = any(group.scale != 1.0 or len(set(group.coefficients)) > 1 for group in groups)
     assert learned is (case.name not in NO_SAMPLES)
     summary = compressor.apply(plan, tmp_path / "out", model=str(case.folder))

@@ -14,12 +14,11 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
-from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.constants.mone import Substituting, logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run, refused
-from tests.plans import plan_of
+from tests.plans import Decided, plan_of
 
 pytestmark = pytest.mark.usefixtures("offline")
 SUFFIX = ".approx_value"
@@ -84,7 +83,7 @@ def test_what_is_written_computes_what_a_plain_model_with_constants_does(
 ) -> None:
     source, out = small.save(tmp_path / "source", name), tmp_path / "out"
     made = compressor.compress(str(source), out, **{**data(tmp_path), **request_})
-    plan, config = made.plan.stage, json.loads((out / "config.json").read_text())
+    plan, config = made.plan.expert_plan, json.loads((out / "config.json").read_text())
     listed = {str(layer.layer): list(layer.constants) for layer in plan.layers if layer.constants}
     assert config["approximate_experts"] == listed
     assert config["num_local_experts" if name == "mixtral" else "n_routed_experts"] == 8  # which the router has
@@ -133,7 +132,7 @@ def test_everything_says_that_stock_transformers_cannot_load_it(tmp_path: Path, 
     assert recipe.status == 0, recipe.err
     assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     plan = run("plan", source, "-o", tmp_path / "plan.json", "--format", "mone", "--experts", "6", *text)
-    assert plan.status == 0 and Plan.load(tmp_path / "plan.json").stage.constants is not None
+    assert plan.status == 0 and Plan.load(tmp_path / "plan.json").constants is not None
     for option, told in {
         "--routers router": "cannot stand after constants", "--strategy reap": "constants has no option 'strategy'",
         "--sequential": "constants has no option 'sequential'",
@@ -204,11 +203,11 @@ def test_a_plan_with_constants_can_be_edited_and_not_be_made_impossible(tmp_path
     source = small.save(tmp_path / "source")
     content = plan_of(source, experts=6, **data(tmp_path, 8)).to_dict()
 
-    def read(layer: dict[str, Any], **more: Any) -> ExpertPlan:
+    def read(layer: dict[str, Any], **more: Any) -> Decided:
         edited = copy.deepcopy({**content, **{name: more.pop(name) for name in ("calibration",) if name in more}})
         decided = edited["steps"][0]["plan"]
         decided |= {"layers": [layer, decided["layers"][1]], **more}
-        return Plan.from_dict(edited).stage
+        return Plan.from_dict(edited).expert_plan
 
     first = content["steps"][0]["plan"]["layers"][0]
     kept, gone = first["groups"][0]["members"][0], first["constants"][0]

@@ -20,11 +20,11 @@ from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import fit_plan
 from compressor.gguf_files.header import open_gguf, part_names
 from compressor.model.opened import open_model
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from tests import gguf_models, small
 from tests.command_line import Run, names, refused
-from tests.plans import by_hand, pruned
+from tests.plans import Decided, by_hand, pruned
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -36,12 +36,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.save(tmp_path_factory.mktemp("checkpoint") / "model", intermediate_size=32)
 
 
-def drop_plan(checkpoint: Path, kept: dict[int, list[int]]) -> ExpertPlan:
+def drop_plan(checkpoint: Path, kept: dict[int, list[int]]) -> Decided:
     """A plan for a checkpoint that keeps these experts of each layer."""
     model = open_model(locate(str(checkpoint)))
     layers = [LayerPlan.keep(layer, kept[layer.index]) for layer in model.architecture.layers]
     source = Source(str(checkpoint), None, model.fingerprint)
-    return ExpertPlan(source, len(layers[0].groups), "by-hand", {}, None, tuple(layers))
+    return Decided(source, len(layers[0].groups), "by-hand", {}, None, tuple(layers))
 
 
 def test_a_cut_file_is_that_of_the_pruned_checkpoint(checkpoint: Path, tmp_path: Path, run: Run) -> None:
@@ -83,7 +83,7 @@ def test_dropping_is_slicing_bytes(data: st.DataObject, keep: int, mixed: Path, 
     kept = {number: sorted(data.draw(st.permutations(range(8)))[:keep]) for number in (1, 2)}
     blocks = find_blocks(source)
     layers = tuple(LayerPlan.keep(layer, kept[layer.index]) for layer in blocks.layers)
-    plan = ExpertPlan(Source("model.gguf", None, blocks.fingerprint), keep, "by-hand", {}, None, layers)
+    plan = Decided(Source("model.gguf", None, blocks.fingerprint), keep, "by-hand", {}, None, layers)
     done = compressor.apply_gguf(by_hand(plan), mixed, tmp_path / "out.gguf", overwrite=True)
     assert done.out == tuple(map(str, part_names(tmp_path / "out.gguf", len(source.parts))))
     assert done.note == ""
@@ -148,7 +148,7 @@ def test_compress_by_an_imatrix(tmp_path: Path, run: Run) -> None:
     assert run("plan", *command[1:6], "-o", plan).status == 0
     assert run(*command, "--overwrite", "--json").status == 0
     by_energy = kept_of(tmp_path / "small.gguf")
-    planned = Plan.load(plan).stage.layers
+    planned = Plan.load(plan).expert_plan.layers
     assert {layer.layer: [group.members[0] for group in layer.groups] for layer in planned} == by_energy
     assert run("apply", plan, "--model", model, "-o", tmp_path / "again.gguf").status == 0
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "small.gguf").read_bytes()
@@ -213,7 +213,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     model = open_gguf(gguf_models.from_checkpoint(checkpoint, tmp_path / "model.gguf", Kind.F16))
     blocks = find_blocks(model)
     plan = drop_plan(checkpoint, {layer.index: [0, 2, 3] for layer in blocks.layers})
-    fitted = fit_plan(by_hand(replace(plan, protected={plan.layers[0].module: (2,)})), model, blocks).stage
+    fitted = fit_plan(by_hand(replace(plan, protected={plan.layers[0].module: (2,)})), model, blocks).expert_plan
     assert fitted.protected == {"blk.0": (2,)} and fitted.layers[1].module == "blk.1"
     first, *rest = plan.layers
     pair = Group((0, 1), (0.5, 0.5), (0.5, 0.5))
@@ -221,7 +221,7 @@ def test_a_plan_must_be_of_this_model_and_only_drop(checkpoint: Path, tmp_path: 
     text = {"source": "text"}
     after = {name: by_hand(plan) for name in ("routers", "distill")}
     after = {name: replace(made, steps=(*made.steps, PlannedStep(name, stage=1))) for name, made in after.items()}
-    wrong: dict[str, ExpertPlan | Plan] = {
+    wrong: dict[str, Decided | Plan] = {
         "merges experts": replace(plan, layers=(merged, *rest)),
         "has the step correct": replace(plan, correction={"method": "ridge"}, calibration=text),
         "has the step routers": after["routers"], "has the step distill": after["distill"],
@@ -243,7 +243,7 @@ def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
     facts = [replace(layer, routing_groups=1, experts_per_group=1) for layer in blocks.layers]
     for kept, message in (([0, 1, 2, 4], "unequal numbers"), ([0, 4], "at least 2 experts in a group")):
         layers = tuple(LayerPlan.keep(layer, kept) for layer in facts)
-        plan = ExpertPlan(Source("a", None, blocks.fingerprint), len(kept), "x", {}, None, layers)
+        plan = Decided(Source("a", None, blocks.fingerprint), len(kept), "x", {}, None, layers)
         with pytest.raises(CompressionError, match=message):
             fit_plan(by_hand(plan), model, blocks)
 

@@ -47,7 +47,7 @@ def test_the_weights_are_those_of_its_folder(family: str, correct: str, tmp_path
     assert same(stored(tmp_path / "of folder"), stored(tmp_path / "of model"))
     assert same(dict(model.state_dict()), before) and model.config.to_dict() == config
     assert all(value.requires_grad for value in model.parameters()) and not model.training
-    assert Path(outcome.plan.source.model).name == "model" and outcome.stage.experts < outcome.experts_before
+    assert Path(outcome.plan.source.model).name == "model" and outcome.expert_plan.experts < outcome.experts_before
     AutoModelForCausalLM.from_pretrained(tmp_path / "of model")
     assert load_tokenizer(tmp_path / "of model").get_vocab() == small.tokenizer().get_vocab()
 
@@ -81,7 +81,7 @@ def test_its_own_tensors_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     asked: dict[str, Any] = {"steps": [Prune(experts=4)], "calibration": {"data": str(text), **SIZES}}
     of_model = compressor.plan(Recipe(model=LoadedModel(model, small.tokenizer()), **asked))
     monkeypatch.undo()
-    assert of_model.stage.layers == compressor.plan(Recipe(model=str(folder), **asked)).stage.layers
+    assert of_model.expert_plan.layers == compressor.plan(Recipe(model=str(folder), **asked)).expert_plan.layers
 
 
 def test_every_function_takes_it(tmp_path: Path) -> None:

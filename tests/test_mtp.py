@@ -55,7 +55,7 @@ def test_all_experts_kept_leave_every_tensor_as_it_is(made: Made, tmp_path: Path
 
 def test_dropped_experts_leave_the_rows_of_the_others(made: Made, tmp_path: Path) -> None:
     summary = compressor.compress(str(made.folder), tmp_path / "out", strategy="reap", experts=4, **with_text(tmp_path))
-    layers = {layer.module: layer for layer in summary.plan.stage.layers}
+    layers = {layer.module: layer for layer in summary.plan.expert_plan.layers}
     assert [*layers][-len(made.blocks) :] == [f"{block}mlp.experts" for block in made.blocks]
     expected = dict(made.tensors)
     for module, layer in layers.items():
@@ -89,10 +89,10 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
     for file in sorted((tmp_path / "out").iterdir()):
         assert file.read_bytes() == (tmp_path / "later" / file.name).read_bytes(), file.name
     assert pruned(read(tmp_path / "out", "compression.json")["plan"])["mtp"] == "keep"
-    figures = summary.plan.stage.layers[-1].figures["correction"]
+    figures = summary.plan.expert_plan.layers[-1].figures["correction"]
     assert figures["heldout_error"] < figures["heldout_error_before"]
-    assert [layer.figures["correction"].get("toward", 0.0) for layer in summary.plan.stage.layers] == [
-        *(0.5 for _ in range(len(summary.plan.stage.layers) - 1)),
+    assert [layer.figures["correction"].get("toward", 0.0) for layer in summary.plan.expert_plan.layers] == [
+        *(0.5 for _ in range(len(summary.plan.expert_plan.layers) - 1)),
         0.0,  # a head has no hidden states of the base's to go toward
     ]
     data = repeat_text(summary.plan.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY).fit
@@ -118,7 +118,7 @@ def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     found, both = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "kept")
     assert set(found) == set(both) - made.owned(both)
     assert all(torch.equal(found[name], both[name]) for name in found)
-    assert dropped.plan.stage.layers == kept.plan.stage.layers[: -len(made.blocks)]
+    assert dropped.plan.expert_plan.layers == kept.plan.expert_plan.layers[: -len(made.blocks)]
     assert "mtp: drop" in (tmp_path / "out" / "recipe.yaml").read_text()
     older = edited(dropped.plan, lambda decided: decided.pop("mtp"))  # as plans were that knew of no heads
     compressor.apply(older, tmp_path / "older")
@@ -136,7 +136,7 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
     made.model.save_pretrained(without)
     small.tokenizer().save_pretrained(without)
     bare = plan_of(without, strategy="model-centric", experts=4)
-    assert (bare.stage.mtp, len(bare.stage.layers)) == (None, len(planned.stage.layers) - 2)
+    assert (bare.expert_plan.mtp, len(bare.expert_plan.layers)) == (None, len(planned.expert_plan.layers) - 2)
     wrong = replace(planned, source=bare.source)
     with pytest.raises(CompressionError, match=r"speaks of model.layers.3.mlp.experts, which this model does not have"):
         compressor.apply(wrong, tmp_path / "wrong")
@@ -188,7 +188,7 @@ def test_a_head_with_more_experts_than_the_trunk_is_cut_to_the_trunks(made: Made
     assert names == {name for name in after if not made.owned([name])}  # the trunk keeps all that it has
     assert all(torch.equal(before[name], after[name]) for name in names)
     module = f"{made.blocks[0]}mlp.experts"
-    [layer] = [layer for layer in summary.plan.stage.layers if layer.module == module]
+    [layer] = [layer for layer in summary.plan.expert_plan.layers if layer.module == module]
     kept = [group.members[0] for group in layer.groups]
     assert layer.experts == 8 and len(kept) == 4
     for slot, expert in enumerate(kept):
@@ -223,7 +223,7 @@ def test_a_head_with_fewer_experts_than_are_kept_is_left_out(
 
 def test_a_number_for_the_head_is_that_of_the_trunk_or_refused(made: Made, tmp_path: Path) -> None:
     planned = plan_of(made.folder, strategy="model-centric", experts=4, mtp=4)
-    assert planned.stage.mtp == "keep" and planned.steps[0].options["mtp"] == 4
+    assert planned.expert_plan.mtp == "keep" and planned.steps[0].options["mtp"] == 4
     with pytest.raises(CompressionError, match=r"--mtp 6: a head gets the 4 experts of the other layers, since .*vLLM"):
         plan_of(made.folder, strategy="model-centric", experts=4, mtp="6")
 
@@ -248,6 +248,6 @@ def test_heads_in_a_row_are_planned_in_order_and_carried_out_alike(tmp_path: Pat
     assert [*summary.acceptance] == ["model.layers.3.mlp.experts", "model.layers.4.mlp.experts"]
     first, second = summary.acceptance.values()
     assert first["positions"] > second["positions"]
-    for layer in summary.plan.stage.layers[-2:]:
+    for layer in summary.plan.expert_plan.layers[-2:]:
         assert layer.upstream == "compressed"
         assert layer.figures["correction"]["heldout_error"] < layer.figures["correction"]["heldout_error_before"]

@@ -29,7 +29,7 @@ from compressor.evaluation.gate_report import differing, gate_blocks, gate_json,
 from compressor.evaluation.items import item_lines, read_items
 from compressor.hub.card import again
 from compressor.recipe.document import plan_blocks
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan
 from compressor.report.data import report_data
@@ -38,7 +38,7 @@ from compressor.report.page import page
 from compressor.steps.prune.protecting import given_protected
 from tests import gates
 from tests.compressor.recipe.test_plan import moe_layer
-from tests.plans import by_hand, pruned
+from tests.plans import Decided, by_hand, pruned
 
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, 0.5, 1.7e308, -1.7e308, float("inf"),
@@ -121,7 +121,7 @@ def folder_with(**files: bytes | str) -> Iterator[Path]:
 def plan() -> dict[str, Any]:
     merged = LayerPlan.of(moe_layer(0), [Group((0, 1), (0.5, 0.5), (0.5, 0.5), 1.5, 0), Group.single(2)])
     dropping = LayerPlan.keep(moe_layer(1), [0, 5], figures={"correction": {"heldout_error": 0.5}, "cost": {"a": 1.0}})
-    made = ExpertPlan(
+    made = Decided(
         Source("folder", None, "f" * 64), 2, "by-hand", {"linkage": "average"},
         {"source": "texts.jsonl", "sha256": "ab", "samples": 8, "seed": 0, "sources": [{"source": "a", "weight": 1.0}]},
         (merged, dropping), correction={"method": "tune", "steps": 3, "tokens": 5, "rate": 0.1, "dtype": "float32"},

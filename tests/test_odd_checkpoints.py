@@ -218,7 +218,7 @@ def test_sizes_equal_to_the_number_of_experts(name: str, sizes: dict[str, Any], 
     model.save_pretrained(tmp_path / "in")
     summary = merge(tmp_path / "in", tmp_path / "out")
     check(model, count_field(name), summary)
-    assert [layer.layer for layer in summary.plan.stage.layers] == [
+    assert [layer.layer for layer in summary.plan.expert_plan.layers] == [
         int(module.split("layers.")[1].split(".")[0]) for module in zoo.experts(model)
     ]
     plan = plan_of(tmp_path / "in", strategy="model-centric", experts=8)

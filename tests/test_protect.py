@@ -243,7 +243,7 @@ def test_auto_is_the_list_of_what_it_finds(
         first, second = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
         assert planned(tmp_path / "a.json")["protected"] == PROTECTED
         assert first.calibration is not None and (second.calibration is None) == (strategy == "model-centric")
-        assert first.stage.layers == second.stage.layers and first.stage.sequential == second.stage.sequential
+        assert first.expert_plan.layers == second.expert_plan.layers and first.sequential == second.sequential
     assert first.calibration is not None
     held = [first.calibration["sources"][0]["heldout_samples"], sum(len(b) for b in seen[-1].batches)]
     assert held == [2, 14] and not seen[-1].heldout  # of 16 sequences, those that judge are not seen

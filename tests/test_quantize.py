@@ -94,7 +94,7 @@ def test_what_is_loaded_is_the_fake_quantised_base(name: str, scheme: str, targe
     one_by_one = {"gpt_oss", "zaya", "ernie4_5_vl_moe"}  # that stock transformers knows otherwise
     assert (fault is not None) == (name in one_by_one or scheme == "nvfp4")
     assert unlike(base, quantized) != []
-    plan = made.plan.steps[0].plan
+    plan = made.plan.steps[0].decision
     assert plan is not None
     fake_quantized.quantize(base, scheme, plan["group_size"], targets)
     assert unlike(base, quantized) == []
@@ -121,7 +121,7 @@ def check_stored(base: Any, source: Path, out: Path, scheme: str, targets: str, 
     assert config == config_of(source)
     assert made.after.bytes == sum(value.nbytes for value in after.values()) < made.before.bytes
     assert made.before.parameters == made.after.parameters
-    plan = made.plan.steps[0].plan
+    plan = made.plan.steps[0].decision
     of_packed = [value.nbytes for name, value in after.items() if name not in rest]
     assert plan["matrices"] == len(packed) and plan["bits"] == round(8 * sum(of_packed) / plan["weights"], 4)
 

@@ -167,7 +167,7 @@ def test_a_quantised_source_is_dequantised_layer_by_layer(save: Any, targets: st
     made = compressor.compress(
         str(tmp_path / "model"), tmp_path / "out", [compressor.Quantize("int3", targets=targets)]
     )
-    plan = made.plan.steps[0].plan
+    plan = made.plan.steps[0].decision
     assert plan is not None and plan["dequantized"] is True
     fake_quantized.quantize(base, "int3", 32, targets)
     assert same(stock(tmp_path / "out"), base)

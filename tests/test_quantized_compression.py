@@ -12,11 +12,10 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
-from compressor.recipe.steps_plan import decisions
+from compressor.recipe.plan import LayerPlan, Source
 from compressor.steps.quantize.options import Quantize
 from tests import reference, zoo
-from tests.plans import by_hand, disposition
+from tests.plans import Decided, by_hand, disposition
 from tests.quantized import MODELOPT, plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 from tests.singles import FUSED, save_packed
 
@@ -38,11 +37,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-def drop_plan(folder: Path) -> ExpertPlan:
+def drop_plan(folder: Path) -> Decided:
     """Keep experts that are no prefix."""
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.keep(layer, KEPT) for layer in model.architecture.layers)
-    return ExpertPlan(Source(str(folder), None, model.fingerprint), len(KEPT), "by hand", {}, None, layers)
+    return Decided(Source(str(folder), None, model.fingerprint), len(KEPT), "by hand", {}, None, layers)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -71,7 +70,7 @@ def test_a_drop_stays_quantised_and_equals_the_cut_plain_model(tmp_path: Path, c
             expected = before[name][list(KEPT)].contiguous()
             assert torch.equal(value.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
     model, field = plain_model(source), open_model(locate(str(source))).architecture.count_field
-    expected_model = reference.cut(model, field, decisions(plan))
+    expected_model = reference.cut(model, field, plan.to_dict())
     torch.testing.assert_close(logits(plain_model(out)), logits(expected_model), atol=1e-5, rtol=1e-5)
 
 
@@ -136,7 +135,7 @@ def test_packed_experts_of_a_family_that_fuses_plain_ones_are_dropped_as_stored(
         assert not any(name.startswith(f"{layer.name}.{len(KEPT)}.") for name in after)
     written = open_model(locate(str(out)), "float32", "cpu").partial
     written.load(written.empty)
-    expected = reference.cut(model, opened.architecture.count_field, decisions(plan)).state_dict()
+    expected = reference.cut(model, opened.architecture.count_field, plan.to_dict()).state_dict()
     for key, value in written.model.state_dict().items():
         assert torch.equal(value, expected[key]), key
 

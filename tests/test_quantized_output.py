@@ -46,7 +46,7 @@ def test_experts_are_dropped_as_they_are_stored(scheme: str, tmp_path: Path) -> 
     source = quantised(tmp_path, scheme)
     outcome = pruned(source, "none")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "none"))
-    layers = {int(layer.module.split(".")[2]): layer for layer in outcome.stage.layers}
+    layers = {int(layer.module.split(".")[2]): layer for layer in outcome.expert_plan.layers}
     assert len(before) - len(after) == sum(
         len([name for name in before if f"layers.{number}." in name and f"experts.{expert}." in name])
         for number, layer in layers.items()

@@ -242,8 +242,8 @@ def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path:
     (tmp_path / "plan.json").write_text(made.to_json())
     compressor.apply(tmp_path / "plan.json", tmp_path / "second", model=str(model))
     assert tree(tmp_path / "first") == tree(tmp_path / "second")
-    split = made.stage.split
-    assert split is not None and split["calibration"] and made.stage.layers[0].experts == 16
+    split = made.split
+    assert split is not None and split["calibration"] and made.expert_plan.layers[0].experts == 16
     config = json.loads((tmp_path / "first" / "config.json").read_text())
     assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (11, 4, 12)
 
@@ -257,7 +257,7 @@ def test_top_k_is_written_and_the_correction_is_run_with_it(model: Path, tmp_pat
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     wanted = hidden_after_first(whole, ids)
     for top_k, summary in done.items():
-        assert summary.plan.stage.top_k == top_k and summary.plan.stage.layers[0].top_k == top_k
+        assert summary.plan.expert_plan.top_k == top_k and summary.plan.expert_plan.layers[0].top_k == top_k
         config = json.loads((tmp_path / str(top_k) / "config.json").read_text())
         assert (config["num_experts_per_tok"], config["num_local_experts"]) == (top_k, 6)
     ones = AutoModelForCausalLM.from_pretrained(tmp_path / "1", dtype=torch.float32)
@@ -306,7 +306,7 @@ def test_protected_lists_name_the_experts_of_the_source(model: Path, tmp_path: P
     (tmp_path / "list.json").write_text(json.dumps([{"layer": 0, "expert": 7}, {"layer": 1, "expert": 2, "part": 1}]))
     asked = {"experts": 4, "split": 2, "strategy": "gated-mass", "protect": str(tmp_path / "list.json")}
     done = compressor.compress(str(model), tmp_path / "out", **asked, **calibration(tmp_path))
-    assert [*done.plan.stage.protected.values()] == [(14, 15), (5,)]
+    assert [*done.plan.expert_plan.protected.values()] == [(14, 15), (5,)]
     split, prune = read_recipe(tmp_path / "out" / "recipe.yaml").steps
     assert split.parts == 2 and prune.experts == 4
     assert [*prune.protect] == [

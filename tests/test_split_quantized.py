@@ -17,7 +17,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.recipe.plan import ExpertPlan, LayerPlan
+from compressor.recipe.plan import LayerPlan
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.split.opening import (
     as_decided,
@@ -29,7 +29,7 @@ from compressor.steps.split.opening import (
     unpacked,
 )
 from tests import zoo
-from tests.plans import by_hand
+from tests.plans import Decided, by_hand
 from tests.quantized import plain_model, save_compressed_tensors, save_fp8, save_modelopt, save_mxfp4
 from tests.singles import save_packed
 
@@ -72,12 +72,12 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     save(source)
     compressor.compress(str(source), out, [compressor.Split(2)])
     made = Plan.from_dict(json.loads((out / "compression.json").read_text())["plan"])
-    plan = made.stage
+    plan = made
     assert plan.split is not None and plan.split["block"] == block
     assert {value.dtype for value in weights(out).values()} == {value.dtype for value in weights(source).values()}
 
     split, written = (
-        as_decided(open_model(locate(str(source))), plan.split, plan.top_k),
+        as_decided(open_model(locate(str(source))), plan.split, plan.expert_plan.top_k),
         open_model(locate(str(out))),
     )  # both in bfloat16
     for partial in (split.partial, written.partial):
@@ -124,7 +124,7 @@ def energies(experts: Any, interleaved: bool) -> torch.Tensor:
     return found
 
 
-def check_drop(whole: ExpertPlan, source: Path, split_folder: Path, place: Path) -> None:
+def check_drop(whole: Decided, source: Path, split_folder: Path, place: Path) -> None:
     """Dropping parts on the way gives what dropping them from the written split gives; equal rows are told apart."""
     kept = (0, 1, 2, 4, 5, 7, 8, 9, 13, 15)
     split = open_model(locate(str(split_folder)))
@@ -144,7 +144,7 @@ def check_drop(whole: ExpertPlan, source: Path, split_folder: Path, place: Path)
 def test_a_merge_of_parts_is_written_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     CASES["fp8-qwen3_moe"][0](tmp_path / "model")
     done = compressor.compress(str(tmp_path / "model"), tmp_path / "out", strategy="model-centric", experts=6, split=2)
-    assert not done.plan.stage.is_drop and "so quantised experts are written in a plain dtype" in caplog.text
+    assert not done.plan.expert_plan.is_drop and "so quantised experts are written in a plain dtype" in caplog.text
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
 

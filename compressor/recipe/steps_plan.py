@@ -22,6 +22,7 @@ from compressor.records import plain_json, read_as, read_json, readable_json, va
 
 FORMAT = "moe-compressor-plan/2"
 SPLIT, PRUNE, CONSTANTS, CORRECT, QUANTIZE = "split", "prune", "constants", "correct", "quantize"
+MOST_EXPERTS = 2**12  # of a layer: more than any has
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
 Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
@@ -275,6 +276,8 @@ def layer_from_dict(entry: Any) -> LayerPlan:
     if not isinstance(entry, dict):
         raise CompressionError(f"layers: {entry!r} stands where an object should")
     module = str(entry.get("module", "layers"))
+    if value_as(entry.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
+        raise CompressionError(f"{module}: {entry['experts']} experts are more than any layer has; restore it")
     content = {name: value for name, value in entry.items() if name != "dropped"}
     if isinstance(entry.get("constants"), list):
         content["constants"] = sorted(set(entry["constants"]))

@@ -18,13 +18,13 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import Outcome
 from compressor.recipe.document import plan_blocks
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from exporters.onnx import ExportSummary
 from exporters.onnx.moe import LayerRoute
 from exporters.onnx.verify import Verification
 from tests.pages import parse
-from tests.plans import by_hand
+from tests.plans import Decided, by_hand
 
 HOSTILE = "[bold red]m[/]\\[x] :smile: `<b>` | {y}"
 
@@ -46,7 +46,7 @@ def a_plan(**others: Any) -> Plan:
     fields: dict[str, Any] = {"protected": {f"{at}.experts": (2,)}, **others}
     source = Source("folder", None, "f" * 64)
     layers = (LayerPlan.of(layer, [pair, Group.single(2)], decided_by="x"),)
-    return by_hand(ExpertPlan(source, 2, "by-hand", {}, None, layers, **fields))
+    return by_hand(Decided(source, 2, "by-hand", {}, None, layers, **fields))
 
 
 def test_a_plan_is_a_row_for_each_layer(out: Any) -> None:

@@ -20,7 +20,6 @@ from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Vari
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Silent
-from compressor.recipe.steps_plan import decisions
 from tests import zoo
 from tests.compressor.model.test_streaming import loaded
 from tests.ordered import drops, merges, opened_wide, run, whole_plan, with_heldout
@@ -75,7 +74,7 @@ def test_streamed_models_have_the_figures_of_whole_ones(
     assert not base.kl.any() and not base.flips.any() and not evaluator.missing()
     for make in (drops, merges):
         plans = make(model.architecture)
-        small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
+        small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
         with evaluator.measuring(model.partial.model) as riding:
             run(model, plans, with_heldout(stock) if make is drops else None, riding=riding)
         check(riding.figures[0], plain(stock, small, entries))

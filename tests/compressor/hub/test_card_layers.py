@@ -9,8 +9,9 @@ from compressor.document.markdown import markdown
 from compressor.formatting import joined, label, one_line, ranges, without_paths
 from compressor.hub.card import experts_details
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.report.data import experts_table
+from tests.plans import Decided
 
 
 def group(members: list[int], scale: float = 1.0) -> Group:
@@ -26,9 +27,9 @@ def moe_layer(index: int, experts: int) -> MoeLayer:
     )  # fmt: skip
 
 
-def a_plan(layers: list[LayerPlan]) -> ExpertPlan:
+def a_plan(layers: list[LayerPlan]) -> Decided:
     source = Source("model", None, "f" * 64)
-    return ExpertPlan(source, len(layers[0].groups), "by-hand", {}, None, tuple(layers))
+    return Decided(source, len(layers[0].groups), "by-hand", {}, None, tuple(layers))
 
 
 @st.composite
@@ -45,7 +46,7 @@ def layer_plans(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> ExpertPlan:
+def plans(draw: st.DrawFn) -> Decided:
     keep = draw(st.integers(2, 6))
     return a_plan([draw(layer_plans(index, keep)) for index in range(draw(st.integers(1, 4)))])
 
@@ -59,7 +60,7 @@ def read_ranges(text: str) -> list[int]:
 
 
 @given(plans())
-def test_the_table_parses_back_to_the_plan(plan: ExpertPlan) -> None:
+def test_the_table_parses_back_to_the_plan(plan: Decided) -> None:
     table = experts_table(plan)
     assert table.columns == ("layer", "kept", "merged", "dropped", "decided by")
     for layer, row in zip(plan.layers, table.rows, strict=True):
@@ -78,7 +79,7 @@ def test_ranges_are_as_short_as_runs(numbers: set[int]) -> None:
     assert text == "-" or text.count(",") == runs - 1
 
 
-def largest(protect: int = 0) -> ExpertPlan:
+def largest(protect: int = 0) -> Decided:
     """64 layers of 256 experts that become 128: pairs of neighbours, and apart ones, merged."""
     members = [[number, 255 - number] for number in range(40)] + [[number] for number in range(40, 128)]
     layer_plan = [LayerPlan.of(moe_layer(index, 256), [group(each) for each in members]) for index in range(64)]

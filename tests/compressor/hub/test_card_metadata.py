@@ -11,12 +11,12 @@ import yaml
 from huggingface_hub import ModelCard
 
 from compressor.hub.card import base_metadata, card_text, languages, licence
-from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
+from compressor.recipe.plan import LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json
 from tests.compressor.hub.test_card_layers import a_plan, moe_layer
 from tests.hub.cards import LICENCES, mistakes
-from tests.plans import by_hand
+from tests.plans import Decided, by_hand
 
 BASE, COMMIT = "org/big-moe", "0123456789" * 4
 
@@ -24,7 +24,7 @@ BASE, COMMIT = "org/big-moe", "0123456789" * 4
 def recorded(folder: Path, source: Source) -> Path:
     """An output by its record, config and a weight of four numbers, of an architecture that nobody knows."""
     kept = a_plan([LayerPlan.keep(moe_layer(index, 8), [0, 3, 4]) for index in range(2)])
-    plan = by_hand(ExpertPlan(source, 3, "by-hand", {}, None, kept.layers))
+    plan = by_hand(Decided(source, 3, "by-hand", {}, None, kept.layers))
     folder.mkdir()
     header = b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))

@@ -97,7 +97,7 @@ def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
     assert plan.of("prune")[0].options["protect"] == listed
     (place / "mine.json").unlink()
     found = run_again(place / "out", place)
-    assert found.digest() == plan.digest() and found.stage.protected == plan.stage.protected
+    assert found.digest() == plan.digest() and found.expert_plan.protected == plan.expert_plan.protected
 
 
 def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> None:

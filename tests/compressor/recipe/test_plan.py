@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source, check_against
+from compressor.recipe.plan import Group, LayerPlan, Source, check_layers, check_source
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.records import readable_json
-from tests.plans import by_hand, pruned
+from tests.plans import Decided, by_hand, pruned
 
 FINGERPRINT = "f" * 64
 
@@ -27,10 +27,10 @@ def moe_layer(index: int = 0, experts: int = 8, top_k: int = 2, groups: int = 1)
     )  # fmt: skip
 
 
-def a_stage(*layers: LayerPlan, **more: Any) -> ExpertPlan:
+def a_stage(*layers: LayerPlan, **more: Any) -> Decided:
     chosen = layers or tuple(LayerPlan.keep(moe_layer(index), [0, 2, 5, 7]) for index in range(2))
     fields = {"calibration": None, **more}
-    return ExpertPlan(
+    return Decided(
         Source("folder", None, FINGERPRINT), len(chosen[0].groups), "by-hand", {}, layers=tuple(chosen), **fields
     )
 
@@ -62,27 +62,27 @@ def layer_plan(draw: st.DrawFn, index: int, keep: int) -> LayerPlan:
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> ExpertPlan:
+def stages(draw: st.DrawFn) -> Decided:
     keep = draw(st.integers(2, 5))
     layers = tuple(draw(layer_plan(index, keep)) for index in draw(st.sets(st.integers(0, 9), min_size=1, max_size=3)))
     calibration = draw(st.none() | st.fixed_dictionaries({"source": st.text(), "tokens": st.integers(0, 99)}))
     source = Source(draw(st.text(min_size=1)), draw(st.none() | st.text()), FINGERPRINT)
     options = draw(st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-    return ExpertPlan(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
+    return Decided(source, keep, "by-hand", options, calibration, layers, draw(st.integers(0, 2**63 - 1)))
 
 
 @given(stages(), st.dictionaries(st.text(), st.booleans() | st.integers() | st.text(), max_size=2))
-def test_json_there_and_back(stage: ExpertPlan, figures: dict[str, Any]) -> None:
+def test_json_there_and_back(stage: Decided, figures: dict[str, Any]) -> None:
     plan = by_hand(stage)
     plan = replace(plan, steps=(*plan.steps, PlannedStep("distill", {"steps": 3}, result=figures, stage=1)))
     again = Plan.from_dict(json.loads(plan.to_json()))
-    assert again == plan and again.stage == stage and again.stages == ((0,), (1,))
+    assert again == plan and again.expert_plan == stage.expert_plan and again.stages == ((0,), (1,))
     assert again.digest() == plan.digest()
     assert again.to_json() == plan.to_json()
 
 
 @given(stages())
-def test_slots_and_dropped_share_out_all_experts(plan: ExpertPlan) -> None:
+def test_slots_and_dropped_share_out_all_experts(plan: Decided) -> None:
     for layer in plan.layers:
         slots = layer.slots()
         assert sorted([*slots, *layer.dropped]) == list(range(layer.experts))
@@ -162,7 +162,6 @@ def first_group(content: dict[str, Any]) -> Any:
 
 Edit = Callable[[dict[str, Any]], Any]
 LAYER = "model.layers.0.mlp.experts"
-CROWD = dict.fromkeys(map(str, range(101)), 0)
 
 
 def group(**changes: Any) -> Edit:
@@ -229,23 +228,16 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
     "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
     "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
-    "layers a text": (decided(layers="all"), "layers: 'a' stands where an object"),
-    "layers null": (decided(layers=None), "not built like a plan"),
+    "layers a text": (decided(layers="all"), "layers should be a list"),
+    "layers null": (decided(layers=None), "layers should be a list"),
     "layer null": (decided(layers=[None]), "None stands where an object"),
     "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object with"),
     "source text": (whole(source="here"), "source should be an object with .*it is 'here'"),
     "calibration text": (whole(calibration="c4"), "calibration should be an object, it is 'c4'"),
     "calibration empty": (whole(calibration={}), "calibration should name its source"),
-    "layers without end": (decided(layers=[{}] * 1025), "1,025 layers are more than any model has"),
     "experts without end": (layer(experts=10**12), "experts are more than any layer has"),
-    "experts in all": (decided(layers=[{"experts": 4096}] * 33), "more than 131,072 experts together"),
-    "figures without end": (layer(figures=CROWD), "figures: 101 entries are more than 100"),
-    "versions without end": (whole(versions=CROWD), "versions: 101 entries"),
-    "options without end": (lambda c: c["steps"][0].update(options=CROWD), "options: 101 entries"),
-    "sources without end": (whole(calibration={"source": "a", "sources": [{}] * 101}), "sources: 101 ent"),
-    "steps a text": (whole(steps="prune"), "steps should be a list of at most 100"),
-    "steps without end": (lambda c: c.update(steps=c["steps"] * 101), "steps should be a list of at most 100"),
-    "step a text": (whole(steps=["prune"]), r"steps\[0\] should be an object with .*it is 'prune'"),
+    "steps a text": (whole(steps="prune"), "steps should be a list"),
+    "step a text": (whole(steps=["prune"]), r"steps\[0\]: 'prune' stands where an object"),
     "unknown decision": (decided(layer=[]), "the plan of prune has an unknown field 'layer'"),
     "protected in no layer": (
         decided(protected={LAYER.replace("0", "9"): [0]}),
@@ -291,9 +283,9 @@ def test_dropped_may_be_left_out_or_say_less() -> None:
     content = json.loads(a_plan().to_json())
     for given_list in (None, [], [1]):
         first_layer(content)["dropped"] = given_list
-        assert Plan.from_dict(content).stage == a_stage()
+        assert Plan.from_dict(content).expert_plan == a_stage().expert_plan
     del first_layer(content)["dropped"]
-    assert Plan.from_dict(content).stage == a_stage()
+    assert Plan.from_dict(content).expert_plan == a_stage().expert_plan
 
 
 def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
@@ -302,7 +294,7 @@ def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
     with pytest.raises(CompressionError, match="expert 1 is in a group and in 'dropped'"):
         Plan.from_dict(content)
     first_layer(content)["dropped"].remove(1)
-    plan = Plan.from_dict(content).stage
+    plan = Plan.from_dict(content).expert_plan
     assert plan.layers[0].dropped == (3, 4, 6)
     assert plan.layers[0].slots() == {0: 0, 1: 0, 2: 1, 5: 2, 7: 3}
 
@@ -310,7 +302,7 @@ def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
 def test_router_coefficients_follow_the_others_if_left_out() -> None:
     content = json.loads(a_plan().to_json())
     del first_group(content)["router_coefficients"]
-    assert Plan.from_dict(content).stage == a_stage()
+    assert Plan.from_dict(content).expert_plan == a_stage().expert_plan
 
 
 def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
@@ -330,19 +322,19 @@ def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
 def test_another_models_plan_is_refused() -> None:
     layers = [moe_layer(0), moe_layer(1)]
     plan = a_stage()
-    check_against(plan, layers, FINGERPRINT)
+    check_layers(plan, layers)
     with pytest.raises(CompressionError, match="made for another model: its source fingerprint ffffffffffff differs"):
-        check_against(plan, layers, "0" * 64)
+        check_source(plan.source, "0" * 64)
     with pytest.raises(
         CompressionError, match=r"speaks of model\.layers\.1\.mlp.experts, which this model does not have"
     ):
-        check_against(plan, layers[:1], FINGERPRINT)
+        check_layers(plan, layers[:1])
     with pytest.raises(CompressionError, match=r"has no entry for model\.layers\.2\.mlp\.experts"):
-        check_against(plan, [*layers, moe_layer(2)], FINGERPRINT)
+        check_layers(plan, [*layers, moe_layer(2)])
     with pytest.raises(CompressionError, match="the plan says top_k 2, the model has 3; restore it"):
-        check_against(plan, [moe_layer(0, top_k=3), moe_layer(1)], FINGERPRINT)
+        check_layers(plan, [moe_layer(0, top_k=3), moe_layer(1)])
     with pytest.raises(CompressionError, match="the plan says experts 8, the model has 16"):
-        check_against(plan, [moe_layer(0, experts=16), moe_layer(1)], FINGERPRINT)
+        check_layers(plan, [moe_layer(0, experts=16), moe_layer(1)])
 
 
 def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> None:
@@ -352,7 +344,7 @@ def test_a_head_is_written_where_there_is_one_and_counts_for_the_digest() -> Non
     written = first_layer(with_head(1).to_dict())["groups"]
     assert written[0]["head"] == 1 and "head" not in written[1]
     assert "head" not in first_group(with_head(None).to_dict())
-    assert Plan.from_dict(json.loads(with_head(1).to_json())).stage.layers[0].groups[0].head == 1
+    assert Plan.from_dict(json.loads(with_head(1).to_json())).expert_plan.layers[0].groups[0].head == 1
     assert len({with_head(head).digest() for head in (None, 0, 1)}) == 3
 
 
@@ -372,9 +364,9 @@ def test_protected_experts_are_written_where_there_are_some() -> None:
     assert pruned(content)["protected"] == {"model.layers.1.mlp.experts": [0, 7]}
     assert Plan.from_dict(content) == guarded
     pruned(content)["protected"] = {"model.layers.1.mlp.experts": [7, 0, 7]}
-    assert Plan.from_dict(content).stage == guarded.stage
+    assert Plan.from_dict(content).expert_plan == guarded.expert_plan
     pruned(content)["protected"] = {}
-    assert Plan.from_dict(content).stage == a_stage()
+    assert Plan.from_dict(content).expert_plan == a_stage().expert_plan
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_an_output_tells_what_was_done(out: Path, cached: None) -> None:
     record = json.loads((out / "compression.json").read_text())
     data = report_data(out)
     assert (data.title, data.plan.source.model, data.plan.source.revision) == ("out", "in", None)
-    assert (data.strategy, data.stage.sequential) == ("reap", True)
-    assert data.stage.correction is not None and data.stage.correction["method"] == "ridge"
+    assert (data.strategy, data.plan.sequential) == ("reap", True)
+    assert data.plan.correction is not None and data.plan.correction["method"] == "ridge"
     assert (data.experts_before, data.experts_after, data.top_k) == (8, 4, 2)
     for size, when in ((data.before, "before"), (data.after, "after")):
         assert (size.parameters, size.bytes) == (record["parameters"][when], record["bytes"][when])

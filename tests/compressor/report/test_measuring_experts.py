@@ -12,13 +12,14 @@ from torch import Tensor
 
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
+from compressor.recipe.plan import LayerPlan, Source
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import by_weights as by_weights_of
 from compressor.report.measuring import measure_layers, similarity_of
 from compressor.statistics.meters import mix_tokens
 from compressor.steps.prune.similarity import linear_cka
 from tests.opened import batches, one_expert, opened, plain_calls
+from tests.plans import Decided
 from tests.plugins import install
 
 
@@ -27,13 +28,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return opened(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> ExpertPlan:
+def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> Decided:
     """A plan that keeps everything, as if this strategy had made it."""
     layers = tuple(LayerPlan.keep(layer, range(layer.experts), figures=figures) for layer in model.architecture.layers)
-    return ExpertPlan(Source("model", None, "0"), 8, strategy, options, None, layers)
+    return Decided(Source("model", None, "0"), 8, strategy, options, None, layers)
 
 
-def measured(both: tuple[Any, OpenModel], plan: ExpertPlan) -> list[LayerMeasures]:
+def measured(both: tuple[Any, OpenModel], plan: Decided) -> list[LayerMeasures]:
     stock, model = both
     plans = {layer.module: layer for layer in plan.layers}
     again = open_model(model.source, "float32", "cpu")
@@ -109,7 +110,7 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
         assert (layer.similarity, layer.similarity_label) == by_weights(both[1], plan)[layer.module]
 
 
-def by_weights(model: OpenModel, plan: ExpertPlan) -> dict[str, Any]:
+def by_weights(model: OpenModel, plan: Decided) -> dict[str, Any]:
     plans = {layer.module: layer for layer in plan.layers}
     found = by_weights_of(model, lambda name: similarity_of(plan, plans[name]), Silent())
     return {layer.module: (layer.similarity, layer.similarity_label) for layer in found}
@@ -156,6 +157,7 @@ def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does
 
 THEIRS = """
 import torch
+from tests.plans import Decided
 NEEDS = frozenset({{"routed_count"}})
 def plan(stats, keep, protected=frozenset()): ...
 def similarity_needs(options): return frozenset({{"router_logits"}})

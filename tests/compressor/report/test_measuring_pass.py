@@ -15,13 +15,12 @@ from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
 from compressor.report.measuring import Gap, measure_layers, similarity_of
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
-from tests.plans import by_hand, make_plan
+from tests.plans import Decided, by_hand, make_plan
 
 CASES = {  # the strategy that plans, by family
     "mixtral": "reap",
@@ -44,7 +43,7 @@ class Case:
     model: OpenModel
     small: Any
     out: OpenModel
-    plan: ExpertPlan
+    plan: Decided
     parts: tuple[Tensor, ...]
 
     def layers(self, source: OpenModel | None = None) -> Iterator[LayerMeasures]:

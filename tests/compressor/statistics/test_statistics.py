@@ -254,7 +254,7 @@ def test_weights_alone_run_no_forward_and_read_no_data(tmp_path: Path, monkeypat
     absent = str(tmp_path / "absent.txt")
     plan = plan_of(tmp_path / "model", strategy="model-centric", experts=4, calibration=absent, correct="none")
     assert plan.calibration is None
-    assert len(plan.stage.layers) == 2
+    assert len(plan.expert_plan.layers) == 2
 
 
 def test_weights_are_the_live_modules_and_go_back_to_meta(tmp_path: Path) -> None:

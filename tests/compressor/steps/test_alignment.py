@@ -17,12 +17,12 @@ from compressor.checkpoint.source import locate
 from compressor.model.experts import Parameters, expert_parameters, width_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import open_model
-from compressor.recipe.plan import ExpertPlan, Group, LayerPlan, Source
+from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.cutting import matching, merged_parameters, reordered
 from tests import zoo
 from tests.opened import one_expert
-from tests.plans import by_hand
+from tests.plans import Decided, by_hand
 
 LAYOUTS = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "aria", "openai_privacy_filter"]
 END_TO_END = ["mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3"]
@@ -160,7 +160,7 @@ def planned(folder: Path, groups: list[Group]) -> Plan:
     model = open_model(locate(str(folder)))
     layers = tuple(LayerPlan.of(layer, groups) for layer in model.architecture.layers)
     source = Source(str(folder), None, model.fingerprint)
-    return by_hand(ExpertPlan(source, len(groups), "by hand", {}, None, layers))
+    return by_hand(Decided(source, len(groups), "by hand", {}, None, layers))
 
 
 @pytest.mark.parametrize("name", zoo.sweep(END_TO_END))

@@ -12,9 +12,10 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture
 from compressor.model.layout import Layout, Role
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
+from compressor.recipe.plan import LayerPlan, Source
 from compressor.steps import configuration
 from compressor.steps.configuration import output_config
+from tests.plans import Decided
 
 BLOCK = "model.layers.{}.mlp"
 KEPT = (0, 2, 5, 7)
@@ -43,13 +44,13 @@ def layout(left_out: tuple[str, ...] = (), quantized: bool = False) -> Layout:
     return Layout(roles, left_out, True, quantized)
 
 
-def a_plan(*kept: tuple[int, ...]) -> ExpertPlan:
+def a_plan(*kept: tuple[int, ...]) -> Decided:
     chosen = kept or (KEPT, KEPT)
     layers = tuple(LayerPlan.keep(layer, experts) for layer, experts in zip(LAYERS, chosen, strict=True))
-    return ExpertPlan(Source("x", None, "f"), len(chosen[0]), "by-hand", {}, None, layers)
+    return Decided(Source("x", None, "f"), len(chosen[0]), "by-hand", {}, None, layers)
 
 
-def rewrite(raw: dict[str, Any], plan: ExpertPlan | None = None, **given_parts: Any) -> dict[str, Any]:
+def rewrite(raw: dict[str, Any], plan: Decided | None = None, **given_parts: Any) -> dict[str, Any]:
     built = given_parts.pop("built", None) or architecture()
     config, _ = output_config(raw, built, given_parts.pop("stored", layout()), plan or a_plan(), None)
     return config
@@ -130,7 +131,7 @@ def test_a_field_that_the_stock_model_is_built_by_stays() -> None:
     assert found[field] == 1 and zeroed == []
 
 
-def quantized(entries: Any, plan: ExpertPlan | None = None, key: str = "ignore") -> Any:
+def quantized(entries: Any, plan: Decided | None = None, key: str = "ignore") -> Any:
     raw = {"num_local_experts": 8, "quantization_config": {"quant_method": "compressed-tensors", key: entries}}
     before = repr(raw)
     changed = rewrite(raw, plan, stored=layout(quantized=True))["quantization_config"][key]

@@ -20,8 +20,8 @@ LARGE = 40_000.0  # float16 holds it, and not twice as much
 def scaled(plan: Plan, scale: float, head: int | None = None) -> Plan:
     """The plan with experts 0 and 1 merged in every layer, their mean times `scale`; aligned with a `head`."""
     merged = Group((0, 1), (0.5, 0.5), (0.5, 0.5), scale, head)
-    layers = tuple(replace(layer, groups=(merged, *map(Group.single, (2, 3, 4)))) for layer in plan.stage.layers)
-    return by_hand(replace(plan.stage, layers=layers))
+    layers = tuple(replace(layer, groups=(merged, *map(Group.single, (2, 3, 4)))) for layer in plan.expert_plan.layers)
+    return by_hand(replace(plan.expert_plan, layers=layers))
 
 
 def fill(folder: Path, dtype: torch.dtype, value: float) -> None:

@@ -18,7 +18,7 @@ from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.registry import load_strategy
-from compressor.recipe.steps_plan import Plan, decisions
+from compressor.recipe.steps_plan import Plan
 from compressor.steps.correct import in_order as sequence
 from compressor.steps.correct.in_order import keep_the_better, read_difference
 from compressor.steps.correct.options import Correct
@@ -75,7 +75,7 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 ) -> None:
     stock, model = opened_wide(name, tmp_path)
     data, plans, ids = with_heldout(stock), drops(model.architecture), zoo.tokens(stock, 3, seed=5)
-    small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
+    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
     seen = watch_corrections(monkeypatch)
     if model.partial.model.get_output_embeddings() is None:
         with pytest.raises(CompressionError, match="has no language-model head"):
@@ -117,7 +117,7 @@ def test_every_family_puts_out_what_its_cut_and_corrected_stock_model_does(
 def test_a_merge_without_calibration_equals_the_merged_stock_model(name: str, tmp_path: Path) -> None:
     stock, model = opened_wide(name, tmp_path)
     plans, ids = merges(model.architecture), zoo.tokens(stock, 3, seed=5)
-    small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
+    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
     found = watched_run(model, plans, ids, data=None)
     check(found, whole(small, ids))
     assert not any(torch.equal(found[number], logits) for number, logits in whole(stock, ids).items())
@@ -206,7 +206,7 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     assert made.sequential and {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
-    small = cut(stock, "num_experts", decisions(whole_plan(model, only_first)))
+    small = cut(stock, "num_experts", whole_plan(model, only_first).to_dict())
     stock.model.layers[0] = small.model.layers[0]
     calls = plain_calls(stock, model.architecture, [data.batches[0], data.batches[2]])[second.name]
     hidden, index, weights = calls.joined()
@@ -238,7 +238,7 @@ def test_a_corrected_layer_that_is_gone_is_never_written_uncorrected(
 ) -> None:
     stock, model = opened_wide("mixtral", tmp_path / "in")
     plan = asked(model, drops(model.architecture), Correct("ridge"), with_heldout(stock), monkeypatch)
-    job = make_job(model, plan.stage, cut=CutFiles(tmp_path / "cut"))
+    job = make_job(model, plan.expert_plan, cut=CutFiles(tmp_path / "cut"))
     with pytest.raises(CompressionError, match="its corrected tensors can no longer be read from the work folder"):
         list(job.produce(model.architecture.layers[0].unit))
 
@@ -284,7 +284,7 @@ def test_the_difference_is_that_of_whole_models_and_harm_is_undone(
         worse = {key: value * 3 if "experts" in key else value for key, value in files.tensors(layer).items()}
         files.save(files.plan(layer), layer, worse)  # type: ignore[arg-type]
     field, plan = zoo.family(name).count_field, whole_plan(model, plans)
-    plain, harmed = (cut(stock, field, decisions(plan)) for _ in range(2))
+    plain, harmed = (cut(stock, field, plan.to_dict()) for _ in range(2))
     state = {key: value for layer in model.architecture.layers for key, value in files.tensors(layer).items()}
     harmed.load_state_dict(state, strict=False)
     kept = tuple(found for layer in model.architecture.layers if (found := files.plan(layer)) is not None)

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
-from compressor.recipe.steps_plan import decisions
 from compressor.steps.correct import in_order
 from compressor.steps.correct.cut_layer import Recording
 from compressor.steps.correct.options import Correct
@@ -79,7 +78,7 @@ def test_targets_go_toward_the_hidden_states_of_a_whole_model(
     stock, model = opened_wide(name, tmp_path)
     data, plans, found = with_heldout(stock), drops(model.architecture), recorded(monkeypatch)
     run(model, plans, data, correction=Correct(method="ridge", toward=0.7))
-    small = cut(stock, zoo.family(name).count_field, decisions(whole_plan(model, plans)))
+    small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
     own = hidden_states(stock, model.architecture, data.batches)
     factor = getattr(stock.config, "residual_multiplier", 1.0)
     moved = 0.0
