@@ -10,7 +10,7 @@ from typing import Any
 from compressor.attribution.hubs import Hub
 from compressor.checkpoint.reader import Size
 from compressor.recipe.plan import Group, LayerPlan, Source
-from compressor.recipe.steps_plan import Plan, PlannedStep, layer_to_dict
+from compressor.recipe.steps_plan import Plan, PlannedStep, decision_from_dict, layer_to_dict
 from compressor.report.data import LayerReport, Report, named
 from tests.gates import mixed
 
@@ -123,7 +123,7 @@ def a_plan(
         "layers": [layer_to_dict(each.plan) for each in layers],
     }  # fmt: skip
     made = [
-        PlannedStep("prune", {"strategy": strategy, "options": options}, decided),
+        PlannedStep("prune", {"strategy": strategy, "options": options}, decision_from_dict(decided, "prune")),
         *([PlannedStep("correct", correction)] if correction else []),
         *(PlannedStep(each["name"], each["options"], None, each["result"], stage=1) for each in steps),
     ]

@@ -101,7 +101,8 @@ def test_stored_bytes_are_cut_and_mean_what_the_dequantised_split_does(case: str
     compressor.apply(made, tmp_path / "again", model=str(source))
     assert same_bytes(weights(out), weights(tmp_path / "again"))
     assert (out / "config.json").read_bytes() == (tmp_path / "again" / "config.json").read_bytes()
-    check_drop(plan, source, out, tmp_path)
+    whole = Decided(made.source, 16, made.strategy, {}, made.calibration, (), made.seed, split=made.split)
+    check_drop(whole, source, out, tmp_path)
 
 
 def test_packed_experts_of_a_family_that_fuses_plain_ones_are_split_as_stored(tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration.get("source"), str):
             raise CompressionError("calibration should name its source; restore it, or write null if no data was read")
-        if self.calibration is None and self.correction is not None and self.expert_plan.layers:
-            raise CompressionError(
-                "a correction needs calibration data; restore calibration or write null for both"
-            )
+        if self.calibration is None and self.correction is not None:
+            raise CompressionError("a correction needs calibration data; restore calibration, or take out correct")
+        if self.calibration is None and self.expert_plan.has_constants:
+            raise CompressionError("constants are measured on calibration data; restore calibration or plan again")
         if self.split is not None:
             check_split(self.split)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import compressor
-from compressor import Distill, Routers, Step
+from compressor import Distill, Routers, StepOptions
 from compressor.hub.card import Again, again, card_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -110,7 +110,7 @@ def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> Non
     assert found.calibration is not None and found.calibration["only"] == "b=2"
 
 
-def changed(folder: str, out: str, step: Step, base: str = "checkpoint", **text: Any) -> None:
+def changed(folder: str, out: str, step: StepOptions, base: str = "checkpoint", **text: Any) -> None:
     """Carry out one step on an output, on a text of its own."""
     options = step.changed()
     compressor.change(step.name, folder, out, base=base, options=options, text=TextOptions(**text), seed=3)

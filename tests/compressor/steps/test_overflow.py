@@ -12,7 +12,7 @@ from compressor.errors import CompressionError
 from compressor.recipe.plan import Group
 from compressor.recipe.steps_plan import Plan
 from tests import small
-from tests.plans import by_hand, plan_of
+from tests.plans import plan_of
 
 LARGE = 40_000.0  # float16 holds it, and not twice as much
 
@@ -21,7 +21,8 @@ def scaled(plan: Plan, scale: float, head: int | None = None) -> Plan:
     """The plan with experts 0 and 1 merged in every layer, their mean times `scale`; aligned with a `head`."""
     merged = Group((0, 1), (0.5, 0.5), (0.5, 0.5), scale, head)
     layers = tuple(replace(layer, groups=(merged, *map(Group.single, (2, 3, 4)))) for layer in plan.expert_plan.layers)
-    return by_hand(replace(plan.expert_plan, layers=layers))
+    number = next(number for number, step in enumerate(plan.steps) if step.expert_plan is not None)
+    return plan.with_entry(number, decision=replace(plan.expert_plan, layers=layers))
 
 
 def fill(folder: Path, dtype: torch.dtype, value: float) -> None:
