@@ -13,13 +13,11 @@ def explicit(chain: Chain, width: int) -> Tensor:
     total = torch.eye(width, dtype=torch.float64)
     for step in chain:
         own = len(total)
-        identity, ones = torch.eye(own, dtype=torch.float64), torch.ones(own, own, dtype=torch.float64)
+        ones = torch.ones(own, own, dtype=torch.float64)
         if step.kind == "factor":
             matrix = torch.diag(torch.as_tensor(step.by, dtype=torch.float64).expand(own))
         elif step.kind == "mean":
             matrix = ones / own
-        elif step.kind == "centre":
-            matrix = identity - ones / own
         else:
             matrix = torch.as_tensor(step.by).double()
         total = matrix @ total
@@ -32,5 +30,5 @@ def evaluate(terms: Sequence[Term]) -> Tensor:
     for term in terms:
         value = term.leaf.value.double()
         image = value @ explicit(term.chain, value.shape[-1]).T
-        total = total + (image if term.token is None else image * term.token[:, None])
+        total = total + image * term.token
     return total.float()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.attribution.projecting import rank_change
-from compressor.attribution.routers import ACTIVATIONS, Selection, best_selection, competing, ranks_of, selections
+from compressor.attribution.routers import ACTIVATIONS, Selection, agreements, competing, ranks_of, selections
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -15,10 +15,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def find_selection(
-    logits: Tensor, chosen: Tensor, valid: Tensor, biases: list[Tensor], *groups: list[int]
+    logits: Tensor, chosen: Tensor, valid: Tensor, biases: list[Tensor], groups: tuple[int, ...] = (1, 1)
 ) -> Selection:
     tried = selections(biases)
-    return tried[best_selection(tried, logits, chosen, valid, *groups)]
+    return tried[int(agreements(tried, logits, chosen, valid, groups).argmax())]
 
 
 def top(scores: Tensor, count: int) -> Tensor:
@@ -51,7 +51,7 @@ def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: str, bias
     chosen = torch.rand(tokens, routers, experts).argsort(-1)[..., :slots]
     share = torch.tensor([[1 / count if slot < count else 0 for slot in range(slots)] for count in used])
     before = ranks_of(selection.scores(logits), chosen)
-    found = rank_change(logits, removed, chosen, before, share, selection, slice(None))
+    found = rank_change(selection.scores(logits - removed), chosen, before, share)
 
     def rank(values: Tensor, token: int, router: int, expert: int) -> int:
         scores = ACTIVATIONS[activation](values[token, router])
@@ -66,9 +66,8 @@ def test_change_of_rank_is_that_of_a_plain_loop(seed: int, activation: str, bias
                 total += abs(now - rank(logits, token, router, expert)) / count
         assert float(found[router]) == pytest.approx(total, abs=1e-5)
         one = slice(router, router + 1)
-        alone = rank_change(
-            logits[:, one], removed[:, one], chosen[:, one], before[:, one], share[one], selection, one
-        )  # fmt: skip
+        scores = selection.scores((logits - removed)[:, one], one)
+        alone = rank_change(scores, chosen[:, one], before[:, one], share[one])
         assert float(alone) == pytest.approx(total, abs=1e-5)
 
 
@@ -103,7 +102,7 @@ def test_routers_that_choose_groups_first_are_judged_within_them(seed: int) -> N
     group = scores.unflatten(-1, (2, 4)).topk(2, -1).values.sum(-1).argmax(-1, keepdim=True)
     outside = torch.arange(8) // 4 != group
     chosen = top(scores.masked_fill(outside, -torch.inf), 2)
-    found = find_selection(logits, chosen, VALID, [bias], [2, 2])
+    found = find_selection(logits, chosen, VALID, [bias], (2, 2))
     assert found.activation == "sigmoid" and found.bias is bias
     within = competing(chosen, VALID, 8, [2, 1])
     assert torch.equal(within[:, 0], ~outside[:, 0])

@@ -14,13 +14,11 @@ from compressor.attribution.tracing import (
     Chain,
     Context,
     Step,
-    Term,
     Traced,
     head_count,
     parts_of,
     plain,
     pull_sum,
-    same_chains,
 )
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_unit
@@ -88,7 +86,9 @@ LINEAR: dict[str, Operation] = {
     "number minus": lambda x, y, p, f: 2 - x,
     "plus scalar": lambda x, y, p, f: x + torch.tensor(0.5),
     "torch.add": lambda x, y, p, f: torch.add(x, y),
-    "torch.sub": lambda x, y, p, f: torch.subtract(x, p),
+    "torch.sub": lambda x, y, p, f: torch.sub(x, p),
+    "scaled sum": lambda x, y, p, f: torch.add(x, y, alpha=2),
+    "scaled difference": lambda x, y, p, f: torch.sub(p, x, alpha=2),
     "torch.rsub": lambda x, y, p, f: torch.rsub(x, y),
     "times number": lambda x, y, p, f: x * 0.7,
     "number times": lambda x, y, p, f: 3 * x,
@@ -132,7 +132,7 @@ LINEAR: dict[str, Operation] = {
     "subtracted in place": lambda x, y, p, f: x.clone().sub_(p),
     "multiplied in place": lambda x, y, p, f: x.clone().mul_(VECTOR),
     "divided in place": lambda x, y, p, f: x.clone().div_(2.0),
-    "added to plain in place": lambda x, y, p, f: p.clone().add_(x),
+    "added in place, scaled": lambda x, y, p, f: x.clone().add_(p, alpha=2),
 }
 
 
@@ -160,7 +160,7 @@ NONLINEAR: dict[str, Callable[[Any, Any], Any]] = {
     "where": lambda x, y: torch.where(x > 0, x, y),
     "normalised": lambda x, y: F.normalize(x, dim=-1),
     "cumulative": lambda x, y: x.cumsum(0),
-    "scaled sum": lambda x, y: torch.add(x, y, alpha=2),
+    "added to plain in place": lambda x, y: draw(5, H).add_(x),
 }
 
 
@@ -200,8 +200,7 @@ def test_a_factor_for_each_token_scales_the_terms_token_by_token() -> None:
     _, (x, _) = start((2, 3, H))
     factor = draw(2, 3, 1, seed=3)
     (term,) = ((x * factor) / 2 * factor).terms
-    assert term.token is not None
-    torch.testing.assert_close(term.token, factor.flatten().square())
+    torch.testing.assert_close(term.token, factor.reshape(-1, 1).square())
     assert len(term.chain) == 1
 
 
@@ -229,9 +228,6 @@ def test_augmented_assignments_keep_the_terms() -> None:
     x /= 2
     check(x, expected)
     assert names(x) == ["a", "b", "constant"] and x is same
-    sums = torch.ones(2, 3, H)
-    sums += y
-    assert names(check(sums, 1 + plain(y))) == ["other", "b"]
 
 
 def _set_row(x: Any) -> Any:
@@ -245,7 +241,6 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
     "masked_fill_": lambda x: x.masked_fill_(draw(5, 1) > 0, 3.0),
     "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 2]), torch.ones(2, H)),
     "mul_ by itself": lambda x: x.mul_(x),
-    "add_ alpha": lambda x: x.add_(torch.ones(5, H), alpha=2),
     "power": lambda x: x.__ipow__(2),
     "assigned": _set_row,
 }
@@ -260,17 +255,15 @@ def test_a_change_in_place_that_is_not_linear_makes_a_new_component(name: str) -
     assert names(check(x, expected)) == ["changed in place"]
 
 
-def test_matrix_products_are_told_with_their_terms() -> None:
-    told: list[tuple[Tensor, tuple[Term, ...]]] = []
+def test_matrix_products_are_kept_with_their_terms() -> None:
     context, (x, y) = start((5, H))
-    context.on_product = lambda value, terms: told.append((value, terms))
     rows = draw(3, H)
     F.linear(x + y, rows, torch.ones(3))
-    ((value, terms),) = told
+    ((value, terms),) = context.products
     torch.testing.assert_close(evaluate(terms), value)
     assert [term.leaf.name for term in terms] == ["a", "b", "constant"]
     F.linear(plain(x), rows)
-    assert len(told) == 1
+    assert len(context.products) == 1
 
 
 # --- linear maps ------------------------------------------------------------------------------------------------------
@@ -282,7 +275,7 @@ def chains(draw: st.DrawFn, width: int = 5) -> tuple[Chain, int, int]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     steps: list[Step] = []
     own = width
-    for kind in draw(st.lists(st.sampled_from(["number", "vector", "mean", "centre", "matrix"]), max_size=6)):
+    for kind in draw(st.lists(st.sampled_from(["number", "vector", "mean", "matrix"]), max_size=6)):
         if kind == "number":
             steps.append(Step("factor", draw(st.sampled_from([-1.0, 0.5, 2.0, 0.0]))))
         elif kind == "vector":
@@ -292,7 +285,7 @@ def chains(draw: st.DrawFn, width: int = 5) -> tuple[Chain, int, int]:
             steps.append(Step("matrix", torch.randn(after, own, generator=generator)))
             own = after
         else:
-            steps.append(Step("mean" if kind == "mean" else "centre"))
+            steps.append(Step("mean"))
     return tuple(steps), own, draw(st.integers(0, 2**31))
 
 
@@ -303,16 +296,6 @@ def test_pulling_back_is_the_transpose_of_the_explicit_matrices(drawn: list[tupl
     total = torch.stack([rows.double() @ explicit(chain, 5) for chain in same_width]).sum(0)
     found = pull_sum(rows, same_width).double()
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4 * (1 + float(total.abs().max())))
-
-
-def test_equal_values_make_equal_chains() -> None:
-    weight, scale = torch.randn(4, 5), torch.randn(5)
-    one: list[Chain] = [(Step("factor", scale), Step("matrix", weight)), (Step("mean"),)]
-    same: list[Chain] = [(Step("factor", scale.clone()), Step("matrix", weight.clone())), (Step("mean"),)]
-    assert same_chains(one, same)
-    moved = [same[0][:1], (*same[0][1:], *same[1])]
-    for other in (same[:1], [same[1], same[0]], [(*same[0], Step("factor", 1.0)), same[1]], moved):
-        assert not same_chains(one, other)
 
 
 # --- the parts of a layer ---------------------------------------------------------------------------------------------
