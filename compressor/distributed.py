@@ -71,13 +71,11 @@ class Ranks:
         ranks = owners([batch.numel() for batch in batches], self.size)
         return frozenset(number for number, owner in enumerate(ranks) if owner == self.rank)
 
-    def own(self, *groups: "Sequence[Tensor]") -> frozenset[int] | None:
-        """Return the numbers of this rank's batches of all groups in one row; None, meaning all, for one process.
+    def own(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
+        """Return the numbers of this rank's batches of all groups in one row.
 
         Each group is divided by itself, so that a batch has the same rank in every pass over its group.
         """
-        if self.is_alone:
-            return None
         numbers, begin = set[int](), 0
         for group in groups:
             numbers |= {begin + number for number in self.share(group)}

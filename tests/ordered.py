@@ -101,7 +101,7 @@ def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_in_order` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
-    passing = {name: more.pop(name) for name in ("files", "riding") if name in more}
+    passing = {name: more.pop(name) for name in ("files", "probe") if name in more}
     work = LayerWork(experts, lambda stats: plans[stats.layer.name], **more)
     made = compress_in_order(model, work, data, Silent(), **passing)
     return {plan.module: plan for plan in made}

@@ -14,8 +14,9 @@ import compressor
 from compressor.errors import CompressionError
 from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
+from compressor.model.substitution import Substitution
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.mone import Substituting, logits_with, read_constants
+from compressor.steps.constants.mone import logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run, refused
 from tests.plans import Decided, plan_of
@@ -101,7 +102,7 @@ def test_what_is_written_computes_what_a_plain_model_with_constants_does(
     tokens = torch.arange(40).reshape(2, 20) * 13 % small.VOCABULARY
     expected = zoo.logits(plain_model(out, source, tmp_path / "plain"), tokens)
     written, constants = read_constants(out)
-    [found] = logits_with(written, Substituting(written, [constants]), [tokens])
+    [found] = logits_with(written, Substitution(constants=constants), [tokens])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     # the plan and the source give the same bytes again
     again = tmp_path / "again"

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
-from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
 from compressor.kept import facts_of, keep_tensors, kept_tensors
@@ -100,10 +99,9 @@ def read_base(
         visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
         with ExitStack() as stack:
             if evaluator is not None and asked:
-                riding = stack.enter_context(evaluator.keeping(len(wanted)))
-                visitors, batches = [*visitors, riding], [*batches, *riding.batches]
-            own = None if ranks().is_alone else range(len(batches))
-            Pass(model, batches, progress, "ask the base", to_end=True, own=own).run(*visitors)
+                probe = stack.enter_context(evaluator.keeping(len(wanted)))
+                visitors, batches = [*visitors, probe], [*batches, *probe.batches]
+            Pass(model, batches, progress, "ask the base", to_end=True).run(*visitors)
         if evaluator is not None:
             for number in asked:
                 inputs[number].keep({"input": evaluator.inputs[number]})

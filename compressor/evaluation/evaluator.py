@@ -7,7 +7,7 @@ the positions before these alone.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -24,12 +24,14 @@ from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
+from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
 from compressor.progress import Progress, Silent
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
-TOGETHER = 2**20, 2**24  # of them compared at once: few enough for a processor's cache, many enough for a device
+CPU_LOGITS, DEVICE_LOGITS = 2**20, 2**24  # compared at once: few enough for a cache, many enough for a device
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
+_SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +111,39 @@ def require_enough(sequences: int, step: str, remedy: str = "give more text, or 
 
 @torch.no_grad()
 def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Sequence[Sequence[int]] = ()) -> list[float]:
-    """One sequence's KL, loss, flips and the base's loss, means over positions; then five figures for each mark.
+    """Return a sequence's KL, loss, flips and base's loss, means over positions; then five figures for each mark.
 
     Logits of variant and base, [N, V] each, and the next tokens [N]. A mark's figures are those of `Figures.marks`.
     """
-    rows = max(1, TOGETHER[ours.device.type != "cpu"] // ours.shape[-1])
-    found = list[Tensor]()
-    for logits, base, following in zip(*(each.split(rows) for each in (ours, theirs, targets)), strict=True):
-        logits, base = logits.float(), base.float()
-        flips = as_float64(logits.argmax(-1) != base.argmax(-1))
-        logs, others = log_softmax(logits, dim=-1), log_softmax(base, dim=-1)
-        kl = as_float64((others.exp() * (others - logs)).sum(-1))
-        losses = (-as_float64(each.gather(-1, following[:, None])[:, 0]) for each in (logs, others))
-        columns = [kl, *losses, flips]
-        for tokens in marks:
-            ids = torch.tensor(tokens, device=following.device)
-            due = as_float64(torch.isin(following, ids))
-            columns += [due, *(as_float64(each[:, ids].exp()).sum(-1) for each in (others, logs))]
-        found.append(torch.stack(columns))
-    kl, loss, base_loss, flips, *more = torch.cat(found, 1)
+    rows = max(1, (CPU_LOGITS if ours.device.type == "cpu" else DEVICE_LOGITS) // ours.shape[-1])
+    columns = [
+        _at_positions(logits.float(), base.float(), following, marks)
+        for logits, base, following in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True)
+    ]
+    kl, loss, base_loss, flips, *at_marks = torch.cat(columns, 1)
     figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for due, of_base, of_variant in zip(*(more[place::3] for place in range(3)), strict=True):
-        figures += [due.sum(), *((p * share).sum() for share in (due, 1 - due) for p in (of_base, of_variant))]
+    for begin in range(0, len(at_marks), 3):
+        due, base_probability, probability = at_marks[begin : begin + 3]
+        figures.append(due.sum())
+        for share in (due, 1 - due):
+            figures += [(base_probability * share).sum(), (probability * share).sum()]
     return torch.stack(figures).tolist()
+
+
+def _at_positions(logits: Tensor, base: Tensor, targets: Tensor, marks: Sequence[Sequence[int]]) -> Tensor:
+    """Return KL, both losses and flips at each position; of each mark, if it is next and both probabilities: [C, N]."""
+    log_probabilities, base_log_probabilities = log_softmax(logits, dim=-1), log_softmax(base, dim=-1)
+    kl = (base_log_probabilities.exp() * (base_log_probabilities - log_probabilities)).sum(-1)
+    columns = [as_float64(kl)]
+    for logs in (log_probabilities, base_log_probabilities):
+        columns.append(-as_float64(logs.gather(-1, targets[:, None])[:, 0]))
+    columns.append(as_float64(logits.argmax(-1) != base.argmax(-1)))
+    for tokens in marks:
+        ids = torch.tensor(tokens, device=targets.device)
+        columns.append(as_float64(torch.isin(targets, ids)))
+        for logs in (base_log_probabilities, log_probabilities):
+            columns.append(as_float64(logs[:, ids].exp()).sum(-1))
+    return torch.stack(columns)
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
@@ -146,12 +158,6 @@ def require_head(model: Any) -> nn.Module:
             f"{type(model).__name__} has no language-model head, so its next-token distributions cannot be compared"
         )
     return head
-
-
-class Variants(LayerVisitor):
-    """Makes the batches of a pass meet variants of the model: the running one `variant`, nothing where it is None."""
-
-    variant: int | None = 0
 
 
 class Evaluator:
@@ -170,17 +176,22 @@ class Evaluator:
         self.batches: list[Tensor] = []  # so small that their logits are, too
         self.counted: list[Tensor | None] = []  # by batch: [B, L - 1] positions whose next token counts; None: all
         self.domains: list[int] = []  # of each batch
-        for number, entry in enumerate(sets):
-            for batch, given in zip(entry.batches, entry.counted or (None,) * len(entry.batches), strict=True):
-                mask = batch.counted if given is None and isinstance(batch, Inputs) else given
-                most = batch.shape[1] if mask is None else int(mask.sum(1).max())
-                rows = rows_at_once(most, base.vocabulary)
-                parts = batch.split(rows)
-                self.batches += parts
-                self.counted += [None] * len(parts) if mask is None else [part[:, 1:] for part in mask.split(rows)]
-                self.domains += [number] * len(parts)
+        for domain, entry in enumerate(sets):
+            masks = entry.counted or [None] * len(entry.batches)
+            for batch, mask in zip(entry.batches, masks, strict=True):
+                if mask is None and isinstance(batch, Inputs):
+                    mask = batch.counted
+                self._add(domain, batch, mask)
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
         self._held = 0  # bytes in memory
+
+    def _add(self, domain: int, batch: Tensor, mask: Tensor | None) -> None:
+        tokens = batch.shape[1] if mask is None else int(mask.sum(1).max())
+        rows = rows_at_once(tokens, self.base.vocabulary)
+        parts = batch.split(rows)
+        self.batches += parts
+        self.counted += [None] * len(parts) if mask is None else [part[:, 1:] for part in mask.split(rows)]
+        self.domains += [domain] * len(parts)
 
     @classmethod
     def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
@@ -190,170 +201,176 @@ class Evaluator:
     def sequences(self) -> int:
         return sum(map(len, self.batches))
 
-    @property
-    def own(self) -> list[int]:
-        own = ranks().own(self.batches)
-        return list(range(len(self.batches))) if own is None else sorted(own)
-
-    def tokens_of(self, number: int) -> list[int]:
-        """How many tokens count in each sequence of a batch."""
-        batch, counted = self.batches[number], self.counted[number]
-        return [batch.shape[1] - 1] * len(batch) if counted is None else counted.sum(1).tolist()
-
     def missing(self, wanted: Collection[int] | None = None) -> list[int]:
-        """Numbers of this rank's batches of which the base's answers are not kept yet."""
-        return [number for number in self.own if number not in self.inputs and (wanted is None or number in wanted)]
+        """Return the numbers of this rank's batches of which the base's answers are not kept yet."""
+        numbers = ranks().share(self.batches) - self.inputs.keys()
+        return sorted(numbers if wanted is None else numbers.intersection(wanted))
 
     def keep_input(self, number: int, value: Tensor) -> None:
         """Keep what enters the base's head for a batch, on disk past the budget of memory."""
-        place = allocate(tuple(value.shape), value.dtype, CPU, max(0, BUDGET - self._held))
+        kept = allocate(tuple(value.shape), value.dtype, CPU, max(0, BUDGET - self._held))
         self._held += value.nbytes
-        self.inputs[number] = place.copy_(value.detach())
+        self.inputs[number] = kept.copy_(value.detach())
 
-    def keeping(self, first: int = 0) -> AbstractContextManager["Riding"]:
-        """Keep the base's answers from a pass over it in which the visitor's batches have numbers from `first` on."""
-        return self._riding(self.base.partial.model, [(None, number) for number in self.missing()], first)
+    def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
+        """Keep the base's answers from a pass over it in which the probe's batches have numbers from `first` on."""
+        return self._probe(self.base.partial.model, [(None, number) for number in self.missing()], first)
 
     @contextmanager
-    def measuring(self, model: nn.Module) -> Iterator["Riding"]:
+    def measuring(self, model: nn.Module) -> Iterator["HeldoutProbe"]:
         """Measure a variant in another pass, or `model` whole in memory; the base is kept already.
 
-        The visitor has the figures when the block has ended.
+        The probe has the figures when the block has ended.
         """
-        with self._riding(model, [(0, number) for number in range(len(self.batches))]) as riding:
-            yield riding
-        riding.add_up()
+        with self._probe(model, [(0, number) for number in range(len(self.batches))]) as probe:
+            yield probe
+        probe.add_up()
 
-    def keep(self, progress: Progress | None = None, phase: str = "ask the base") -> Figures:
+    def keep(self, progress: Progress, phase: str = "ask the base") -> Figures:
         """Keep the base's answers from a streamed pass of its own; returns the base's figures."""
-        riding = self._keep(progress or Silent(), phase)
-        riding.add_up()
-        return riding.figures[0]
+        with self.keeping() as probe:
+            probe.run(self.base, progress, phase)
+        probe.add_up()
+        return probe.figures[0]
 
-    def _keep(self, progress: Progress, phase: str = "ask the base", figures: bool = True) -> "Riding":
-        with self.keeping() as riding:
-            riding.brief = not figures
-            riding.alone_in(self.base, progress, phase).run(riding)
-        return riding
+    def _keep_briefly(self, progress: Progress) -> None:
+        with self.keeping() as probe:
+            probe.brief = True
+            probe.run(self.base, progress, "ask the base")
 
     def measure(
         self,
         model: OpenModel,
-        visitor: Variants | None = None,
-        variants: int = 1,
-        progress: Progress | None = None,
+        variants: Sequence[Substitution] = (AS_IT_IS,),
+        visitors: Sequence[LayerVisitor] = (),
+        progress: Progress = _SILENT,
         phase: str = "evaluate",
         only: Sequence[int] | None = None,
     ) -> list[Figures]:
-        """Figures of variants of a model, all in one streamed pass, on all batches or `only` those of these numbers.
+        """Return figures of variants of a model, from one streamed pass of all batches or `only` of those numbers.
 
         Where the base's answers are not kept yet, it runs along in this pass if it is the same opened model, and in
         one of its own otherwise.
         """
         numbers = range(len(self.batches)) if only is None else only
-        progress = progress or Silent()
         if model.partial is not self.base.partial and self.missing(numbers):
-            self._keep(progress, figures=False)
-        missing = [(None, number) for number in self.missing(numbers)]
-        places = [*missing, *((variant, number) for variant in range(variants) for number in numbers)]
-        with self._riding(model.partial.model, places, 0, visitor) as riding:
-            riding.brief = True
-            riding.alone_in(model, progress, phase).run(riding, *([] if visitor is None else [visitor]))
-        riding.add_up()
-        return riding.figures
+            self._keep_briefly(progress)
+        entries: list[_Entry] = [(None, number) for number in self.missing(numbers)]
+        for variant in range(len(variants)):
+            entries += [(variant, number) for number in numbers]
+        side_by_side = SideBySide(model, variants, [variant for variant, _ in entries])
+        with self._probe(model.partial.model, entries) as probe:
+            probe.brief = True
+            probe.run(model, progress, phase, side_by_side, *visitors)
+        probe.add_up()
+        return probe.figures
 
+    @torch.no_grad()
     def measure_loaded(self, model: nn.Module) -> Figures:
+        """Return the figures of a variant that is whole in memory."""
         if self.missing():
-            self._keep(Silent(), figures=False)
-        with self.measuring(model) as riding, torch.no_grad():
-            device, dtype = (one := next(model.parameters())).device, one.dtype
-            for place in riding.own:
-                riding.on_batch_start(place)
-                inputs = forward_inputs(riding.batches[place], device, dtype)
-                riding.on_batch_end(place, model(**inputs, use_cache=False))
-        return riding.figures[0]
+            self._keep_briefly(_SILENT)
+        parameter = next(model.parameters())
+        with self.measuring(model) as probe:
+            for number in sorted(ranks().share(self.batches)):
+                probe.on_batch_start(number)
+                inputs = forward_inputs(self.batches[number], parameter.device, parameter.dtype)
+                probe.on_batch_end(number, model(**inputs, use_cache=False))
+        return probe.figures[0]
 
     @contextmanager
-    def _riding(
-        self,
-        model: nn.Module,
-        places: Sequence[tuple[int | None, int]],
-        first: int = 0,
-        variants: Variants | None = None,
-    ) -> Iterator["Riding"]:
+    def _probe(self, model: nn.Module, entries: Sequence["_Entry"], first: int = 0) -> Iterator["HeldoutProbe"]:
         head = require_head(model)
-        riding = Riding(self, tuple(places), first, variants)
+        probe = HeldoutProbe(self, entries, first)
         try:
-            with head.register_forward_pre_hook(riding.before_head), head.register_forward_hook(riding.after_head):
-                yield riding
+            with head.register_forward_pre_hook(probe.before_head), head.register_forward_hook(probe.after_head):
+                yield probe
         finally:
             if not self._same_head.get(head, True):
                 self.base.partial.release(self._head_name)
 
     def base_logits(self, head: nn.Module, number: int, device: torch.device, more: Sequence[Any]) -> Tensor:
-        """The base's logits of a batch beside a variant's `head`, which serves for both where its weights are equal."""
+        """Return the base's logits of a batch beside a variant's `head`, which serves for both if they are equal."""
         if not self._same_head.get(head):
             self.base.partial.load(self.base.partial.keys_under(self._head_name))
             if head not in self._same_head:
-                base, variant = (dict(module.named_parameters()) for module in (self.head, head))
-                self._same_head[head] = base.keys() == variant.keys() and all(
-                    torch.equal(value, variant[key]) for key, value in base.items()
-                )
+                self._same_head[head] = _equal_weights(self.head, head)
                 if self._same_head[head]:
                     self.base.partial.release(self._head_name)
         used = head if self._same_head[head] else self.head
         logits: Tensor = used.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
         return logits
 
+    def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
+        """Return the figures of a variant, in the order of the batches, from those of each batch's sequences."""
+        rows, tokens, domains = list[Sequence[float]](), list[int](), list[int]()
+        for number in sorted(by_batch):
+            rows += by_batch[number]
+            tokens += self._predicted_tokens(number)
+            domains += [self.domains[number]] * len(self.batches[number])
+        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.marks))
+        kl, loss, flips, base_loss = columns[:, :4].T
+        marks = columns[:, 4:].view(len(columns), -1, 5)
+        return Figures(kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, marks)
+
+    def _predicted_tokens(self, number: int) -> list[int]:
+        """How many tokens count in each sequence of a batch."""
+        batch, counted = self.batches[number], self.counted[number]
+        return [batch.shape[1] - 1] * len(batch) if counted is None else counted.sum(1).tolist()
+
+
+def _equal_weights(module: nn.Module, other: nn.Module) -> bool:
+    weights, others = dict(module.named_parameters()), dict(other.named_parameters())
+    if weights.keys() != others.keys():
+        return False
+    return all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+_Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
+
 
 @dataclass(slots=True)
-class Riding(LayerVisitor):
-    """Held-out batches in a pass, from the number `first` on: (variant, batch) of each, the base's variant being None.
+class HeldoutProbe(LayerVisitor):
+    """Held-out batches in a pass, numbered from `first` on, an entry each.
 
-    When the pass has ended, `figures` are those of each variant, or of the base, from all ranks.
+    When the pass has ended, `add_up` puts together the figures of each variant, or of the base, from all ranks.
     """
 
     repeatable = True
     evaluator: Evaluator
-    places: tuple[tuple[int | None, int], ...]
+    entries: Sequence[_Entry]
     first: int = 0
-    variants: Variants | None = None
     brief: bool = False  # what enters the base's head is kept, and the head computes next to nothing
     figures: list[Figures] = field(default_factory=list)
-    _now: tuple[int | None, int] | None = None
-    _chosen: bool = False  # the head sees only positions that count
-    _seen: dict[tuple[int | None, int], list[list[float]]] = field(default_factory=dict)  # of each sequence
+    _running: _Entry | None = None
+    _selected: bool = False  # the head sees only positions that count
+    _by_sequence: dict[_Entry, list[list[float]]] = field(default_factory=dict)
 
     @property
     def batches(self) -> list[Tensor]:
-        return [self.evaluator.batches[number] for _, number in self.places]
+        return [self.evaluator.batches[number] for _, number in self.entries]
 
-    @property
-    def own(self) -> list[int]:
-        own = {*self.evaluator.own}
-        return [place for place, (_, number) in enumerate(self.places) if number in own]
-
-    def alone_in(self, model: OpenModel, progress: Progress, phase: str) -> Pass:
-        own = None if ranks().is_alone else self.own
-        return Pass(model, self.batches, progress, phase, to_end=True, own=own)
+    def run(self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor) -> None:
+        """Stream the batches, each of several ranks its own, through a model to its output."""
+        share = ranks().share(self.evaluator.batches)
+        own = [place for place, (_, number) in enumerate(self.entries) if number in share]
+        Pass(model, self.batches, progress, phase, to_end=True, own=own).run(self, *visitors)
 
     def on_batch_start(self, batch: int) -> None:
         place = batch - self.first
-        self._now = self.places[place] if 0 <= place < len(self.places) else None
-        if self.variants is not None:
-            self.variants.variant = self._now[0] if self._now is not None else None
+        self._running = self.entries[place] if 0 <= place < len(self.entries) else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""
-        self._chosen = False
-        if self._now is None:
+        self._selected = False
+        if self._running is None:
             return None
-        variant, number = self._now
+        variant, number = self._running
         hidden, counted = args[0], self.evaluator.counted[number]
         if hidden.shape[:-1] != self.evaluator.batches[number].shape:
             return None
         if counted is not None:
-            self._chosen = True
+            self._selected = True
             hidden = hidden[:, :-1][counted.to(hidden.device)][None]
         if variant is None and self.brief:
             self.evaluator.keep_input(number, hidden)
@@ -362,43 +379,41 @@ class Riding(LayerVisitor):
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         """Keep what entered the base's head, or put the base's logits below a variant's."""
-        if self._now is None:
+        if self._running is None:
             return None
-        variant, number = self._now
-        if variant is None:
-            if number not in self.evaluator.inputs:
-                self.evaluator.keep_input(number, args[0])
-            return None
-        return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
+        variant, number = self._running
+        if variant is not None:
+            return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
+        if number not in self.evaluator.inputs:
+            self.evaluator.keep_input(number, args[0])
+        return None
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""
-        if self._now is None or (self.brief and self._now[0] is None):
+        if self._running is None or (self.brief and self._running[0] is None):
             return
-        variant, number = self._now
+        variant, number = self._running
         logits, tokens = output.logits, self.evaluator.batches[number].to(output.logits.device)
+        pair, targets = [logits, logits] if variant is None else logits.chunk(2), tokens[:, 1:]
         counted = self.evaluator.counted[number]
-        pair = (logits, logits) if variant is None else logits.chunk(2)
         if counted is None:
-            ours, theirs, targets = (list(each) for each in (*(part[:, :-1] for part in pair), tokens[:, 1:]))
+            sequences = [part[:, :-1] for part in pair]
+            following: Sequence[Tensor] = tuple(targets)
         else:
-            counted, counts = counted.to(tokens.device), counted.sum(1).tolist()
-            flat = [part[0] if self._chosen else part[:, :-1][counted] for part in pair]
-            ours, theirs, targets = (each.split(counts) for each in (*flat, tokens[:, 1:][counted]))
-        marks = self.evaluator.marks
-        self._seen[self._now] = [compare_sequence(*each, marks) for each in zip(ours, theirs, targets, strict=True)]
+            positions, counts = counted.to(tokens.device), counted.sum(1).tolist()
+            flat = [part[0] if self._selected else part[:, :-1][positions] for part in pair]
+            sequences = [part.split(counts) for part in flat]
+            following = targets[positions].split(counts)
+        self._by_sequence[self._running] = [
+            compare_sequence(ours, base, after, self.evaluator.marks)
+            for ours, base, after in zip(*sequences, following, strict=True)
+        ]
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        seen = {key: values for each in ranks().all_gather(self._seen) for key, values in each.items()}
-        batches, domains = self.evaluator.batches, self.evaluator.domains
-        self.figures = []
-        for variant in sorted({variant for variant, _ in seen if variant is not None}) or [None]:
-            numbers = sorted(number for each, number in seen if each == variant)
-            found = torch.tensor([row for n in numbers for row in seen[variant, n]], dtype=torch.float64)
-            found = found.view(-1, 4 + 5 * len(self.evaluator.marks))
-            kl, loss, flips, base_loss = found[:, :4].T
-            tokens = torch.cat([torch.tensor(self.evaluator.tokens_of(n)) for n in numbers]) if numbers else kl.long()
-            domain = torch.tensor([domains[n] for n in numbers for _ in range(len(batches[n]))], dtype=torch.int64)
-            marks = found[:, 4:].view(len(found), -1, 5)
-            self.figures.append(Figures(kl, loss, flips, tokens, domain, base_loss, marks))
+        by_variant: dict[Any, dict[int, list[list[float]]]] = {}
+        for by_sequence in ranks().all_gather(self._by_sequence):
+            for (variant, number), rows in by_sequence.items():
+                by_variant.setdefault(variant, {})[number] = rows
+        variants = sorted(variant for variant in by_variant if variant is not None)
+        self.figures = [self.evaluator.figures(by_variant[variant]) for variant in variants or [None]]

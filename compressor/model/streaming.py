@@ -293,7 +293,7 @@ class _Lockstep:
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following, passed = dict(pairwise(self.units)), set[str]()
-        idle = iter(self.units if self.own is not None and not places else ())  # ranks keep in step
+        idle = iter(() if ranks().is_alone or places else self.units)  # ranks keep in step
 
         def replay(numbers: Iterable[int]) -> None:
             for number in numbers:

@@ -26,6 +26,7 @@ from compressor.formatting import joined
 from compressor.memory import PeakMemory
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
+from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
 from compressor.pipeline.outcome import Outcome, fault_of, is_packed, read_outcome, record_of, servers_of
 from compressor.pipeline.task import Task, evaluation_text, first_state, open_run, prepare
@@ -44,7 +45,7 @@ from compressor.run_record import (
     report_in_place,
     request_key,
 )
-from compressor.steps.constants.mone import Substituting, read_constants
+from compressor.steps.constants.mone import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job
@@ -283,14 +284,14 @@ def _judged(task: Task, state: State, folder: Path) -> Judged | None:
         if evaluator.sequences < FEWEST:
             fault = f"the text leaves {evaluator.sequences} sequences to compare on, fewer than {FEWEST}"
             raise CompressionError(f"{fault}; give more text, or lower --samples or --sequence-length")
-        settings, constants = (state.base.dtype_name, str(state.base.partial.device)), None
+        settings, variant = (state.base.dtype_name, str(state.base.partial.device)), AS_IT_IS
         if not state.plan.expert_plan.has_constants:
             output = open_model(ModelSource(str(folder), None, folder), *settings)
         else:
-            output, found = read_constants(folder, *settings)
-            constants = Substituting(output, [found])
+            output, constants = read_constants(folder, *settings)
+            variant = Substitution(constants=constants)
         with state.clock.phase("evaluate"):
-            (figures,) = evaluator.measure(output, constants, progress=state.progress)
+            (figures,) = evaluator.measure(output, [variant], progress=state.progress)
         names = map(without_tokens, evaluator.names)  # of files, which go into the record
         compared = judged(figures, dict(enumerate(names)))
     except CompressionError as error:

@@ -6,12 +6,10 @@ Rows of models in which constants stand for experts (`compare --format mone`), e
 import logging
 import math
 import random
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
 from compressor.model.opened import OpenModel
+from compressor.model.substitution import Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.recipe import make_step
@@ -35,15 +34,14 @@ from compressor.statistics.statistics import WEIGHTS, LayerStatistics
 from compressor.steps.constants.mone import (
     EVEN,
     UNEVEN,
-    InOrder,
-    Substituting,
+    ConstantsByLayer,
     divide,
     even_numbers,
     measure,
+    refit,
     replaceable,
     replacing,
 )
-from compressor.steps.constants.mone import Variant as Substitutes
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
 from compressor.steps.job import idle_parameters, output_size
@@ -187,10 +185,10 @@ class _Table:
         if not correction.wanted:  # nothing is fitted, and errors are those of what is held out
             held = data.heldout_batches
             data = Calibration(held, data.identity, heldout=frozenset(range(len(held))))
-        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as riding:
-            layers = compress_in_order(self.model, work, data, self.progress, riding=riding, phase=phase)
+        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
+            layers = compress_in_order(self.model, work, data, self.progress, probe=probe, phase=phase)
         row = self.row(
-            riding.figures[0],
+            probe.figures[0],
             plan.experts,
             name=contender.name,
             strategy=contender.strategy.name,
@@ -201,7 +199,7 @@ class _Table:
             source=planned.source,
             seed=contender.seed,
         )
-        return row, riding.figures[0]
+        return row, probe.figures[0]
 
     def constants(self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]) -> Iterator[Row]:
         """For each count of experts as many in every layer, then as many in all where the model loses least.
@@ -231,17 +229,14 @@ class _Table:
                 begin, error = time.perf_counter(), None
                 with PeakMemory() as peak:
                     if correction.wanted:
-                        with (
-                            tempfile.TemporaryDirectory() as made,
-                            self.evaluator.measuring(model.partial.model) as riding,
-                        ):
-                            given = (model, self.calibration, variant, Path(made), self.progress, self.seed)
-                            refitting = InOrder(*given, correction=correction)
-                            error = _layer_error(refitting.run(riding).values())
-                        (figures, *_), seconds = riding.figures, time.perf_counter() - begin
+                        given = (model, variant, self.calibration, self.progress, self.seed, correction)
+                        with self.evaluator.measuring(model.partial.model) as probe:
+                            plans = refit(*given, probe=probe)
+                        error = _layer_error(plan.figures["correction"] for plan in plans.values())
+                        (figures, *_), seconds = probe.figures, time.perf_counter() - begin
                     else:
-                        visitor, phase = Substituting(model, [variant]), f"{name}, {count}"
-                        (figures, *_), seconds = self.evaluator.measure(model, visitor, 1, self.progress, phase), 0.0
+                        one, phase = [Substitution(constants=variant)], f"{name}, {count}"
+                        (figures, *_), seconds = self.evaluator.measure(model, one, (), self.progress, phase), 0.0
                 yield self.row(
                     figures,
                     count,
@@ -255,7 +250,7 @@ class _Table:
                 )
 
 
-def stored_substituted(model: OpenModel, variant: Substitutes) -> Size:
+def stored_substituted(model: OpenModel, variant: ConstantsByLayer) -> Size:
     """Parameters and bytes of the stored tensors with these constants, which are stored as the model computes."""
     kept = Size.of(
         model.checkpoint.tensors[name] for name, role in model.layout.roles.items() if not is_replaced(role, variant)

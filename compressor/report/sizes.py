@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import groupby
+from functools import lru_cache, partial
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,13 +23,14 @@ from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, Figures, Variants
+from compressor.evaluation.evaluator import Evaluator, Figures
 from compressor.formatting import human_bytes, known_names
-from compressor.model.loading import map_keys
+from compressor.model.architecture import build_meta
+from compressor.model.loading import map_keys, set_tensor
 from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import FORMATS, NAMES, loaders
-from compressor.model.streaming import Forward
+from compressor.model.substitution import Substitution
 from compressor.pipeline.task import HELDOUT, Run, of_stage, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
@@ -38,12 +40,12 @@ from compressor.recipe.step import FORMAT, StepOptions
 from compressor.report.sizes_report import STORED, Pair, SizeComparison, choice, related
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
-from compressor.steps.correct.in_order import ShadowModel, correct
+from compressor.steps.correct.in_order import correct
 from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.prune.options import Prune
-from compressor.steps.prune.planning import Planner, kept_count, protected_experts, spec_of
+from compressor.steps.prune.planning import Planner, PruneSpec, kept_count, protected_experts, spec_of
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import BITS, ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
@@ -58,91 +60,139 @@ RIDGE = Correct(method="ridge")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ExpertMatrices:
+    """The stock model with a number of experts on meta, and the experts' matrices by decoder layer."""
+
+    model: Any
+    by_layer: Mapping[str, Sequence[Matrix]]
+
+    @classmethod
+    def of(cls, model: OpenModel, experts: int) -> Self:
+        smaller = build_meta(model.architecture.with_experts(experts), model.partial.dtype)
+        layers = [replace(layer, experts=experts) for layer in model.architecture.layers]
+        by_unit = layers_by_unit(layers).items()
+        return cls(smaller, {unit: expert_matrices(smaller, moe_layers) for unit, moe_layers in by_unit})
+
+    @property
+    def all(self) -> list[Matrix]:
+        return list(chain.from_iterable(self.by_layer.values()))
+
+    @property
+    def keys(self) -> set[str]:
+        """State-dict entries that hold the matrices."""
+        return {matrix.key for matrix in self.all}
+
+
+@dataclass(slots=True, eq=False)
+class PlannedShare:
     """A share of the experts: its plan, its refitted layers if there is a correction, and the formats to try."""
 
     share: Fraction
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
     plan: ExpertPlan
     files: CutFiles | None = None
-    schemes: Mapping[str, Scheme | None] = field(default_factory=dict)
-    bytes: Mapping[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
+    schemes: dict[str, Scheme | None] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
+    matrices: ExpertMatrices = field(init=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Smaller:
-    """The stock model with fewer experts on meta, and the experts' matrices by decoder layer."""
-
-    shadow: ShadowModel
-    matrices: Mapping[str, Sequence[Matrix]]
-    keys: frozenset[str]  # state-dict entries that hold them
-
-    @classmethod
-    def of(cls, model: OpenModel, experts: int) -> "Smaller":
-        shadow = ShadowModel(model, experts)
-        layers = [replace(layer, experts=experts) for layer in model.architecture.layers]
-        matrices = {unit: expert_matrices(shadow.model, own) for unit, own in layers_by_unit(layers).items()}
-        return cls(shadow, matrices, frozenset(each.key for own in matrices.values() for each in own))
+    def __post_init__(self) -> None:
+        self.matrices = ExpertMatrices.of(self.model, self.plan.experts)
 
     @property
-    def every(self) -> list[Matrix]:
-        return [matrix for own in self.matrices.values() for matrix in own]
+    def stored(self) -> torch.dtype:
+        return stored_partial(self.model).dtype
 
-
-class SideBySide(Variants):
-    """Variants of a model that differ in their experts' number and numbers; one layer of one is filled at a time."""
-
-    def __init__(self, model: OpenModel, variants: Sequence[tuple[Kept, Scheme | None]]) -> None:
-        self.model, self.variants, self.stored = model, variants, stored_partial(model).dtype
-        counts = {kept.plan.experts for kept, _ in variants}
-        self.smaller = {count: Smaller.of(model, count) for count in counts}
-        self.filled: int | None = None
-        self.cut: tuple[Kept, dict[str, Tensor]] | None = None  # of the loaded layer
-
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        if self.variant is None or not self.at.moe_layers:
-            return own
-        shadow = self.smaller[self.variants[self.variant][0].plan.experts].shadow
-        if self.filled != self.variant:  # batches of a variant follow one another
-            self._fill(unit, *self.variants[self.variant])
-            self.filled = self.variant
-        forward: Forward = shadow.model.get_submodule(unit).forward
-        return forward
-
-    def on_layer_end(self, unit: str) -> None:
-        for smaller in self.smaller.values():
-            smaller.shadow.empty_again()
-        self.filled = self.cut = None
+    def cut(self, decoder_layer: str) -> dict[str, Tensor] | None:
+        """Return the loaded layer's tensors as planned, in the dtype in which experts are stored."""
+        layers = layers_by_unit(self.model.architecture.layers).get(decoder_layer)
+        if layers is None:
+            return None
+        tensors = dict[str, Tensor]()
+        if self.files is None:
+            tensors = cut_layers(self.model.partial.model, layers, {plan.module: plan for plan in self.plan.layers})
+        else:
+            for layer in layers:
+                tensors |= self.files.tensors(layer)
+        for key in self.matrices.keys & tensors.keys():
+            tensors[key] = tensors[key].to(self.stored).to(tensors[key].dtype)
+        return {key: value.to(self.model.partial.device) for key, value in tensors.items()}
 
     @torch.no_grad()
-    def _fill(self, unit: str, kept: Kept, scheme: Scheme | None) -> None:
-        smaller = self.smaller[kept.plan.experts]
-        if self.cut is None or self.cut[0] is not kept:
-            self.cut = kept, self._cut(kept)
-        tensors = self.cut[1]
-        if scheme is not None:
-            tensors = {key: value.clone() if key in smaller.keys else value for key, value in tensors.items()}
-        smaller.shadow.fill(unit, tensors)
-        if scheme is not None:
-            live, own = smaller.shadow.model, smaller.matrices[unit]
-            largest = largest_weights(own, lambda matrix: matrix.of(live)) if scheme.name == "nvfp4" else {}
-            for matrix in own:
-                weight = matrix.of(live)
-                pieces = rounded(scheme, weight.to(self.stored), self.stored, largest.get(matrix.together))
-                weight.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
+    def round(self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a cut layer's tensors with its experts rounded to nearest."""
+        matrices, live = self.matrices.by_layer[decoder_layer], self.matrices.model
+        copies = {key: tensors[key].clone() for key in {matrix.key for matrix in matrices}}
+        empty = {key: live.get_parameter(key) for key in copies}
+        for key, value in copies.items():
+            set_tensor(live, key, value)
+        largest = largest_weights(matrices, lambda matrix: matrix.of(live)) if scheme.name == "nvfp4" else {}
+        for matrix in matrices:
+            weight = matrix.of(live)
+            pieces = rounded(scheme, weight.to(self.stored), self.stored, largest.get(matrix.together))
+            weight.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
+        for key, value in empty.items():
+            set_tensor(live, key, value)
+        return {**tensors, **copies}
 
-    def _cut(self, kept: Kept) -> dict[str, Tensor]:
-        """The loaded layer's tensors as planned, its experts with the values that are written."""
-        partial, layers = self.model.partial, self.at.moe_layers
-        if kept.files is None:
-            cut = cut_layers(partial.model, layers, {plan.module: plan for plan in kept.plan.layers})
-        else:
-            cut = {key: value for layer in layers for key, value in kept.files.tensors(layer).items()}
-        written = self.smaller[kept.plan.experts].keys
-        return {
-            key: (value.to(self.stored).to(value.dtype) if key in written else value).to(partial.device)
-            for key, value in cut.items()
-        }
+    def add_schemes(self, names: Sequence[str], servers: Sequence[str]) -> list[str]:
+        """Add the formats that fit the matrices and servers, and the bytes of each; returns sentences on the others."""
+        left_out = list[str]()
+        for name in names:
+            try:
+                scheme = None if name == STORED else self._scheme(name, servers)
+            except CompressionError as error:
+                left_out.append(f"{name} ({str(error).partition('; ')[0]})")
+                continue
+            self.schemes[name], self.bytes[name] = scheme, self._nbytes(scheme)
+        return left_out
+
+    def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
+        """Return a format; raises `CompressionError` if its groups do not fit, or a server can't load it."""
+        scheme = scheme_for(name, None, {matrix.columns for matrix in self.matrices.all})
+        for server in servers:
+            if server == TRANSFORMERS:  # the one that is installed
+                roles = self.model.layout.roles.values()
+                singly = any(role.kind == "expert" and not role.is_router for role in roles)
+                family = None if singly else self.model.architecture.family
+                if fault := loader_fault(scheme.config([]), family=family):
+                    raise CompressionError(fault)
+            elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
+                raise CompressionError(f"{NAMES[server]} loads no experts in it")
+        return scheme
+
+    def _nbytes(self, scheme: Scheme | None) -> int:
+        """Return the bytes of the tensors that `compress` writes in a format; the base's own if nothing changes."""
+        model, stored = self.model, stored_partial(self.model)
+        if scheme is None and self.share == 1:
+            return Size.of(model.checkpoint.tensors.values()).bytes
+        plain = stored if scheme is not None and model.layout.quantized else None  # which is dequantised first
+        job = make_job(model, self.plan, self.files, through=plain)
+        if scheme is None:
+            return job.nbytes
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        smaller, experts = self.matrices.model, self.matrices.keys
+        conversions = get_model_conversion_mapping(smaller)
+        targets = map_keys((output.name for output in job.outputs), smaller, conversions).targets
+        nbytes = sum(output.nbytes for output in job.outputs if targets.get(output.name) not in experts)
+        for matrix in self.matrices.all:
+            nbytes += scheme.nbytes(matrix.rows, matrix.columns, stored.dtype)
+        return nbytes
+
+
+def substitutions(shares: Sequence[PlannedShare]) -> list[Substitution]:
+    """Return every share in each of its formats; a layer is cut once for all formats."""
+    cut = lru_cache(maxsize=1)(PlannedShare.cut)
+
+    def tensors(share: PlannedShare, scheme: Scheme | None, decoder_layer: str) -> dict[str, Tensor] | None:
+        stored = cut(share, decoder_layer)
+        return stored if scheme is None or stored is None else share.round(decoder_layer, scheme, stored)
+
+    return [
+        Substitution(partial(tensors, share, scheme), share.plan.experts)
+        for share in shares
+        for scheme in share.schemes.values()
+    ]
 
 
 def plan_shares(
@@ -153,94 +203,51 @@ def plan_shares(
     seed: int,
     shares: Sequence[Fraction],
     folder: Path,
-) -> tuple[list[Kept], list[str], dict[str, Any]]:
-    """All shares as the steps split, prune and correct make them, why some are left out, and the resolved steps.
+) -> tuple[list[PlannedShare], list[str], dict[str, Any]]:
+    """Plan all shares as the steps split, prune and correct; returns why some are left out, and the resolved steps.
 
     Refitted layers go into the `folder`. All experts are those of the base, neither split nor refitted.
     """
-    seen, resolved, stage = base, dict[str, Any](), of_stage(steps, 0)
+    model, resolved, stage = base, dict[str, Any](), of_stage(steps, 0)
     for options in stage:
         step = options.step().resolve(base, stage)
         if step is not None:
-            seen = step.model_view(seen)
+            model = step.model_view(model)
             resolved[step.name] = step.options
+            if isinstance(options, Correct) and options.method == "auto":
+                resolved[step.name] = RIDGE  # the closed form is fast
     prune = resolved["prune"]
-    assert isinstance(prune, Prune)
-    strategy = load_strategy(prune.strategy, prune.options)
-    reads = bool(strategy.needs - WEIGHTS)
-    requested = next((options for options in stage if isinstance(options, Correct)), None)
-    if requested is not None and "correct" in resolved and requested.method == "auto":  # the closed form is fast
-        resolved["correct"] = RIDGE
     correction: Correct | None = resolved.get("correct")
-    specs, found, left_out = {}, [Kept(Fraction(1), base, untouched(base))], list[str]()
+    strategy = load_strategy(prune.strategy, prune.options)
+    reads_text = bool(strategy.needs - WEIGHTS)
+    planned, left_out = [PlannedShare(Fraction(1), base, untouched(base))], list[str]()
+    specs: dict[int, tuple[Fraction, PruneSpec]] = {}
     for share in sorted({*shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
         try:
-            count = kept_count(smaller, seen)
+            count = kept_count(smaller, model)
         except CompressionError as error:
             left_out.append(f"{share} of the experts ({error})")
             continue
-        if count < seen.architecture.experts and count not in specs:
-            specs[count] = share, spec_of(smaller, seen)
+        if count < model.architecture.experts and count not in specs:
+            specs[count] = share, spec_of(smaller, model)
     if not specs:
-        return found, left_out, resolved
-    if seen.is_split:
-        text = data if reads or correction else None
-        seen = partitioned(seen, text, progress, seed, changed=correction is not None)
-    planner = Planner(seen, data, progress, seed)
+        return planned, left_out, resolved
+    if model.is_split:
+        text = data if reads_text or correction else None
+        model = partitioned(model, text, progress, seed, changed=correction is not None)
+    planner = Planner(model, data, progress, seed)
     protected = protected_experts(prune.protect, min(specs), planner)
-    planner = replace(planner, calibration=data if reads else None)
+    planner = replace(planner, calibration=data if reads_text else None)
     wanted = [spec for _, spec in specs.values()]
     plans = planner.plans(wanted, protected, heads=wanted[0].heads)
-    for (share, _), planned in zip(specs.values(), plans, strict=True):
-        plan, files = planned.plan, None
+    for (share, _), pruned in zip(specs.values(), plans, strict=True):
+        plan, files = pruned.plan, None
         if correction is not None:
             files = CutFiles(folder / str(plan.experts))
-            plan = correct(seen, plan, progress, files, data, correction, seed=seed)
-        found.append(Kept(share, seen, plan, files))
-    return found, left_out, resolved
-
-
-def with_schemes(kept: Kept, names: Sequence[str], servers: Sequence[str]) -> tuple[Kept, list[str]]:
-    """The share with the formats that fit its matrices and servers, the bytes of each, and sentences on the others."""
-    smaller, schemes, left_out = Smaller.of(kept.model, kept.plan.experts), dict[str, Scheme | None](), list[str]()
-    for name in names:
-        try:
-            schemes[name] = None if name == STORED else _scheme(name, kept.model, smaller, servers)
-        except CompressionError as error:
-            left_out.append(f"{name} ({str(error).partition('; ')[0]})")
-    sizes = {name: _bytes(kept, smaller, scheme) for name, scheme in schemes.items()}
-    return replace(kept, schemes=schemes, bytes=sizes), left_out
-
-
-def _scheme(name: str, model: OpenModel, smaller: Smaller, servers: Sequence[str]) -> Scheme:
-    """The format for these matrices; raises `CompressionError` if its groups do not fit, or a server can't load it."""
-    scheme = scheme_for(name, None, {matrix.columns for matrix in smaller.every})
-    for server in servers:
-        if server == TRANSFORMERS:  # the one that is installed
-            singly = any(role.kind == "expert" and not role.is_router for role in model.layout.roles.values())
-            if fault := loader_fault(scheme.config([]), family=None if singly else model.architecture.family):
-                raise CompressionError(fault)
-        elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
-            raise CompressionError(f"{NAMES[server]} loads no experts in it")
-    return scheme
-
-
-def _bytes(kept: Kept, smaller: Smaller, scheme: Scheme | None) -> int:
-    """Bytes of the tensors that `compress` writes of a share in a format; the base's own where nothing changes."""
-    model, stored = kept.model, stored_partial(kept.model)
-    if scheme is None and kept.share == 1:
-        return Size.of(model.checkpoint.tensors.values()).bytes
-    plain = stored if scheme is not None and model.layout.quantized else None  # which is dequantised first
-    job = make_job(model, kept.plan, kept.files, through=plain)
-    if scheme is None:
-        return job.nbytes
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    shadow = smaller.shadow.model
-    found = map_keys((each.name for each in job.outputs), shadow, get_model_conversion_mapping(shadow)).targets
-    others = sum(each.nbytes for each in job.outputs if found.get(each.name) not in smaller.keys)
-    return others + sum(scheme.nbytes(each.rows, each.columns, stored.dtype) for each in smaller.every)
+            plan = correct(model, plan, progress, files, data, correction, seed=seed)
+        planned.append(PlannedShare(share, model, plan, files))
+    return planned, left_out, resolved
 
 
 def check_grid(shares: Sequence[Fraction], schemes: Sequence[str], servers: Sequence[str]) -> None:
@@ -270,27 +277,25 @@ def measure_sizes(
     `steps` are split, prune and correct of a recipe, without a number of experts. The base is always among the pairs.
     The limit is one of bytes, or of `bits` for each parameter of the base.
     """
-    base, begin, pairs = run.model, time.perf_counter(), list[Pair]()
     refuse_several("comparing sizes")
+    base, begin = run.model, time.perf_counter()
     refuse_shared_experts(base)
-    evaluator, partial = Evaluator(base, sets), base.partial
-    parameters = sum(value.numel() for key, value in partial.empty.items() if key not in partial.tied)
+    evaluator, partial_model = Evaluator(base, sets), base.partial
+    parameters = sum(value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied)
+    pairs = list[Pair]()
     with tempfile.TemporaryDirectory() as folder:
         planned, left_out, resolved = plan_shares(base, steps, data, run.progress, seed, shares, Path(folder))
-        seconds, tried = time.perf_counter() - begin, list[Kept]()
-        for kept in planned:
-            names = schemes if kept.share in shares else ()
-            whole = [STORED] if kept.share == 1 else []  # the base
-            own, without = with_schemes(kept, list(dict.fromkeys([*whole, *names])), servers)
-            tried.append(own)
-            left_out += without
-        for _, group in groupby(tried, key=lambda kept: id(kept.model)):
-            variants = [(kept, name, scheme) for kept in group for name, scheme in kept.schemes.items()]
-            visitor = SideBySide(variants[0][0].model, [(kept, scheme) for kept, _, scheme in variants])
-            found = evaluator.measure(visitor.model, visitor, len(variants), run.progress)
-            pairs += [
-                _pair(kept, name, figures, parameters) for (kept, name, _), figures in zip(variants, found, strict=True)
-            ]
+        seconds = time.perf_counter() - begin
+        for share in planned:
+            names = [STORED] if share.share == 1 else []  # the base
+            names += schemes if share.share in shares else ()
+            left_out += share.add_schemes(list(dict.fromkeys(names)), servers)
+        for _, group in groupby(planned, key=lambda share: id(share.model)):  # whole experts, and sub-experts
+            of_model = list(group)
+            measured = evaluator.measure(of_model[0].model, substitutions(of_model), progress=run.progress)
+            named = [(share, name) for share in of_model for name in share.schemes]
+            for (share, name), figures in zip(named, measured, strict=True):
+                pairs.append(_pair(share, name, figures, parameters))
     return SizeComparison(
         model=base.source.label,
         pairs=related(pairs),
@@ -310,17 +315,17 @@ def measure_sizes(
     )
 
 
-def _pair(kept: Kept, name: str, figures: Figures, parameters: int) -> Pair:
-    layer, scheme, means = kept.model.architecture.layers[0], kept.schemes[name], figures.means
+def _pair(share: PlannedShare, name: str, figures: Figures, parameters: int) -> Pair:
+    layer, scheme, means = share.model.architecture.layers[0], share.schemes[name], figures.means
     return Pair(
-        share=float(kept.share),
-        experts=kept.plan.experts,
+        share=float(share.share),
+        experts=share.plan.experts,
         experts_before=layer.experts,
         split=layer.parts,
         scheme=name,
         group_size=None if scheme is None else scheme.group_size,
-        bytes=kept.bytes[name],
-        bits=8 * kept.bytes[name] / parameters,
+        bytes=share.bytes[name],
+        bits=8 * share.bytes[name] / parameters,
         loss=means["loss"],
         kl=max(0.0, means["kl"]),
         flips=means["flips"],

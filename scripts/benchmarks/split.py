@@ -52,7 +52,7 @@ def loss_rows(parts: int, base: Tensor | None, args: argparse.Namespace) -> Tens
     )
     sets = evaluation_sets([args.heldout], tokenizer, length=args.length, seed=0, vocab=vocabulary, most=args.sequences)
     evaluator = Evaluator(model, sets)
-    whole = evaluator.keep().loss
+    whole = evaluator.keep(Silent()).loss
     base = whole if base is None else base
     row(1, "", "", parts, with_error(whole - base))
     kept = {share: round(model.architecture.experts * share) for share in args.shares}
@@ -62,10 +62,10 @@ def loss_rows(parts: int, base: Tensor | None, args: argparse.Namespace) -> Tens
         for method in args.corrections:
             correction = Correct(method)
             work = LayerWork(planned.plan.experts, lambda at, own=layers: own[at.layer.name], correction=correction)
-            with evaluator.measuring(model.partial.model) as riding:
-                compress_in_order(model, work, data if method != "none" else None, Silent(), riding=riding)
+            with evaluator.measuring(model.partial.model) as probe:
+                compress_in_order(model, work, data if method != "none" else None, Silent(), probe=probe)
             share = args.shares[planned.spec // len(args.strategies)]
-            row(share, planned.plan.strategy, method, parts, with_error(riding.figures[0].loss - base))
+            row(share, planned.plan.strategy, method, parts, with_error(probe.figures[0].loss - base))
     return base
 
 

@@ -32,9 +32,8 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, Riding, Variants, accepts, require_enough
+from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
-from compressor.memory import give_back
 from compressor.model.constant_experts import (
     FIELD,
     SUFFIX,
@@ -42,26 +41,27 @@ from compressor.model.constant_experts import (
     Substitutes,
     is_replaced,
     number_in,
-    substitute,
 )
-from compressor.model.experts import parameter_names
 from compressor.model.layout import expert_prefixes
-from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer, left_by
 from compressor.model.opened import OpenModel, open_substituted, pick_dtype
-from compressor.model.streaming import LayerVisitor, Pass, Replay
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.substitution import SideBySide, Substitution
 from compressor.model.verification import check_carried
-from compressor.progress import Progress, Silent
+from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, StepOptions
 from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
-from compressor.steps.correct import cut_layer
-from compressor.steps.correct.in_order import RecordingVisitor
+from compressor.steps.correct.in_order import (
+    LayerWork,
+    compress_in_order,
+    constants_key,
+    refitted_substitution,
+)
 from compressor.steps.correct.options import Correct
-from compressor.steps.correct.refit import correct_layer
-from compressor.steps.cutting import Conversion
+from compressor.steps.cutting import Conversion, CutFiles
 from compressor.steps.job import files_with, stored_partial
 from compressor.steps.prune.planning import planner_of, protected_experts
 from compressor.steps.prune.protecting import Protected, given_protected, listed
@@ -82,13 +82,12 @@ ROUNDS = 4  # of moving experts between layers
 EVEN, UNEVEN = "even", "uneven"
 CHECKED = 32  # that a written checkpoint is checked on
 TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
-VALUES = "constants"  # the name under which a layer's refitted ones are kept
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
 
 Curve = NDArray[np.float64]  # [most + 1]: the cost of 0, 1, 2 ... experts less
-Variant = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
+ConstantsByLayer = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ def measure(
     return constants
 
 
-def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> Variant:
+def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
     """The constants of the experts that are `dropped`, both by experts module."""
     chosen = {name: sorted(experts) for name, experts in dropped.items() if experts}
     return {name: Substitutes(tuple(own), constants[name].values[own]) for name, own in chosen.items()}
@@ -156,29 +155,10 @@ def replacing(
     constants: Mapping[str, LayerConstants],
     orders: Sequence[Sequence[int]],
     numbers: Sequence[int],
-) -> Variant:
+) -> ConstantsByLayer:
     """The constants of a division: of each layer's `numbers` the first of the experts that are `replaceable`."""
     each = zip(layers, orders, numbers, strict=True)
     return substitutes_of({layer.name: order[:number] for layer, order, number in each}, constants)
-
-
-class Substituting(Variants):
-    """Has each batch of a pass meet the constants of its variant, those of the first unless an evaluator says else."""
-
-    def __init__(self, model: OpenModel, variants: Sequence[Variant]) -> None:
-        self.model, self.variants = model, variants
-
-    def on_batch_start(self, batch: int) -> None:
-        partial = self.model.partial
-        for layer in self.at.moe_layers:
-            constants = None if self.variant is None else self.variants[self.variant].get(layer.name)
-            if constants is not None:
-                constants = replace(constants, values=constants.values.to(partial.device, partial.dtype))
-            substitute(partial.model.get_submodule(layer.name), constants)
-
-    def on_layer_end(self, unit: str) -> None:
-        for layer in self.at.moe_layers:
-            substitute(self.model.partial.model.get_submodule(layer.name), None)
 
 
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
@@ -265,9 +245,10 @@ class _Search:
         if not divisions:
             return []
         layers = self.model.architecture.layers
-        variants = [replacing(layers, self.constants, self.orders, numbers) for numbers in divisions]
-        visitor = Substituting(self.model, variants)
-        return self.evaluator.measure(self.model, visitor, len(variants), self.progress, phase, only)
+        variants = [
+            Substitution(constants=replacing(layers, self.constants, self.orders, numbers)) for numbers in divisions
+        ]
+        return self.evaluator.measure(self.model, variants, progress=self.progress, phase=phase, only=only)
 
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:
         """Measure on all held-out text what has not been."""
@@ -466,109 +447,67 @@ def plan_stage(options: Constants, state: State) -> ExpertPlan:
     )
 
 
-def kept_at(folder: Path, layer: MoeLayer) -> Path:
-    """The file of a corrected layer."""
-    return folder / f"{layer.name}.safetensors"
+def refit(
+    model: OpenModel,
+    planned: ConstantsByLayer,
+    calibration: Calibration,
+    progress: Progress,
+    seed: int,
+    correction: Correct,
+    files: CutFiles | None = None,
+    probe: HeldoutProbe | None = None,
+) -> dict[str, LayerPlan]:
+    """Refit constants, and the experts that stay, layer by layer; returns the plans of layers that have constants.
+
+    Every layer is refitted on what the corrected earlier layers output. The batches of an evaluator's `probe` run
+    through them to the model's end. Layers that are in `files` are not made again.
+    """
+
+    def keep(stats: LayerStatistics) -> LayerPlan:
+        dropped = planned[stats.layer.name].dropped
+        kept = sorted({*range(stats.layer.experts)}.difference(dropped))
+        return LayerPlan.keep(stats.layer, kept, constants=dropped)
+
+    at_once = correction.model_copy(update={"toward": 0.0})  # which is not known beside constants
+    work = LayerWork(None, keep, correction=at_once, seed=seed, constants=planned)
+    plans = compress_in_order(model, work, calibration, progress, files, probe)
+    return {plan.module: plan for plan in plans}
 
 
-def _kept(layer: MoeLayer, substitutes: Mapping[str, Substitutes]) -> list[int]:
-    """The experts of a layer for which no constant stands."""
-    return [expert for expert in range(layer.experts) if expert not in substitutes[layer.name].dropped]
-
-
-@dataclass(slots=True)
-class InOrder(RecordingVisitor):
-    """Refits the constants of each layer on what the corrected earlier layers output; keeps the layers in `folder`."""
-
-    calibration: Calibration
-    substitutes: Mapping[str, Substitutes]  # by experts module, as planned
-    folder: Path
-    progress: Progress
-    seed: int = 0
-    figures: dict[str, Any] = field(default_factory=dict)  # of the corrected layers, by experts module
-
-    def run(self, riding: Riding | None = None) -> dict[str, Any]:
-        """Carry the pass out; returns each corrected layer's figures. An evaluator's batches run to the model's end."""
-        batches, evaluation, visitors = self.calibration.batches, list[Tensor](), list[LayerVisitor]([self])
-        if riding is not None:
-            riding.first, evaluation = len(batches), riding.batches
-            visitors.append(riding)
-        Pass(self.model, batches, self.progress, "correct", self.seed, evaluation=evaluation).run(*visitors)
-        return self.figures
-
-    def before_layer(self, unit: str, replay: Replay) -> None:
-        """Record the loaded layer, refit it with its constants, and let the batches pass that."""
-        layers = [layer for layer in self.at.moe_layers if layer.name in self.substitutes]
-        fresh = [layer for layer in layers if facts_of(kept_at(self.folder, layer)) is None]
-        for layer, recording in zip(fresh, self.record(fresh, replay), strict=True):
-            self._refit(layer, recording)
-        partial = self.model.partial
-        for layer in layers:  # which are computed with as they are kept
-            path, experts = kept_at(self.folder, layer), partial.model.get_submodule(layer.name)
-            tensors, kept = kept_tensors(path), _kept(layer, self.substitutes)
-            values = tensors.pop(VALUES).to(partial.device, partial.dtype)
-            for key, value in tensors.items():
-                set_tensor(partial.model, key, value.to(partial.device))
-            sliced = len(experts.down_proj) == len(kept)
-            rows = {expert: row for row, expert in enumerate(kept)} if sliced else None
-            substitute(experts, Substitutes(self.substitutes[layer.name].dropped, values, rows))
-            self.figures[layer.name] = facts_of(path)
-        give_back()
-
-    def on_layer_end(self, unit: str) -> None:
-        for layer in self.at.moe_layers:
-            substitute(self.model.partial.model.get_submodule(layer.name), None)
-
-    def _refit(self, layer: MoeLayer, recording: cut_layer.Recording) -> None:
-        model, planned, kept = self.model.partial.model, self.substitutes[layer.name], _kept(layer, self.substitutes)
-        experts = model.get_submodule(layer.name)
-        for name in parameter_names(experts):
-            set_tensor(model, f"{layer.name}.{name}", getattr(experts, name)[kept])
-        writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-        wide = planned.values.to(experts.down_proj.device, torch.float32, copy=True)
-        slots = torch.tensor([*kept, *planned.dropped], device=wide.device).argsort()
-        constants = cut_layer.Constants(wide, wide.to(writing, copy=True), slots)
-        figures = correct_layer(model, layer, recording, self.correction, self.seed, writing, constants)
-        tensors = {tensor.key: getattr(*parent_and_name(model, tensor.key)) for tensor in layer.tensors}
-        keep_tensors(kept_at(self.folder, layer), {VALUES: constants.best, **tensors}, figures)
-
-
-def _in_order(state: State, progress: Progress) -> InOrder:
-    """The pass that refits what the plan of a stage says; layers that wait in the work folder are only read."""
-    assert state.text is not None
-    planned = substitutes_of(
-        {layer.module: layer.constants for layer in state.expert_plan().layers}, measured_constants(state)
-    )
-    correction = state.options_of(Correct) or Correct(method="none")
-    folder = state.cut().folder
-    return InOrder(state.model, state.text.fit, planned, folder, progress, state.seed, correction=correction)
+def _planned(state: State) -> ConstantsByLayer:
+    """Return the constants that a stage's plan names, as measured."""
+    dropped = {layer.module: layer.constants for layer in state.expert_plan().layers}
+    return substitutes_of(dropped, measured_constants(state))
 
 
 def refit_constants(state: State) -> ExpertPlan | None:
     """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
-    if state.options_of(Correct) is None:
+    correction = state.options_of(Correct)
+    if correction is None:
         return None
-    figures, plan, layers = _in_order(state, state.progress).run(), state.expert_plan(), list[LayerPlan]()
+    assert state.text is not None
+    refitted = refit(state.model, _planned(state), state.text.fit, state.progress, state.seed, correction, state.cut())
+    plan, layers = state.expert_plan(), list[LayerPlan]()
     for layer in plan.layers:
-        if layer.constants:
-            layer = replace(layer, figures={**layer.figures, "correction": figures[layer.module]})
+        if layer.module in refitted:
+            figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
+            layer = replace(layer, figures=figures)
         layers.append(layer)
     return replace(plan, layers=tuple(layers))
 
 
 def constants_job(state: State) -> OutputJob:
-    """The job of writing the stage. What is measured and refitted waits in the work folder."""
-    model, expected = state.model, _in_order(state, Silent())
-    correct, planned, roles = state.options_of(Correct), expected.substitutes, model.layout.roles
+    """Return the job of writing the stage. What is measured and refitted waits in the work folder."""
+    model, roles = state.model, state.model.layout.roles
+    planned = _planned(state)
     layers = [layer for layer in model.architecture.layers if layer.name in planned]
-    visitor: LayerVisitor = expected
-    if correct is None:
+    files = None if state.options_of(Correct) is None else state.cut()
+    if files is None:
         stored = pick_dtype("auto", model.config, model.checkpoint)
-        rounded = {name: replace(own, values=own.values.to(stored)) for name, own in planned.items()}
-        values = {name: own.values for name, own in rounded.items()}
-        visitor = Substituting(model, [rounded])
+        planned = {name: replace(each, values=each.values.to(stored)) for name, each in planned.items()}
+        written = Substitution(constants=planned)
     else:
-        values = {layer.name: kept_tensors(kept_at(expected.folder, layer))[VALUES] for layer in layers}
+        written = refitted_substitution(model, state.expert_plan().layers, files)
     copies = [
         OutputTensor.copy(model.checkpoint, name, role.unit)
         for name, role in roles.items()
@@ -576,8 +515,8 @@ def constants_job(state: State) -> OutputJob:
     ]
     added = list[OutputTensor]()
     for layer in layers:
-        prefixes = expert_prefixes(model.layout, layer)
-        for expert, value in zip(planned[layer.name].dropped, values[layer.name], strict=True):
+        prefixes, values = expert_prefixes(model.layout, layer), written.constants[layer.name].values
+        for expert, value in zip(planned[layer.name].dropped, values, strict=True):
             name = f"{prefixes[expert]}{SUFFIX}"
             content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
             added.append(replace(tensor_output(name, value, layer.unit), content=content))
@@ -586,38 +525,41 @@ def constants_job(state: State) -> OutputJob:
     config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers if entry.constants}
 
     def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
-        own = [output for output in copies if output.unit == unit]
-        if correct is not None:
-            changed = {output.name for output in own if roles[output.name].layer in planned}
-            yield from _refitted(model, planned, expected.folder, unit, changed) if changed else ()
-            own = [output for output in own if output.name not in changed]
-        yield from stored_unit([*own, *added], unit)
+        of_unit = [output for output in copies if output.unit == unit]
+        if files is not None:
+            changed = {output.name for output in of_unit if roles[output.name].layer in planned}
+            yield from _refitted(model, planned, files, unit, changed) if changed else ()
+            of_unit = [output for output in of_unit if output.name not in changed]
+        yield from stored_unit([*of_unit, *added], unit)
 
     def verify(folder: Path) -> None:
-        written = {name: (info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
-        wanted = {output.name: (output.dtype, output.shape) for output in outputs}
-        if odd := sorted(name for name, _ in written.items() ^ wanted.items()):
+        written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+        wanted = {(output.name, output.dtype, output.shape) for output in outputs}
+        if odd := sorted(name for name, *_ in written_tensors ^ wanted):
             raise CompressionError(f"the written tensor {odd[0]!r} is not as planned; please report this model")
         check_carried(folder, model.source.folder)
-        check_forward(folder, model, visitor)
+        check_forward(folder, model, written)
 
     units = ("", *model.architecture.units)
     return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
 
 
 def _refitted(
-    model: OpenModel, planned: Variant, folder: Path, unit: str, wanted: set[str]
+    model: OpenModel, planned: ConstantsByLayer, files: CutFiles, unit: str, wanted: set[str]
 ) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """The refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
+    """Yield the refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
     stored = stored_partial(model)
 
     def change(layer: MoeLayer) -> dict[str, Tensor]:
-        tensors = kept_tensors(kept_at(folder, layer)) if layer.name in planned else {}
-        tensors.pop(VALUES, None)
+        if layer.name not in planned:
+            return {}
+        tensors = files.tensors(layer)
+        del tensors[constants_key(layer)]
+        kept = [expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped]
         for key, value in tensors.items():
             if key.startswith(f"{layer.name}."):
                 tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
-                tensors[key][_kept(layer, planned)] = value
+                tensors[key][kept] = value
             refuse_overflow(key, value.to(stored.dtype))
         return tensors
 
@@ -634,14 +576,14 @@ class _Outputs(LayerVisitor):
         self.logits.append(output[0].detach().float().cpu())
 
 
-def logits_with(model: OpenModel, visitor: LayerVisitor, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Logits [B, L, V] of each batch of token ids [B, L]; `visitor` puts the constants in, a layer at a time."""
+def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits [B, L, V] of each batch of token ids [B, L] by a variant of the model."""
     outputs = _Outputs()
-    Pass(model, batches, to_end=True).run(visitor, outputs)
+    Pass(model, batches, to_end=True).run(SideBySide(model, [substitution], [0] * len(batches)), outputs)
     return outputs.logits
 
 
-def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, Variant]:
+def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
     """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
     model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
@@ -649,12 +591,12 @@ def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> t
     return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
 
 
-def check_forward(folder: Path, source: OpenModel, visitor: LayerVisitor) -> None:
-    """Refuse a written checkpoint that does not compute what the source does with what `visitor` puts into it."""
+def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -> None:
+    """Refuse a written checkpoint that does not compute what this variant of the source does."""
     tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
     written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
-    [wanted] = logits_with(source, visitor, [tokens])
-    [logits] = logits_with(written, Substituting(written, [constants]), [tokens])
+    [wanted] = logits_with(source, substitution, [tokens])
+    [logits] = logits_with(written, Substitution(constants=constants), [tokens])
     off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
     if not off <= TOLERANCE * max(size, 1e-6):
         raise CompressionError(

@@ -190,7 +190,7 @@ class Recording:
 
 
 @dataclass(slots=True)
-class Constants:
+class RefittedConstants:
     """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the experts it keeps."""
 
     values: torch.Tensor
@@ -208,11 +208,11 @@ class CutLayer:
     block: Any
     parameters: list[Parameters]
     typical: float = 1.0  # median of the tokens' weighted ||y||^2
-    constants: Constants | None = None
+    constants: RefittedConstants | None = None
 
     @classmethod
     def of(
-        cls, recording: Recording, experts: Any, router: Any, block: Any, constants: Constants | None = None
+        cls, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
     ) -> Self:
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
         wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))

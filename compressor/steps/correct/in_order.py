@@ -11,24 +11,22 @@ and undoing them is the change that must be a gain.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
-from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, Riding, Variants
+from compressor.evaluation.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.files import write_whole
 from compressor.memory import give_back
-from compressor.model.architecture import build_meta, head_of
-from compressor.model.experts import Watch
-from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.architecture import head_of
+from compressor.model.constant_experts import SUFFIX, Substitutes
+from compressor.model.experts import Watch, parameter_names
 from compressor.model.moe_layer import MoeLayer, layers_by_unit
-from compressor.model.mtp import Head, kept_heads, legs_of
+from compressor.model.mtp import Head, Leg, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
     DEFAULT_ACTIVATION_BUDGET,
@@ -39,14 +37,15 @@ from compressor.model.streaming import (
     Spill,
     hidden_of,
 )
+from compressor.model.substitution import SmallerModel, Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
 from compressor.statistics.statistics import LayerStatistics, Observers, Routers, smaller_routers
-from compressor.steps.correct.cut_layer import Recording
+from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.streams import Originals
+from compressor.steps.correct.streams import BaseStream
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
@@ -58,22 +57,24 @@ EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so tha
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What is done to every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
+    """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
 
     `measure` has the error of layers measured that are not corrected. `on_routed` is called with the routed tokens of
-    each smaller layer, without those of held-out batches.
+    each smaller layer, without those of held-out batches. With `constants` only the layers that have some change, and
+    their routers stay whole.
     """
 
-    experts: int  # kept in each
+    experts: int | None  # kept in each; None: as the constants say
     decide: Decide
     needs: frozenset[str] = frozenset()
     correction: Correct = UNCORRECTED
     seed: int = 0
     measure: bool = False
     on_routed: OnRouted | None = None
+    constants: Mapping[str, Substitutes] | None = None  # by experts module
 
     def of_head(self, head: Head) -> "LayerWork":
-        """The same work on a head's own model, with the layer named as plans name it."""
+        """Return the same work on a head's own model, with the layer named as plans name it."""
         on_routed = self.on_routed
         return replace(
             self,
@@ -83,37 +84,6 @@ class LayerWork:
         )
 
 
-class ShadowModel:
-    """The stock model with fewer experts on meta; one decoder layer of it at a time is filled and takes over."""
-
-    def __init__(self, model: OpenModel, experts: int) -> None:
-        self.partial = model.partial
-        self.model = build_meta(model.architecture.with_experts(experts), model.partial.dtype)
-        self.filled: str | None = None  # the layer that is
-        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-
-    def fill(self, unit: str, cut: Mapping[str, Tensor]) -> None:
-        """Fill a layer with the cut tensors and, for the rest, the base's own, which must be loaded.
-
-        Tensors are shared, not copied.
-        """
-        base = self.partial.model.get_submodule(unit)
-        for key in self.partial.keys_under(unit):
-            module, name = parent_and_name(self.partial.model, key)
-            set_tensor(self.model, key, cut[key] if key in cut else getattr(module, name))
-        for name, part in self.model.get_submodule(unit).named_modules():
-            for key in part._non_persistent_buffers_set:
-                part._buffers[key] = base.get_submodule(name)._buffers[key]
-        self.filled = unit
-
-    def empty_again(self) -> None:
-        """Empty the layer that is filled, if one is."""
-        if self.filled is not None:
-            for key in self.partial.keys_under(self.filled):
-                set_tensor(self.model, key, self.empty[key])
-        self.filled = None
-
-
 @dataclass(slots=True)
 class RecordingVisitor(LayerVisitor):
     """Has the batches of a pass recorded in the layers that they come to, before they pass what replaces these."""
@@ -121,8 +91,7 @@ class RecordingVisitor(LayerVisitor):
     model: OpenModel
     calibration: Calibration | None
     active: list[Observers | Recording] = field(default_factory=list, kw_only=True)  # what watches a replay's batches
-    correction: Correct = field(default=UNCORRECTED, kw_only=True)
-    originals: Originals | None = field(default=None, kw_only=True)
+    base_stream: BaseStream | None = field(default=None, kw_only=True)
 
     def on_batch_start(self, batch: int) -> None:
         for watching in self.active:
@@ -131,8 +100,8 @@ class RecordingVisitor(LayerVisitor):
     def on_layer_output(self, output: Any) -> None:
         hidden = hidden_of(output)
         for watching in self.active:
-            if isinstance(watching, Recording) and self.originals is not None:
-                watching.came_out(hidden, self.originals.shift(self.at.batch, hidden))
+            if isinstance(watching, Recording) and self.base_stream is not None:
+                watching.came_out(hidden, self.base_stream.shift(self.at.batch, hidden))
             else:
                 watching.came_out(hidden)
 
@@ -147,7 +116,7 @@ class RecordingVisitor(LayerVisitor):
         for recording in recordings:
             recording.attach(self.model.partial.model)
         if self.active:
-            replay(range(len(self.calibration.batches)))
+            replay(range(len(text.batches)))
         for recording in recordings:
             recording.detach()
         self.active = []
@@ -159,95 +128,188 @@ class _InOrder(RecordingVisitor):
     work: LayerWork
     files: CutFiles | None
     plans: dict[str, LayerPlan] = field(default_factory=dict)
-    shadow: ShadowModel = field(init=False)
+    smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
     counting: list[tuple[Watch, Tensor]] = field(default_factory=list)  # of routed tokens, by expert
 
     def __post_init__(self) -> None:
-        self.shadow, self.routers = ShadowModel(self.model, self.work.experts), smaller_routers(self.model.architecture)
+        self.smaller = SmallerModel(self.model, self.work.experts)
+        self.routers = smaller_routers(self.model.architecture)
 
     def before_layer(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
-        layers = self.at.moe_layers
-        if layers and self.originals is not None:
-            self.originals.pass_layer(replay)
-        if layers and not self._from_files(unit, layers):
+        layers, constants = self.at.moe_layers, self.work.constants
+        if constants is not None:
+            layers = [layer for layer in layers if layer.name in constants]
+        if not layers:
+            return
+        if self.base_stream is not None:
+            self.base_stream.pass_layer(replay)
+        tensors = self._finished(layers)
+        if tensors is None:
             self._compress(unit, layers, replay)
-        for layer in layers if self.work.on_routed is not None and self.calibration is not None else ():
-            counts = torch.zeros(self.work.experts, dtype=torch.int64)
-            self.counting.append((Watch(self.shadow.model, layer, on_experts=partial(self._count, counts)), counts))
-            self.counting[-1][0].attach()
+        else:
+            self._fill(unit, layers, tensors)
+            self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
+        if self.work.on_routed is not None:
+            for layer in layers:
+                self._count_routed(layer)
 
-    def _count(self, counts: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+    def _count_routed(self, layer: MoeLayer) -> None:
+        counts = torch.zeros(len(self.plans[layer.name].groups), dtype=torch.int64)
+
+        def count(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+            if self.at.batch in self._fit_batches:
+                counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
+
+        self.counting.append((Watch(self.smaller.model, layer, on_experts=count).attach(), counts))
+
+    @property
+    def _fit_batches(self) -> Mapping[int, Tensor]:
+        """The batches that are not held out, by number."""
         assert self.calibration is not None
-        if self.at.batch < len(self.calibration.batches) and self.at.batch not in self.calibration.heldout:
-            counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
+        batches = enumerate(self.calibration.batches)
+        return {number: batch for number, batch in batches if number not in self.calibration.heldout}
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        return own if unit != self.shadow.filled else self.shadow.model.get_submodule(unit).forward
+        return own if unit != self.smaller.filled else self.smaller.model.get_submodule(unit).forward
 
     def on_layer_end(self, unit: str) -> None:
         for watch, counts in self.counting:
             watch.detach()
-            assert self.work.on_routed is not None and self.calibration is not None
-            fit = (own for number, own in enumerate(self.calibration.batches) if number not in self.calibration.heldout)
-            self.work.on_routed(watch.layer, ranks().all_reduce(counts), sum(batch.numel() for batch in fit))
+            assert self.work.on_routed is not None
+            tokens = sum(batch.numel() for batch in self._fit_batches.values())
+            self.work.on_routed(watch.layer, ranks().all_reduce(counts), tokens)
         self.counting = []
-        self.shadow.empty_again()
+        self.smaller.release()
 
-    def _from_files(self, unit: str, layers: Sequence[MoeLayer]) -> bool:
-        """Take what an earlier run has cut, if it has cut all of these layers."""
-        if self.files is None:
-            return False
-        plans = {layer.name: plan for layer in layers if (plan := self.files.plan(layer)) is not None}
-        ranks().assert_same_on_all(len(plans), f"number of corrected layers of {unit} in its hidden folder")
-        if len(plans) < len(layers):
-            return False
-        self.plans.update(plans)
-        device = self.model.partial.device
-        cut = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
-        self._take_over(unit, layers, cut)
-        return True
+    def _finished(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor] | None:
+        """Return what an earlier run has made of these layers, if it has finished all of them."""
+        if (files := self.files) is None:
+            return None
+        plans = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
+        if None in plans:
+            return None
+        for layer, plan in zip(layers, plans, strict=True):
+            self.plans[layer.name] = plan
+        return _tensors_in(files, layers, self.model.partial.device)
 
     def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> None:
-        work, calibration = self.work, self.calibration
-        statistics, recordings = [LayerStatistics(layer, seed=work.seed) for layer in layers], list[Recording]()
-        if calibration is not None:
-            observers = [
-                Observers(self.model, layer, work.needs, calibration, self.routers, work.seed)
-                for layer in (layers if work.needs else ())
-            ]
-            if self.originals is not None:
-                self.originals.find_factor(layers, replay)
-            recordings = self.record(layers if work.measure or work.correction.wanted else (), replay, observers)
-            statistics = [watching.finish() for watching in observers] or statistics
-            del observers
-        for layer, seen in zip(layers, statistics, strict=True):
-            self.plans[layer.name] = work.decide(seen)
-        del statistics
-        self._take_over(unit, layers, cut_layers(self.model.partial.model, layers, self.plans))
+        """Plan, cut and correct the loaded layers, and keep them."""
+        recordings = self._plan(layers, replay)
+        live = self.model.partial.model
+        if self.work.constants is None:
+            self._fill(unit, layers, cut_layers(live, layers, self.plans))
+        else:
+            self._fill(unit, layers, _kept_experts(live, layers, self.plans))
+        constants = dict[str, Tensor]()
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
-            writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-            figures = correct_layer(self.shadow.model, layer, recording, work.correction, work.seed, writing)
-            plan = self.plans[layer.name]
-            if self.originals is not None and self.originals.share:
-                figures["toward"] = self.originals.share
-            self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
+            constants |= self._correct(layer, recording)
         give_back()
-        state = self.shadow.model.state_dict()
-        for layer in layers:
-            tensors = {key: state[key] for key in cut_keys(layer)}
-            if not ranks().is_alone:
-                sums = [float(as_float64(value).sum()) for value in tensors.values()]
-                ranks().assert_same_on_all(sums, f"result for {layer.name}")
-            if self.files is not None and ranks().takes_turn(layer.index):
-                self.files.save(self.plans[layer.name], layer, tensors)
+        state = {**self.smaller.model.state_dict(), **constants}
+        if self.files is not None and ranks().is_first:
+            for layer in layers:
+                keys = [key for key in (*cut_keys(layer), constants_key(layer)) if key in state]
+                self.files.save(self.plans[layer.name], layer, {key: state[key] for key in keys})
+        self.smaller.put_constants(refitted_constants(layers, self.plans, constants))
 
-    def _take_over(self, unit: str, layers: Sequence[MoeLayer], cut: Mapping[str, Tensor]) -> None:
-        self.shadow.fill(unit, cut)
+    def _plan(self, layers: Sequence[MoeLayer], replay: Replay) -> list[Recording]:
+        """Plan the layers by what the batches show of them, and return what is recorded for their correction."""
+        work, calibration = self.work, self.calibration
+        statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
+        recordings = list[Recording]()
+        if calibration is not None:
+            observers = list[Observers]()
+            if work.needs:
+                observers = [
+                    Observers(self.model, layer, work.needs, calibration, self.routers, work.seed) for layer in layers
+                ]
+            if self.base_stream is not None:
+                self.base_stream.find_factor(layers, replay)
+            recorded = layers if work.measure or work.correction.wanted else ()
+            recordings = self.record(recorded, replay, observers)
+            statistics = [observer.finish() for observer in observers] or statistics
+        for layer, measured in zip(layers, statistics, strict=True):
+            self.plans[layer.name] = work.decide(measured)
+        return recordings
+
+    def _correct(self, layer: MoeLayer, recording: Recording) -> dict[str, Tensor]:
+        """Correct a layer in the smaller model; returns its constants, if it has any, by key."""
+        writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+        plan, constants = self.plans[layer.name], None
+        if self.work.constants is not None:
+            values = self.work.constants[layer.name].values
+            wide = values.to(self.model.partial.device, torch.float32, copy=True)
+            slots = torch.tensor([*_kept(plan), *plan.constants], device=wide.device).argsort()
+            constants = RefittedConstants(wide, wide.to(writing, copy=True), slots)
+        figures = correct_layer(
+            self.smaller.model, layer, recording, self.work.correction, self.work.seed, writing, constants
+        )
+        if self.base_stream is not None and self.base_stream.share:
+            figures["toward"] = self.base_stream.share
+        self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
+        return {} if constants is None else {constants_key(layer): constants.best}
+
+    def _fill(self, unit: str, layers: Sequence[MoeLayer], tensors: Mapping[str, Tensor]) -> None:
+        self.smaller.fill(unit, tensors)
         for layer in layers:
             self.model.partial.release(layer.name)
+
+
+def constants_key(layer: MoeLayer) -> str:
+    """Return the name under which a layer's refitted constants [D, H] are kept beside its tensors."""
+    return f"{layer.name}{SUFFIX}"
+
+
+def _kept(plan: LayerPlan) -> list[int]:
+    return [group.members[0] for group in plan.groups]
+
+
+def _kept_experts(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, Tensor]:
+    """Return the parameters of the experts that stay, by key."""
+    tensors = dict[str, Tensor]()
+    for layer in layers:
+        experts = model.get_submodule(layer.name)
+        for name in parameter_names(experts):
+            tensors[f"{layer.name}.{name}"] = getattr(experts, name)[_kept(plans[layer.name])]
+    return tensors
+
+
+def refitted_constants(
+    layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Mapping[str, Tensor]
+) -> dict[str, Substitutes]:
+    """Return the constants among the tensors of refitted layers, by experts module."""
+    found = dict[str, Substitutes]()
+    for layer in layers:
+        if constants_key(layer) in tensors:
+            plan = plans[layer.name]
+            rows = {expert: row for row, expert in enumerate(_kept(plan))}
+            found[layer.name] = Substitutes(plan.constants, tensors[constants_key(layer)], rows)
+    return found
+
+
+def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles) -> Substitution:
+    """Return the model with the experts and constants in `files` in place of those of layers that have constants."""
+    by_module = {plan.module: plan for plan in plans if plan.constants}
+    layers = [layer for layer in model.architecture.layers if layer.name in by_module]
+    by_unit = layers_by_unit(layers)
+    constants = dict[str, Substitutes]()
+    for layer in layers:
+        constants |= refitted_constants([layer], by_module, files.tensors(layer))
+
+    def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
+        changed = by_unit.get(decoder_layer)
+        return _tensors_in(files, changed, model.partial.device) if changed else None
+
+    return Substitution(tensors, constants=constants)
+
+
+def _tensors_in(files: CutFiles, layers: Sequence[MoeLayer], device: torch.device) -> dict[str, Tensor]:
+    tensors = dict[str, Tensor]()
+    for layer in layers:
+        tensors |= {key: value.to(device) for key, value in files.tensors(layer).items()}
+    return tensors
 
 
 def _compress_model(
@@ -257,34 +319,40 @@ def _compress_model(
     progress: Progress,
     phase: str,
     files: CutFiles | None,
-    riding: Riding | None = None,
-    end: LayerVisitor | None = None,
+    probe: HeldoutProbe | None = None,
+    leg: Leg | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """One model's layers; for the sake of a visitor `end` the batches go on to its output."""
-    batches = () if calibration is None else calibration.batches
-    state = _InOrder(model, calibration, work, files, correction=work.correction)
-    evaluation, own, budget = [] if riding is None else riding.batches, None, DEFAULT_ACTIVATION_BUDGET
+    """Compress one model's layers; for the sake of a `leg` the batches go on to its output."""
+    batches: Sequence[Tensor] = () if calibration is None else calibration.batches
+    evaluation = [] if probe is None else probe.batches
+    state = _InOrder(model, calibration, work, files)
+    own, budget = ranks().own(batches, evaluation), DEFAULT_ACTIVATION_BUDGET
+    visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
-        state.originals = Originals(model, len(batches), Spill(budget), work.correction.toward)
-        own, batches = state.originals.own(batches, evaluation), (*batches, *batches)
-    if riding is not None:
-        riding.first = len(batches)
-    one = Pass(
+        state.base_stream = BaseStream(model, len(batches), Spill(budget), work.correction.toward)
+        own = ranks().own(batches, batches, evaluation)
+        batches = (*batches, *batches)
+        visitors.append(state.base_stream)
+    if probe is not None:
+        probe.first = len(batches)
+        visitors.append(probe)
+    if leg is not None:
+        visitors.append(leg)
+    passing = Pass(
         model,
         batches,
         progress,
         phase,
         work.seed,
-        to_end=end is not None,
+        to_end=leg is not None,
         evaluation=evaluation,
-        shared=state.originals is None,
         own=own,
         activation_budget=budget,
     )
-    one.run(*(visitor for visitor in (state, state.originals, riding, end) if visitor is not None))
+    passing.run(*visitors)
     ranks().barrier()  # until all layers are kept
-    return tuple(state.plans[layer.name] for layer in model.architecture.layers)
+    return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
 
 def compress_in_order(
@@ -293,28 +361,29 @@ def compress_in_order(
     calibration: Calibration | None,
     progress: Progress,
     files: CutFiles | None = None,
-    riding: Riding | None = None,
+    probe: HeldoutProbe | None = None,
     phase: str = "correct",
     heads: Sequence[Head] = (),
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
-    `files` keeps the cut layers, and those that it has are not made again. An evaluator's batches in `riding` run
+    `files` keeps the cut layers, and those that it has are not made again. The batches of an evaluator's `probe` run
     through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
     if not heads:
-        return _compress_model(model, work, calibration, progress, phase, files, riding)
+        return _compress_model(model, work, calibration, progress, phase, files, probe)
     assert calibration is not None
     plans: tuple[LayerPlan, ...] = ()
     for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
-        weights = tuple(own[:, number:] for own in calibration.emphasis)  # a head has the later tokens
-        own, its_work, its_files = replace(calibration, batches=leg.batches, emphasis=weights), work, files
+        emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
+        text = replace(calibration, batches=leg.batches, emphasis=emphasis)
+        leg_work, leg_files = work, files
         if leg.head is not None:
-            its_work, its_files = work.of_head(leg.head), None if files is None else files.of_head(number - 1)
+            leg_work, leg_files = work.of_head(leg.head), None if files is None else files.of_head(number - 1)
+        last = leg if leg.following is not None else None
         with leg.hooked():
-            end = leg if leg.following is not None else None
-            plans += _compress_model(leg.model, its_work, own, progress, phase, its_files, end=end)
+            plans += _compress_model(leg.model, leg_work, text, progress, phase, leg_files, leg=last)
     return plans
 
 
@@ -335,11 +404,13 @@ def correct(
     """
     heads = kept_heads(model, [layer.module for layer in plan.layers])
     routed = list[tuple[MoeLayer, Tensor, int]]()  # reported only for what stays
-    done = [files.plan(layer) for layer in model.architecture.layers]
-    done += [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
-    layers = tuple(layer for layer in done if layer is not None)
-    ranks().assert_same_on_all(len(layers), "number of corrected layers in its hidden folder")
-    if len(layers) < len(done):
+
+    def finished() -> list[LayerPlan | None]:
+        plans = [files.plan(layer) for layer in model.architecture.layers]
+        return plans + [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
+
+    layers = ranks().broadcast(finished)
+    if None in layers:
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(
             plan.experts,
@@ -349,51 +420,36 @@ def correct(
             on_routed=None if on_routed is None else lambda *counts: routed.append(counts),
         )
         layers = compress_in_order(model, work, calibration, progress, files, heads=heads)
+    kept = tuple(layers)
     if not heads:
-        corrected, layers = layers, keep_the_better(model, layers, files, calibration.heldout_batches, progress)
-        routed = routed if layers == corrected else []
-    if on_routed is not None:
+        kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
+    if on_routed is not None and kept == tuple(layers):
         for counts in routed:
             on_routed(*counts)
-    return replace(plan, layers=layers)
-
-
-class _SideBySide(Variants):
-    """Variant 0 meets the corrected layers, variant 1 the uncorrected ones, and the base's batches its own."""
-
-    def __init__(self, model: OpenModel, files: CutFiles, plans: Mapping[str, LayerPlan]) -> None:
-        experts = len(next(iter(plans.values())).groups)
-        self.model, self.files, self.plans = model, files, plans
-        self.smaller = ShadowModel(model, experts), ShadowModel(model, experts)
-
-    def before_layer(self, unit: str, replay: Replay) -> None:
-        if layers := self.at.moe_layers:
-            device = self.model.partial.device
-            corrected = {key: value.to(device) for layer in layers for key, value in self.files.tensors(layer).items()}
-            self.smaller[0].fill(unit, corrected)
-            self.smaller[1].fill(unit, cut_layers(self.model.partial.model, layers, self.plans))
-
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        if self.variant is None or not self.at.moe_layers:
-            return own
-        forward: Forward = self.smaller[self.variant].model.get_submodule(unit).forward
-        return forward
-
-    def on_layer_end(self, unit: str) -> None:
-        for each in self.smaller:
-            each.empty_again()
+    return replace(plan, layers=kept)
 
 
 def compare_corrections(
     model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles, evaluator: Evaluator, progress: Progress
 ) -> Difference:
-    """What undoing the corrected tensors of all layers in `files` does to the distance from the base.
+    """Return what undoing the corrected tensors of all layers in `files` does to the distance from the base.
 
-    One streamed pass, in which the base runs along unless the evaluator knows it: with a decoder layer of the base,
-    both of its smaller ones are in memory.
+    One streamed pass, in which the base runs along unless the evaluator knows it.
     """
-    visitor = _SideBySide(model, files, {plan.module: plan for plan in plans})
-    before, after = evaluator.measure(model, visitor, 2, progress, "compare the corrections")
+    by_module = {plan.module: plan for plan in plans}
+    by_decoder_layer = layers_by_unit(model.architecture.layers)
+
+    def corrected(decoder_layer: str) -> dict[str, Tensor] | None:
+        layers = by_decoder_layer.get(decoder_layer)
+        return _tensors_in(files, layers, model.partial.device) if layers else None
+
+    def uncorrected(decoder_layer: str) -> dict[str, Tensor] | None:
+        layers = by_decoder_layer.get(decoder_layer)
+        return cut_layers(model.partial.model, layers, by_module) if layers else None
+
+    experts = len(plans[0].groups)
+    variants = [Substitution(corrected, experts), Substitution(uncorrected, experts)]
+    before, after = evaluator.measure(model, variants, progress=progress, phase="compare the corrections")
     return Difference.of(before.kl, after.kl)
 
 

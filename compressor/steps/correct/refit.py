@@ -14,7 +14,7 @@ from compressor.distributed import ranks
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.step import CONSTANTS
-from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
+from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.correct.ridge import refit_constants, refit_down
 from compressor.steps.correct.tuning import tune
@@ -108,7 +108,7 @@ def correct_layer(
     correction: Correct,
     seed: int = 0,
     writing: torch.dtype | None = None,
-    constants: Constants | None = None,
+    constants: RefittedConstants | None = None,
 ) -> dict[str, Any]:
     """Refit a layer of the smaller `model`, and its constants, in place toward the recorded outputs; returns figures.
 

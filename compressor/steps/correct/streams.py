@@ -23,7 +23,7 @@ BENT = 0.25  # share by which twice an output may move the hidden states otherwi
 
 
 @dataclass(slots=True)
-class Originals(LayerVisitor):
+class BaseStream(LayerVisitor):
     """Batches that pass the base's own layers, numbered behind `count` others of the same text in the same order.
 
     They pass each MoE layer before it is cut, in a replay, and wait behind it until the others have passed.
@@ -38,14 +38,6 @@ class Originals(LayerVisitor):
     last: Tensor = field(default_factory=lambda: torch.zeros(0))  # hidden states that came out of a layer
     factor: float = 1.0  # of an expert's output, where it joins the hidden states
     share: float = 0.0  # of the way that the loaded layer goes
-
-    def own(self, batches: Sequence[Tensor], evaluation: Sequence[Tensor]) -> frozenset[int] | None:
-        """The numbers of this rank's batches: of each text both, and those of the evaluation behind them."""
-        mine, more = ranks().own(batches), ranks().own(evaluation)
-        if mine is None or more is None:
-            return None
-        both = {*mine, *(number + self.count for number in mine)}
-        return frozenset(both | {number + 2 * self.count for number in more})
 
     def pass_layer(self, replay: Replay) -> None:
         """Have all batches pass the loaded layer as it is."""

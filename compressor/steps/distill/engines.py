@@ -25,7 +25,7 @@ from compressor.checkpoint.reader import TORCH_DTYPES
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import Evaluator, Figures, Variants
+from compressor.evaluation.evaluator import Evaluator, Figures
 from compressor.kept import keep_tensors, kept_tensors
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
@@ -375,7 +375,7 @@ class Streamed(_Engine):
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
-        return evaluator.measure(self.model, _Masters(self))[0]
+        return evaluator.measure(self.model, visitors=[_Masters(self)])[0]
 
     def save(self, folder: Path) -> None:
         _linked(self.now, folder, self.layers)
@@ -394,7 +394,7 @@ class Streamed(_Engine):
 Engine = InMemory | Streamed
 
 
-class _Masters(Variants, ReverseVisitor):
+class _Masters(ReverseVisitor):
     """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the way back."""
 
     def __init__(self, engine: Streamed, rate: float | None = None) -> None:

@@ -71,7 +71,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
 
     def text(numbers: range) -> Text:
         own = ranks().own([batches[number] for number in numbers])
-        return [(batches[n], answers[n]) for place, n in enumerate(numbers) if own is None or place in own]
+        return [(batches[n], answers[n]) for place, n in enumerate(numbers) if place in own]
 
     methods, tried = ("router", "bias") if options.method == "auto" else (options.method,), dict[str, Calibrated]()
     for method in methods:

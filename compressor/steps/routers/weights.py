@@ -21,12 +21,13 @@ from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.evaluation.base_answers import Distributions, top_divergence
-from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants
+from compressor.evaluation.evaluator import Difference, Evaluator, Figures
 from compressor.model.loading import parent_and_name, set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
-from compressor.model.streaming import Forward, LayerVisitor, Pass, ReversePass, ReverseVisitor
+from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
+from compressor.model.substitution import Substitution
 from compressor.pathways.answering import Average
 from compressor.progress import Progress
 
@@ -80,25 +81,30 @@ class Calibrated:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Routed(Variants, ReverseVisitor):
-    """Has each variant of a pass use its own set of router tensors, in the dtype of those of the model."""
+class _WithWeights(ReverseVisitor):
+    """Has a model compute with these router tensors, in the dtype of those that it has."""
 
-    def __init__(self, model: OpenModel, trials: Sequence[Weights]) -> None:
-        self.model, self.trials = model, trials
+    def __init__(self, model: OpenModel, weights: Weights) -> None:
+        self.model, self.weights = model.partial.model, weights
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        if self.variant is not None:
-            whole = self.model.partial.model
-            for key, weight in self.trials[self.variant].items():
-                if key.startswith(f"{unit}."):
-                    module, name = parent_and_name(whole, key)
-                    present = getattr(module, name)
-                    set_tensor(whole, key, weight.to(present.device, present.dtype))
-        return own
+    def on_layer_loaded(self, unit: str) -> None:
+        for key, weight in (_tensors_under(unit, self.model, self.weights) or {}).items():
+            set_tensor(self.model, key, weight)
+
+
+def _tensors_under(unit: str, model: Any, weights: Weights) -> Weights | None:
+    """Return the router tensors of a decoder layer, like those of the model, by key; None if there are none."""
+    tensors = dict[str, Tensor]()
+    for key, weight in weights.items():
+        if key.startswith(f"{unit}."):
+            present = getattr(*parent_and_name(model, key))
+            tensors[key] = weight.to(present.device, present.dtype)
+    return tensors or None
 
 
 def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]) -> list[Figures]:
-    return evaluator.measure(model, _Routed(model, trials), len(trials))
+    tensors = [partial(_tensors_under, model=model.partial.model, weights=weights) for weights in trials]
+    return evaluator.measure(model, [Substitution(each) for each in tensors])
 
 
 def calibrate_weights(
@@ -221,7 +227,7 @@ def _moments(model: OpenModel, weights: Weights, text: Text, emphasis: Emphasis)
         return (top_divergence(base, output.logits) * emphasis.loss_weights(tokens).to(output.logits.device)).sum()
 
     gradients = RouterGradients()
-    ReversePass(model, [tokens for tokens, _ in text]).run(loss, _Routed(model, [weights]), gradients)
+    ReversePass(model, [tokens for tokens, _ in text]).run(loss, _WithWeights(model, weights), gradients)
     return gradients.found
 
 

@@ -1,6 +1,7 @@
 """An evaluator's figures against those of whole stock models' logits, statistics against numpy, and the one rule."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from compressor.data.batches import EvaluationSet
 from compressor.errors import CompressionError
 from compressor.evaluation import evaluator as evaluating
 from compressor.evaluation.base_answers import read_base
-from compressor.evaluation.evaluator import Difference, Evaluator, Figures, Variants, accepts, require_enough
+from compressor.evaluation.evaluator import Difference, Evaluator, Figures, accepts, require_enough
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.substitution import Substitution
 from compressor.progress import Silent
 from tests import zoo
 from tests.compressor.model.test_streaming import loaded
@@ -69,19 +71,19 @@ def test_streamed_models_have_the_figures_of_whole_ones(
     assert max(map(len, evaluator.batches)) <= 3 and evaluator.sequences == 7
     head = model.partial.model.get_output_embeddings()
     hooks = len(head._forward_hooks)
-    base = evaluator.keep()
+    base = evaluator.keep(Silent())
     check(base, plain(stock, stock, entries))
     assert not base.kl.any() and not base.flips.any() and not evaluator.missing()
     for make in (drops, merges):
         plans = make(model.architecture)
         small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
-        with evaluator.measuring(model.partial.model) as riding:
-            run(model, plans, with_heldout(stock) if make is drops else None, riding=riding)
-        check(riding.figures[0], plain(stock, small, entries))
+        with evaluator.measuring(model.partial.model) as probe:
+            run(model, plans, with_heldout(stock) if make is drops else None, probe=probe)
+        check(probe.figures[0], plain(stock, small, entries))
         check(evaluator.measure_loaded(small), plain(stock, small, entries))
-        means = riding.figures[0].means
-        assert [riding.figures[0].of({domain}).sequences for domain in (0, 1)] == [5, 2]
-        weighted = np.average(riding.figures[0].kl, weights=[11] * 5 + [6] * 2)
+        means = probe.figures[0].means
+        assert [probe.figures[0].of({domain}).sequences for domain in (0, 1)] == [5, 2]
+        weighted = np.average(probe.figures[0].kl, weights=[11] * 5 + [6] * 2)
         assert means["kl"] == pytest.approx(weighted) and means["kl"] > 1e-3
     assert len(head._forward_hooks) == hooks
 
@@ -120,37 +122,32 @@ def test_tokens_that_count_and_marks_have_the_figures_of_whole_models_without_pa
     assert torch.allclose(alone.marks, found.of({0}).marks, rtol=1e-4) and float(alone.marks[0, 0, 0]) >= 2
 
 
-class Scaled(Variants):
-    """Variant n multiplies the first decoder layer's output by 1 + n / 10."""
+def scaled(model: OpenModel, count: int) -> list[Substitution]:
+    """Variants of which number n multiplies the first decoder layer's down projections by 1 + n / 10."""
+    first = model.architecture.units[0]
+    keys = [key for key in model.partial.keys_under(first) if key.endswith("experts.down_proj")]
 
-    def __init__(self, model: OpenModel) -> None:
-        self.unit = model.architecture.units[0]
+    def tensors(decoder_layer: str, scale: float) -> dict[str, torch.Tensor] | None:
+        if decoder_layer != first:
+            return None
+        return {key: model.partial.model.get_parameter(key) * scale for key in keys}
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        if unit != self.unit or self.variant is None:
-            return own
-        scale = 1 + self.variant / 10
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
-            return output * scale if isinstance(output, torch.Tensor) else (output[0] * scale, *output[1:])
-
-        return forward
+    return [Substitution(partial(tensors, scale=1 + number / 10)) for number in range(count)]
 
 
 def test_the_base_runs_along_and_variants_in_one_pass_are_measured_as_each_alone(tmp_path: Path) -> None:
     stock, model = opened_wide("mixtral", tmp_path)
     entries = sets(stock)
     evaluator, kept = Evaluator(model, entries), Evaluator(model, entries)
-    few = evaluator.measure(model, Scaled(model), 2, only=[1, 2])  # the base's answers on these alone
+    few = evaluator.measure(model, scaled(model, 2), only=[1, 2])  # the base's answers on these alone
     assert [*evaluator.inputs] == [1, 2]
-    together = evaluator.measure(model, Scaled(model), 3)
+    together = evaluator.measure(model, scaled(model, 3))
     assert not together[0].kl.any() and not together[0].flips.any() and together[1].kl.all()
     assert [each.kl.tolist() for each in few] == [each.kl[3:].tolist() for each in together[:2]]
-    with kept.keeping(first=1) as riding:  # in a pass that somebody else makes
-        Pass(model, [zoo.tokens(stock, 2, 9), *riding.batches], to_end=True).run(riding)
+    with kept.keeping(first=1) as probe:  # in a pass that somebody else makes
+        Pass(model, [zoo.tokens(stock, 2, 9), *probe.batches], to_end=True).run(probe)
     assert all(torch.equal(value, evaluator.inputs[number]) for number, value in kept.inputs.items())
-    assert [each.kl.tolist() for each in kept.measure(model, Scaled(model), 3)] == [e.kl.tolist() for e in together]
+    assert [each.kl.tolist() for each in kept.measure(model, scaled(model, 3))] == [e.kl.tolist() for e in together]
     assert loaded(model.partial) == set()
 
 

@@ -17,7 +17,7 @@ from compressor.model.opened import load_whole, open_model
 from compressor.progress import Silent
 from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.step import TextOptions
-from compressor.report.sizes import plan_shares, with_schemes
+from compressor.report.sizes import plan_shares
 from compressor.report.sizes_report import Pair, SizeComparison
 from tests import small, zoo
 from tests.quantized import save_fp8
@@ -108,8 +108,8 @@ def test_bytes_are_those_that_are_written(name: str, tmp_path: Path) -> None:
     planned, left_out, _ = plan_shares(model, steps, None, Silent(), 0, shares, tmp_path)  # type: ignore[arg-type]
     assert left_out == []
     for kept in planned:
-        own, _ = with_schemes(kept, ["none", "int8", "int3", "fp8"], [])
-        for scheme, nbytes in own.bytes.items():
+        kept.add_schemes(["none", "int8", "int3", "fp8"], [])
+        for scheme, nbytes in kept.bytes.items():
             wanted = default_steps(strategy="aimer", correct="none", split=1, ratio=0.5) if kept.share < 1 else []
             wanted += [] if scheme == "none" else [make_step("quantize", {"scheme": scheme})]
             out = tmp_path / f"{kept.share.denominator}-{scheme}"

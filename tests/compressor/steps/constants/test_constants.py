@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator
+from compressor.model.substitution import Substitution
 from compressor.progress import Silent
 from compressor.steps.constants.mone import (
     NEEDS,
     LayerConstants,
-    Substituting,
     cheapest_numbers,
     curve,
     divide,
@@ -27,7 +27,7 @@ from compressor.steps.constants.mone import (
     replaceable,
     substitutes_of,
 )
-from compressor.steps.correct.cut_layer import Constants, CutLayer, Recording
+from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.ridge import refit_constants
 from tests import opened
 
@@ -105,10 +105,10 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
     constants = {name: LayerConstants.of(own) for name, own in stats.items()}
     layers = [layer.name for layer in model.architecture.layers]
     first, both = ({layers[0]: [1, 2]}, {layers[0]: [0], layers[1]: [3]})
-    variants = [substitutes_of(dropped, constants) for dropped in ({}, first, both)]
+    variants = [Substitution(constants=substitutes_of(dropped, constants)) for dropped in ({}, first, both)]
     evaluator = Evaluator.of(model, parts)
-    together = [each.kl.tolist() for each in evaluator.measure(model, Substituting(model, variants), 3)]
-    assert together == [evaluator.measure(model, Substituting(model, [own]))[0].kl.tolist() for own in variants]
+    together = [each.kl.tolist() for each in evaluator.measure(model, variants)]
+    assert together == [evaluator.measure(model, [own])[0].kl.tolist() for own in variants]
     assert not any(together[0]) and sum(together[1]) > 0.001 and sum(together[2]) > 0.001
     removed = 3
     orders = replaceable(model.architecture.layers, constants, {layers[0]: frozenset({0})})
@@ -139,7 +139,7 @@ def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_mis
     slots = torch.tensor([[*kept, *dropped].index(expert) for expert in range(8)])
     start = torch.randn(3, hidden.shape[1], generator=torch.Generator().manual_seed(0))
     router = stock.get_submodule(layer.router)
-    constants = Constants(start.clone(), start, slots)
+    constants = RefittedConstants(start.clone(), start, slots)
     cut = CutLayer.of(recording, experts, router, block, constants)
     rows = torch.arange(len(hidden))
     refit_constants(cut, rows, rows)

@@ -53,7 +53,7 @@ TUNE = Correct("tune", steps=3, tokens=20)
 def watched_run(model: OpenModel, plans: dict[str, LayerPlan], ids: Tensor, **more: Any) -> dict[int, Tensor]:
     """Logits of batches of two and one sequences from a pass in order."""
     watched = Watched([ids[:2], ids[2:]])
-    run(model, plans, riding=watched, **more)
+    run(model, plans, probe=watched, **more)
     return watched.logits
 
 

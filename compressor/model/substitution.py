@@ -1,0 +1,124 @@
+"""Standing in for decoder layers: variants of a model that run side by side, one layer of one of them in memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from compressor.model.architecture import build_meta
+from compressor.model.constant_experts import Substitutes, substitute
+from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.opened import OpenModel
+from compressor.model.streaming import Forward, LayerVisitor
+
+LayerTensors = Callable[[str], Mapping[str, Tensor] | None]
+
+
+def _unchanged(decoder_layer: str) -> None:
+    """Return no tensors: the layer stays as it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Substitution:
+    """A variant of a model: tensors in place of those of its decoder layers, and constants in place of experts.
+
+    `tensors` returns those of the decoder layer of that name, which is loaded, by state-dict key; None: it stays as it
+    is. All other tensors of a layer are the model's own.
+    """
+
+    tensors: LayerTensors = _unchanged
+    experts: int | None = None  # in every MoE layer; None: as many as the model has
+    constants: Mapping[str, Substitutes] = field(default_factory=dict)  # by experts module
+
+
+AS_IT_IS = Substitution()
+
+
+class SmallerModel:
+    """The stock model on meta, maybe with fewer experts; one decoder layer at a time is filled and takes over."""
+
+    def __init__(self, model: OpenModel, experts: int | None) -> None:
+        self.partial = model.partial
+        architecture = model.architecture
+        config = architecture.config if experts is None else architecture.with_experts(experts)
+        self.model = build_meta(config, model.partial.dtype)
+        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
+        self.filled: str | None = None
+        self._constants: Mapping[str, Substitutes] = {}
+
+    def fill(self, decoder_layer: str, tensors: Mapping[str, Tensor]) -> Forward:
+        """Fill a layer with these tensors and, for the rest, the base's own, which must be loaded; return its forward.
+
+        Tensors are shared, not copied.
+        """
+        base = self.partial.model.get_submodule(decoder_layer)
+        for key in self.partial.keys_under(decoder_layer):
+            value = tensors[key] if key in tensors else getattr(*parent_and_name(self.partial.model, key))
+            set_tensor(self.model, key, value)
+        for name, module in self.model.get_submodule(decoder_layer).named_modules():
+            for key in module._non_persistent_buffers_set:
+                module._buffers[key] = base.get_submodule(name)._buffers[key]
+        self.filled = decoder_layer
+        forward: Forward = self.model.get_submodule(decoder_layer).forward
+        return forward
+
+    def put_constants(self, constants: Mapping[str, Substitutes]) -> None:
+        """Have constants, by experts module, stand for experts of the layer that is filled."""
+        self._constants = constants
+        for name, substitutes in constants.items():
+            values = substitutes.values.to(self.partial.device, self.partial.dtype)
+            substitute(self.model.get_submodule(name), replace(substitutes, values=values))
+
+    def release(self) -> None:
+        """Empty the layer that is filled, if one is."""
+        if self.filled is not None:
+            for key in self.partial.keys_under(self.filled):
+                set_tensor(self.model, key, self.empty[key])
+        for name in self._constants:
+            substitute(self.model.get_submodule(name), None)
+        self.filled, self._constants = None, {}
+
+
+class SideBySide(LayerVisitor):
+    """Lets every batch of a pass through the layers of its own variant, which sees what that variant's layers output.
+
+    `variants` has each batch's, by its number among the `substitutions`; None: it passes the model's own layers.
+    Batches of a variant follow one another, so that one variant of a layer is in memory beside the model's own.
+    """
+
+    repeatable = True
+
+    def __init__(self, model: OpenModel, substitutions: Sequence[Substitution], variants: Sequence[int | None]) -> None:
+        self.model, self.substitutions, self.variants = model, substitutions, variants
+        self._smaller: dict[int | None, SmallerModel] = {}  # by experts
+        self._filled: int | None = None  # the variant whose layer is ready
+        self._forward: Forward | None = None  # of that layer; None: the model's own
+
+    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+        variant = self.variants[self.at.batch]
+        if variant is None:
+            return own
+        if variant != self._filled:
+            self._release()
+            self._fill(unit, variant)
+        return self._forward or own
+
+    def on_layer_end(self, unit: str) -> None:
+        self._release()
+
+    def _fill(self, unit: str, variant: int) -> None:
+        substitution = self.substitutions[variant]
+        tensors = substitution.tensors(unit)
+        names = [layer.name for layer in self.at.moe_layers if layer.name in substitution.constants]
+        if tensors is not None or names:
+            if substitution.experts not in self._smaller:
+                self._smaller[substitution.experts] = SmallerModel(self.model, substitution.experts)
+            smaller = self._smaller[substitution.experts]
+            self._forward = smaller.fill(unit, tensors or {})
+            smaller.put_constants({name: substitution.constants[name] for name in names})
+        self._filled = variant
+
+    def _release(self) -> None:
+        for smaller in self._smaller.values():
+            smaller.release()
+        self._filled, self._forward = None, None
