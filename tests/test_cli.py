@@ -267,7 +267,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a layer too many": (edit("config.json", num_hidden_layers=3), "'model.layers.2..* is missing"),
     "another width": (edit("config.json", hidden_size=64), "shape"),
     "no tokenizer": (forget("tokenizer.json", "tokenizer_config.json"), "has no usable tokenizer"),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "has no usable tokenizer"),
     "too large a vocabulary": (edit("config.json", vocab_size=100), r"shape|the tokenizer makes token"),
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
@@ -94,15 +95,16 @@ class OpenModel:
 
     @property
     def is_split(self) -> bool:
-        """Whether each expert of the stored model is seen as several."""
+        """True if each expert of the stored model is seen as several."""
         return self.whole is not None and self.whole.architecture.experts != self.architecture.experts
 
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
-        empty: Mapping[str, torch.Tensor] = self.partial.empty
-        units = self.architecture.units
-        return max(sum(empty[key].nbytes for key in self.partial.keys_under(unit)) for unit in units)
+        sizes = dict.fromkeys(self.architecture.units, 0)
+        for unit in sizes:
+            sizes[unit] = sum(self.partial.empty[key].nbytes for key in self.partial.keys_under(unit))
+        return max(sizes.values())
 
     @property
     def vocabulary(self) -> int:
@@ -150,7 +152,7 @@ def open_alike(source: ModelSource, model: OpenModel) -> OpenModel:
 
 
 def fits(model: OpenModel, promised: int = 0) -> bool:
-    """Whether a model can stay on its device, where `promised` bytes are for another one.
+    """Return True if a model can stay on its device, where `promised` bytes are for another one.
 
     Beside it there are a layer being read and one being made.
     """
@@ -160,8 +162,10 @@ def fits(model: OpenModel, promised: int = 0) -> bool:
 
 def memory_budget(device: torch.device) -> float | None:
     """Bytes that weights on a device may take; None: not known. Ranks on one machine share its memory."""
-    free, sharing = free_memory(device), ranks().size if device.type == "cpu" else 1
-    return None if free is None else (1 - SPARE) * free / sharing
+    free = free_memory(device)
+    if free is None:
+        return None
+    return (1 - SPARE) * free / (ranks().size if device.type == "cpu" else 1)
 
 
 def how_resident(model: OpenModel) -> str:
@@ -176,8 +180,10 @@ def how_resident(model: OpenModel) -> str:
 def shared_experts(model: OpenModel) -> str | None:
     """A layer that shares expert tensors with another one: it cannot be changed before the other has run."""
     tied = {*model.partial.tied, *model.partial.tied.values()}
-    layers = model.architecture.layers
-    return next((layer.name for layer in layers if any(tensor.key in tied for tensor in layer.tensors)), None)
+    for layer in model.architecture.layers:
+        if any(tensor.key in tied for tensor in layer.tensors):
+            return layer.name
+    return None
 
 
 def refuse_shared_experts(model: OpenModel) -> None:
@@ -218,8 +224,6 @@ def load_whole(folder: Path, **settings: Any) -> Any:
     A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
     checkpoint that lacks weights: they would be random.
     """
-    from transformers import AutoModelForCausalLM
-
     checkpoint = Checkpoint(folder)
     if checkpoint.quantization:
         return load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
@@ -236,8 +240,6 @@ def load_whole(folder: Path, **settings: Any) -> Any:
 
 def load_dequantised(folder: Path, dtype: Any, device: Any) -> Any:
     """The stock model of a quantised checkpoint with plain weights, as all passes compute with them."""
-    from transformers import GenerationConfig
-
     partial = open_model(ModelSource(str(folder), None, folder), str(dtype).removeprefix("torch."), str(device)).partial
     partial.load(partial.empty)
     with suppress(OSError):

@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import transformers
+
 from compressor.files import TEMPLATES
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
@@ -35,20 +37,6 @@ def naming_code(folder: Path) -> list[Path]:
     return [path for path in configs if NAMED.search(path.read_bytes())]
 
 
-def link_files(files: dict[Path, Path], folder: Path) -> None:
-    """Fill a folder with links to all files but weights, by their place in it."""
-    for place, source in files.items():
-        if source.is_file() and source.suffix != ".safetensors":
-            (folder / place).parent.mkdir(exist_ok=True)
-            (folder / place).symlink_to(source.resolve())
-
-
-def files_beside(folder: Path) -> dict[Path, Path]:
-    """Return what lies in a folder and among its chat templates, by its place there."""
-    found = [*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*.jinja")]
-    return {path.relative_to(folder): path for path in found}
-
-
 @contextmanager
 def stock_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder without its weights, whose configs name no code; itself if that is so already."""
@@ -56,17 +44,19 @@ def stock_folder(folder: Path) -> Iterator[Path]:
     if not configs:
         yield folder
         return
-    with TemporaryDirectory() as scratch:
-        link_files(files_beside(folder), Path(scratch))
-        for path in configs:
-            (Path(scratch) / path.name).unlink()
-            (Path(scratch) / path.name).write_bytes(json_bytes(without_code(read_object(path))))
-        yield Path(scratch)
+    with TemporaryDirectory() as name:
+        scratch = Path(name)
+        for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*.jinja")):
+            copy = scratch / path.relative_to(folder)
+            if path in configs:
+                copy.write_bytes(json_bytes(without_code(read_object(path))))
+            elif path.is_file() and path.suffix != ".safetensors":
+                copy.parent.mkdir(exist_ok=True)
+                copy.symlink_to(path.resolve())
+        yield scratch
 
 
 def load_stock(kind: str, folder: Path) -> Any:
     """Return what transformers' class of that name loads from a folder, such as a tokenizer, without its own code."""
-    import transformers
-
     with quiet_transformers(), stock_folder(folder) as plain:
         return getattr(transformers, kind).from_pretrained(str(plain), trust_remote_code=False)  # None would ask

@@ -17,10 +17,10 @@ from compressor.model.own_code import load_stock
 
 THINKING_END = "</think>"
 THINKING_ENDS = re.compile(r"</[\w:]*think\w*>|\[/think\]|◁/think▷|<\|channel\|>final", re.IGNORECASE)  # in templates
-VOCABULARIES = (
+VOCABULARIES = [
     *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*"),
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
-)
+]
 MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
 LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in texts of blanks, marks or the unknown
 
@@ -32,19 +32,20 @@ def load_tokenizer(folder: Path, remedy: str = "copy those of the original model
         tokenizer.name_or_path = str(folder)
     except Exception as error:  # tokenizer classes raise what they like
         raise CompressionError(f"{folder} has no usable tokenizer ({reason_of(error)}); {remedy}") from error
-    own = tuple((getattr(tokenizer, "vocab_files_names", None) or {}).values())
-    files = (*own, *VOCABULARIES) if own else (*VOCABULARIES, "tokenizer_config.json")  # which names a class without
+    files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
+    if files == VOCABULARIES:
+        files.append("tokenizer_config.json")  # which names a class that needs no vocabulary
     if not any(path.is_file() for name in files for path in folder.glob(name)):
-        fault = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-    else:
-        try:
-            tokens = set(tokenizer.get_vocab().values())
-        except NotImplementedError:  # which the base class of slow tokenizers raises
-            return tokenizer
-        if not tokens <= set(getattr(tokenizer, "all_special_ids", ())):
-            return tokenizer
-        fault = "its vocabulary holds nothing but special tokens"
-    raise CompressionError(f"{folder} has no usable tokenizer ({fault}); {remedy}")
+        reason = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+    try:
+        tokens = set(tokenizer.get_vocab().values())
+    except NotImplementedError:  # which the base class of slow tokenizers raises
+        return tokenizer
+    if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
+        reason = "its vocabulary holds nothing but special tokens"
+        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {remedy}")
+    return tokenizer
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
@@ -71,13 +72,13 @@ def opening_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether any of a text's tokens is other than the one for what is unknown."""
+    """Return True if any of a text's tokens is other than the one for what is unknown."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return any(token != unknown for token in ids)
 
 
 def no_token(text: str) -> CompressionError:
-    """What is wrong where no token stands for that text."""
+    """The error where no token stands for a text."""
     return CompressionError(
         f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the tokenizer's files "
         "from the original model, or give text that it was made for"
@@ -93,9 +94,10 @@ def thinking_end(tokenizer: Any) -> str | None:
     """What ends a model's thinking, as its chat template has it, else `</think>` where that is one token; or None."""
     template = getattr(tokenizer, "chat_template", None) or ""
     texts = template.values() if isinstance(template, dict) else [template]
-    found = next((match[0] for text in texts if (match := THINKING_ENDS.search(text))), None)
-    known = THINKING_END in tokenizer.get_vocab()
-    return found or (THINKING_END if known else None)
+    for text in texts:
+        if match := THINKING_ENDS.search(text):
+            return match[0]
+    return THINKING_END if THINKING_END in tokenizer.get_vocab() else None
 
 
 PROBE, WORD = "Probe7", "Word9"  # which no template has

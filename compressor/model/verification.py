@@ -2,118 +2,73 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, ProcessorMixin
+from transformers.conversion_mapping import get_model_conversion_mapping
 
-from compressor.checkpoint.reader import ADAPTER, TORCH_DTYPES, Checkpoint
+from compressor.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of
-from compressor.files import TEMPLATES
 from compressor.model.architecture import build_meta, expert_counts, load_config
 from compressor.model.loading import load_converted
 from compressor.model.opened import OpenModel
-from compressor.model.own_code import files_beside, link_files, load_stock, naming_code
+from compressor.model.own_code import load_stock, naming_code
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
 
 GENERATION = "generation_config.json"
-CHAT_TEMPLATES = ("chat_template.jinja", f"{TEMPLATES}/*.jinja")
-OPTIONAL = ("chat_template.json", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-OBJECTS = (GENERATION, "tokenizer.json", *OPTIONAL, ADAPTER, *PROCESSORS)
 LOADERS = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor")
-REMEDY = "mend it, or remove it from the folder"
 
 
 def check_carried(folder: Path, original: Path | None = None) -> None:
-    """Refuse a folder whose generation config, templates or tokenizer files stock transformers cannot load.
+    """Refuse a folder whose generation config does not load, or whose tokenizer or processor needs its own code.
 
-    So is one whose tokenizer or processor needs its own code. A tokenizer for which none of its optional files is at
-    fault (it needs another package) passes, unless the `original` folder's loads.
+    A tokenizer that does not load for another reason, such as a package that is not installed, is refused where the
+    `original` folder's loads.
     """
-    from transformers import GenerationConfig
-
-    for name in OBJECTS:
-        if (folder / name).is_file():
-            read_object(folder / name)
-    for path in _found(folder, CHAT_TEMPLATES):
-        try:
-            path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); {REMEDY}") from error
-    if (path := folder / GENERATION).is_file():
+    if (folder / GENERATION).is_file():
         try:
             with quiet_transformers():
                 GenerationConfig.from_pretrained(str(folder))
         except Exception as error:  # whatever its fields make it raise
-            raise CompressionError(f"transformers cannot load {path} ({reason_of(error)}); {REMEDY}") from error
-    _refuse_needed_code(folder)
-    if (fault := _tokenizer_fault(folder)) is None:
-        return
-    if culprit := _culprit(folder):
-        raise CompressionError(f"transformers cannot load {culprit} ({reason_of(fault)}); {REMEDY}") from fault
-    if original is not None and _tokenizer_fault(original) is None:
-        raise CompressionError(
-            f"the written tokenizer does not load, though the source's does ({reason_of(fault)}); please report this "
-            "model"
-        ) from fault
-
-
-def _found(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-def _tokenizer_fault(folder: Path) -> BaseException | None:
-    """Why the folder's tokenizer does not load; None if it does."""
-    try:
-        load_tokenizer(folder)
-    except CompressionError as error:
-        return error.__cause__ or error
-    return None
-
-
-def _refuse_needed_code(folder: Path) -> None:
-    """Refuse a folder of which stock transformers loads less than its configs name code for."""
+            raise CompressionError(
+                f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); mend it, or remove it from the "
+                "folder"
+            ) from error
     for path in naming_code(folder):
         named = read_object(path).get("auto_map")
         for kind, code in (named if isinstance(named, dict) else {LOADERS[0]: named}).items():
-            if fault := _loading_fault(kind, folder):
+            cause = _loading_error(kind, folder)
+            if cause is not None and not isinstance(cause, ImportError):
                 raise CompressionError(
                     f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} ({code}), which is "
-                    f"neither run nor carried, and stock transformers loads none without it ({reason_of(fault)}); save "
+                    f"neither run nor carried, and stock transformers loads none without it ({reason_of(cause)}); save "
                     "it there in a stock form, such as a tokenizer.json, or move its files away and to the output"
                 )
+    if original is None:
+        return
+    cause = _loading_error(LOADERS[0], folder)
+    if cause is not None and _loading_error(LOADERS[0], original) is None:
+        raise CompressionError(
+            f"the written tokenizer does not load, though the source's does ({reason_of(cause)}); please report this "
+            "model"
+        )
 
 
-def _loading_fault(kind: str, folder: Path) -> BaseException | None:
-    """Why a tokenizer or processor does not load without its own code; None if it does, or wants another package."""
-    from transformers import ProcessorMixin
-
-    fault: BaseException | None = None
-    if kind == LOADERS[0]:
-        fault = _tokenizer_fault(folder)
-    elif kind in LOADERS:
-        try:
+def _loading_error(kind: str, folder: Path) -> BaseException | None:
+    """What keeps a folder's tokenizer or processor from loading without its own code; None if it loads."""
+    try:
+        if kind == LOADERS[0]:
+            load_tokenizer(folder)
+        elif kind in LOADERS:
             loaded = load_stock(kind, folder)
             if kind == "AutoProcessor" and not isinstance(loaded, ProcessorMixin):
-                fault = CompressionError(f"a {type(loaded).__name__} in its place")
-        except Exception as error:  # whatever processors raise
-            fault = error
-    return None if isinstance(fault, ImportError) else fault
-
-
-def _culprit(folder: Path) -> Path | None:
-    """The optional file of the tokenizer without which, and the ones before it, the rest loads."""
-    left = files_beside(folder)
-    for path in _found(folder, (*CHAT_TEMPLATES, *OPTIONAL)):
-        del left[path.relative_to(folder)]
-        with TemporaryDirectory() as scratch:
-            link_files(left, Path(scratch))
-            if _tokenizer_fault(Path(scratch)) is None:
-                return path
+                return CompressionError(f"a {type(loaded).__name__} in its place")
+    except Exception as error:  # whatever tokenizers and processors raise
+        return error.__cause__ or error
     return None
 
 
@@ -140,11 +95,9 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
 
     Tensors that are `known` to be no part of the stock model are passed over.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    state, passed = {}, set(known)
+    state = {}
     for name, info in checkpoint.tensors.items():
-        if name in passed:
+        if name in known:
             continue
         if info.dtype not in TORCH_DTYPES:
             raise CompressionError(f"the written tensor {name!r} is {info.dtype}, which stock loaders do not read")
