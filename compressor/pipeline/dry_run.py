@@ -9,7 +9,6 @@ from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
 from compressor.model.inspection import read_headers
-from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
@@ -101,7 +100,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     task = prepare(recipe, model, base, earlier_plan(model))
-    experts, changed = experts_left(task), any(WEIGHTS in step.changes for step in task.options)
+    experts, changed = task.experts_at_end, any(WEIGHTS in step.changes for step in task.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
     after = _shape(task.seen, experts, partial(_size_after, task, changed=changed))
     names = {part_name(number): step.name for number, step in enumerate(task.steps)}
@@ -134,23 +133,9 @@ def dry_run(recipe: Recipe) -> DryRun:
     )
 
 
-def experts_left(task: Task) -> int:
-    """Experts of a layer at the end, of whatever stages; sub-experts where experts are split."""
-    layers = task.seen.architecture.layers
-    count, parts = layers[0].experts, layers[0].parts
-    for step, need in zip(task.options, task.requirements, strict=True):
-        if need.experts is not None:
-            count = need.experts
-        elif {"experts", "ratio"} <= set(type(step).model_fields):  # of a later stage
-            options = step.to_dict()
-            named = options["experts"] * parts if "experts" in options else None
-            count = resolve_count([replace(each, experts=count) for each in layers], named, options.get("ratio"))
-    return count
-
-
 def servers_after(task: Task) -> Advice:
     """What servers make of the model at the end."""
-    return advice_on(served_model(task.seen), task.seen.architecture.layers, experts_left(task))
+    return advice_on(served_model(task.seen), task.seen.architecture.layers, task.experts_at_end)
 
 
 def _size_after(task: Task, experts: int, changed: bool) -> Size:

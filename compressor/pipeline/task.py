@@ -104,8 +104,22 @@ class Task:
     @property
     def experts(self) -> int:
         """Experts that each layer keeps in the first stage that decides that."""
-        kept = next((needed.experts for needed in self.requirements if needed.experts is not None), None)
-        return self.seen.architecture.experts if kept is None else kept
+        return next(self.counts(), self.seen.architecture.experts)
+
+    @property
+    def experts_at_end(self) -> int:
+        """Experts of a layer at the end, of whatever stages; sub-experts where experts are split."""
+        return [self.seen.architecture.experts, *self.counts()][-1]
+
+    def counts(self) -> Iterator[int]:
+        """Experts of a layer after each step that decides how many stay."""
+        layers = self.seen.architecture.layers
+        parts = layers[0].parts
+        for step in self.steps:
+            count = step.experts_left(layers, parts)
+            if count is not None:
+                yield count
+                layers = tuple(replace(layer, experts=count) for layer in layers)
 
     @property
     def options(self) -> tuple[StepOptions, ...]:

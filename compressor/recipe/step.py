@@ -116,7 +116,6 @@ class Requirements:
     text: bool = False  # calibration text
     heldout: int = 0  # sequences of it that are held out, at the least
     part: TextPart | None = None
-    experts: int | None = None  # that each layer keeps, where the step decides that
     passes: int = 0  # of a text through the model, where one is read
     hidden_copies: int = 1  # copies of the text's hidden states in memory
     parameter_bytes: int = 0  # bytes of memory for each parameter of a model that it holds whole
@@ -237,6 +236,10 @@ class Step(Generic[StepOptionsT]):
         there already.
         """
         return Requirements()
+
+    def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int | None:
+        """Return how many experts each layer keeps, where each of the source's is `parts` of them; None: all."""
+        return None
 
     def output_size(self, model: "OpenModel", experts: int, changed: bool = False) -> OutputSize | None:
         """Return the size of the output with so many experts in each layer; None if it is stored as before.

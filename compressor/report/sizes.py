@@ -45,7 +45,7 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.prune.options import Prune
-from compressor.steps.prune.planning import Planner, PruneSpec, kept_count, protected_experts, spec_of
+from compressor.steps.prune.planning import Planner, PruneSpec, protected_experts, spec_of
 from compressor.steps.quantize.matrices import Matrix, expert_matrices
 from compressor.steps.quantize.scheme import BITS, ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
@@ -225,7 +225,7 @@ def plan_shares(
     for share in sorted({*shares} - {Fraction(1)}, reverse=True):
         smaller = prune.model_copy(update={"ratio": 1 - float(share)})
         try:
-            count = kept_count(smaller, model)
+            count = smaller.count(model.architecture.layers)
         except CompressionError as error:
             left_out.append(f"{share} of the experts ({error})")
             continue
@@ -368,7 +368,7 @@ def fitted(
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(FORMAT in step.changes for step in recipe.steps):
         raise CompressionError("--bytes chooses experts and their format: it needs the step prune, and no quantize")
-    if prune.experts is not None or prune.ratio is not None:
+    if prune.is_sized:
         raise CompressionError("--bytes finds the number of experts; leave out --experts and --ratio")
     if prune.top_k is not None:
         raise CompressionError("--bytes compares models of one top-k; leave out --top-k")

@@ -351,7 +351,7 @@ def budget_of(options: Constants) -> str:
 def requirements_of(options: Constants, model: OpenModel, steps: Sequence[StepOptions]) -> Requirements:
     """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
     refuse_model(model)
-    kept, budget = _total(model, options), budget_of(options)
+    kept, budget = total_kept(options, model.architecture.layers), budget_of(options)
     correct = next((step for step in steps if isinstance(step, Correct)), None)
     if correct is not None and model.layout.quantized:
         raise CompressionError(
@@ -361,7 +361,7 @@ def requirements_of(options: Constants, model: OpenModel, steps: Sequence[StepOp
         logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
     given_protected(options.protect, model.architecture.layers, kept // len(model.architecture.layers))
     heldout = FEWEST if budget == UNEVEN else int(correct is not None)
-    return Requirements(True, heldout, experts=kept // len(model.architecture.layers), passes=1)
+    return Requirements(True, heldout, passes=1)
 
 
 def refuse_model(model: OpenModel) -> None:
@@ -383,8 +383,9 @@ def refuse_model(model: OpenModel) -> None:
             )
 
 
-def _total(model: OpenModel, options: Constants) -> int:
-    layers, budget = model.architecture.layers, budget_of(options)
+def total_kept(options: Constants, layers: Sequence[MoeLayer]) -> int:
+    """Experts of all layers together for which no constant stands."""
+    budget = budget_of(options)
     total, count = sum(layer.experts for layer in layers), len(layers)
     given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
     if len(given) != 1:
@@ -416,7 +417,7 @@ def measured_constants(state: State) -> dict[str, LayerConstants]:
 def plan_stage(options: Constants, state: State) -> ExpertPlan:
     """Which experts constants stand for in each layer."""
     assert state.text is not None
-    model, calibration, total = state.model, state.text.fit, _total(state.model, options)
+    model, calibration, total = state.model, state.text.fit, total_kept(options, state.model.architecture.layers)
     layers = model.architecture.layers
     protected = protected_experts(options.protect, total // len(layers), planner_of(state))
     constants = measured_constants(state)

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
-from compressor.steps.constants.mone import constants_job, plan_stage, refit_constants, requirements_of
+from compressor.steps.constants.mone import constants_job, plan_stage, refit_constants, requirements_of, total_kept
 from compressor.steps.constants.options import Constants
 from compressor.steps.prune.protecting import with_list
 from compressor.steps.state import State
@@ -24,6 +25,9 @@ class ConstantsStep(Step[Constants]):
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
         return requirements_of(self.options, model, steps)
+
+    def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
+        return total_kept(self.options, layers) // len(layers)
 
     def decide(self, state: State) -> ExpertPlan:
         return plan_stage(self.options, state)

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from compressor import entry_points
 from compressor.errors import CompressionError
+from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
 
 Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts module and number, the strongest first
@@ -83,6 +84,20 @@ class Prune(StepOptions):
     @property
     def changes(self) -> frozenset[str]:
         return frozenset({EXPERTS})
+
+    @property
+    def is_sized(self) -> bool:
+        """True if it says how many experts stay."""
+        return self.experts is not None or self.ratio is not None
+
+    def count(self, layers: Sequence[MoeLayer], parts: int = 1) -> int:
+        """Return how many experts each layer keeps; `experts` count `parts` each.
+
+        Raises `CompressionError` where both or none of `experts` and `ratio` are given, and for a number that a layer
+        cannot have.
+        """
+        experts = None if self.experts is None else self.experts * parts
+        return resolve_count(layers, experts, self.ratio)
 
     @property
     def packages(self) -> tuple[str, ...]:

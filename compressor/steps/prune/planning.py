@@ -16,7 +16,6 @@ from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
-from compressor.model.moe_layer import resolve_count
 from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
@@ -31,7 +30,6 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.protecting import Protected, given_protected, listed, strongest_that_fit
-from compressor.steps.split.options import Split
 from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
@@ -245,41 +243,33 @@ def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
     return figures
 
 
-def kept_count(prune: Prune, model: OpenModel, parts: int = 1) -> int:
-    """How many experts each layer keeps; `prune.experts` count `parts` each."""
-    if prune.experts is None and prune.ratio is None:
-        raise CompressionError("say how many experts to keep: either --experts N or --ratio R")
-    experts = None if prune.experts is None else prune.experts * parts
-    return resolve_count(model.architecture.layers, experts, prune.ratio)
-
-
 def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     """Check count, protected experts and strategy: every refusal that needs no data. `experts` count `parts` each."""
     strategy = load_strategy(prune.strategy, prune.options)
-    experts = kept_count(prune, model, parts)
+    experts = prune.count(model.architecture.layers, parts)
     given_protected(prune.protect, model.architecture.layers, experts)
     return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp, experts))
 
 
-def requirements_of(prune: Prune, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
+def requirements_of(prune: Prune, model: OpenModel, planned: bool) -> Requirements:
     """What a prune step reads; raises `CompressionError` for what cannot be done."""
-    split = next((options for options in steps if isinstance(options, Split)), None)
-    parts = 1 if split is None else int(split.parts)
+    layers = model.architecture.layers
+    parts = layers[0].parts
     if prune.sequential:
         refuse_shared_experts(model)
-    spec = None if planned else spec_of(prune, model, parts)  # a plan's strategy need not be installed
-    experts = kept_count(prune, model, parts)
+    if planned:  # the plan's strategy need not be installed
+        prune.count(layers, parts)
+        return Requirements()
+    spec, protector = spec_of(prune, model, parts), protector_of(prune.protect)
     notes: tuple[str, ...] = ()
     if parts > 1:
-        kept = f"Keep {experts} of {model.architecture.experts} sub-experts in each layer"
-        notes = (f"{kept}, as large as {experts / parts:.4g} of {model.architecture.experts // parts} experts.",)
-    if spec is None:
-        return Requirements(experts=experts)
+        kept = f"Keep {spec.experts} of {layers[0].experts} sub-experts in each layer"
+        notes = (f"{kept}, as large as {spec.experts / parts:.4g} of {layers[0].experts // parts} experts.",)
     needs = spec.strategy.needs
-    reads = bool(needs - WEIGHTS) or protector_of(prune.protect) is not None
-    attributes = protector_of(prune.protect) is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
-    passes = 0 if not reads else 2 if attributes else 1
-    return Requirements(text=reads, heldout=int(bool(needs & HELDOUT)), experts=experts, passes=passes, notes=notes)
+    reads = bool(needs - WEIGHTS) or protector is not None
+    attributes = protector is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
+    passes = int(reads) + int(reads and attributes)
+    return Requirements(text=reads, heldout=int(bool(needs & HELDOUT)), passes=passes, notes=notes)
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from compressor.document.blocks import Block
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.recipe.document import protected_blocks_of
 from compressor.recipe.plan import ExpertPlan
@@ -34,7 +35,10 @@ class PruneStep(Step[Prune]):
         return with_top_k(model, self.options.top_k)
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        return requirements_of(self.options, model, steps, planned)
+        return requirements_of(self.options, model, planned)
+
+    def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
+        return self.options.count(layers, parts)
 
     def decide(self, state: State) -> ExpertPlan:
         return plan_stage(self.options, state)[0]

@@ -26,7 +26,7 @@ from compressor.formatting import joined
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
-from compressor.model.moe_layer import MoeLayer, resolve_count
+from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
@@ -219,8 +219,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
     if prune.mtp != "drop" and known_heads(model):
         return 1, "a split would leave out the multi-token-prediction head"
     try:
-        searched = prune.experts is None and prune.ratio is None
-        kept = layers[0].experts if searched else resolve_count(layers, prune.experts, prune.ratio)
+        kept = prune.count(layers) if prune.is_sized else layers[0].experts
     except CompressionError:
         return 1, ""  # the number is refused when it is checked
     servers = [server for server in SERVERS if server != LLAMA_CPP or GGUF in model.formats]
