@@ -71,7 +71,7 @@ def test_plans_for_each_source_are_refused(
     refused(run(*plan, *one), "--per-source needs several calibration sources; repeat --calibration for each")
     (tmp_path / "bad.jsonl").write_text('{"text": "a text"}\n{"prompt": "no answer"}\n')
     bad = ("--calibration", tmp_path / "bad.jsonl", "--strict")
-    refused(run(*plan, *several, *bad), "bad.jsonl, line 2 has no text, messages")
+    refused(run(*plan, *several, *bad), "bad.jsonl, line 2 has no column text, messages")
     (tmp_path / "bad.jsonl").unlink()
     refused(
         run(*plan, *several, "--sequential"),

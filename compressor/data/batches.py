@@ -6,10 +6,9 @@ text is left, those that the finished output is evaluated on. These last ones ch
 """
 
 import hashlib
-import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import Sequences, divided, read_sequences
 from compressor.data.sources import WeightedSource as WeightedSource
 from compressor.data.sources import divide, shares, short_names
-from compressor.errors import CompressionError
+from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,11 +56,6 @@ class Calibration:
     reserved: tuple[EvaluationSet, ...] = ()  # what follows the calibration's sequences in each source
     emphasis: tuple[Tensor, ...] = ()  # weights [B, L] of each batch's tokens; empty if all count alike
 
-    def __post_init__(self) -> None:
-        assert len(self.sources) in (0, len(self.batches)), "each batch has a source, or none"
-        assert set(self.sources) <= set(range(len(self.weights))), "each source has a weight"
-        assert self.heldout <= set(range(len(self.batches))), "held-out batches are batches"
-
     @property
     def tokens(self) -> int:
         """Number of tokens in all batches, held-out ones included."""
@@ -93,7 +87,7 @@ class Calibration:
         return Calibration(
             tuple(self.batches[number] for number in numbers),
             {**self.identity, "only": self.source_names[source]},
-            heldout=frozenset(place for place, number in enumerate(numbers) if number in self.heldout),
+            heldout=frozenset(index for index, number in enumerate(numbers) if number in self.heldout),
             emphasis=tuple(self.emphasis[number] for number in numbers) if self.emphasis else (),
         )
 
@@ -107,11 +101,6 @@ class PartSpec:
     heldout: int = HELDOUT  # held-out sequences that the step needs; all steps share them
     batch_size: int = BATCH_SIZE
     minimum: int = 0  # sequences of full length without which the step cannot run
-
-    def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("length", 2), ("heldout", 0), ("batch_size", 1), ("minimum", 0)):
-            if (value := getattr(self, name)) < least:
-                raise CompressionError(f"{name} {value} of a part of the text is too low; give at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,53 +119,47 @@ class TextSpec:
     reserve: int = 0
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
     batch_size: int = BATCH_SIZE
-    strict: bool = False  # whether a row that cannot be read ends the run
+    strict: bool = False  # a row that cannot be read ends the run
     emphasis: Emphasis = PLAIN
     evaluation: int = 0  # sequences behind all others, as far as the text goes; not part of a plan's identity
 
     def __post_init__(self) -> None:
-        samples, length, sources, reserve = self.samples, self.sequence_length, len(self.sources), self.reserve
-        if samples < (0 if self.parts else 1) or length < 2:
-            fault = f"--samples {samples} and --sequence-length {length} leave nothing to run; give at least 1 and 2"
-        elif not 0 <= self.seed < 2**63:
-            fault = f"--seed {self.seed} is out of range; give a number from 0 on"
-        elif sources < 1:
-            fault = "no calibration source is given; name a text or JSONL file, a data set id, or 'demo'"
-        elif 0 < samples < sources:
-            fault = f"--samples {samples} is too few for {sources} calibration sources; give one each at the least"
-        elif reserve < 0 or 0 < reserve < sources or (reserve and not samples):
-            fault = f"{reserve} sequences cannot be reserved of {sources} sources; give 0, or one for each"
-        elif not 0 <= self.heldout < 1:
-            fault = f"a share of {self.heldout} cannot be held out; give at least 0 and less than 1"
-        else:
-            return
-        raise CompressionError(fault)
+        least = len(self.sources)
+        if self.samples < (0 if self.parts else 1) or self.sequence_length < 2:
+            raise CompressionError(
+                f"--samples {self.samples} and --sequence-length {self.sequence_length} leave nothing to run; give at "
+                "least 1 and 2"
+            )
+        if 0 < self.samples < least or 0 < self.reserve < least:
+            raise CompressionError(
+                f"{self.samples} samples and {self.reserve} reserved sequences are too few for {least} calibration "
+                "sources; give one of each for every source"
+            )
 
     @classmethod
-    def from_identity(cls, identity: Mapping[str, Any], batch_size: int = BATCH_SIZE) -> "TextSpec":
+    def from_identity(cls, identity: Mapping[str, Any]) -> "TextSpec":
         """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
-        asked = identity.get("asked")
-        content = {"reserve": None, **(asked if isinstance(asked, dict) else {}), "batch_size": batch_size}
-        content |= {name: identity.get(name) for name in ("sources", "seed", "heldout")}
         try:
-            spec = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
-            return replace(spec, emphasis=Emphasis.read(identity.get("emphasis") or {}))
-        except (ValidationError, KeyError, TypeError, AttributeError) as error:
-            place = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else "emphasis"
+            content = {name: identity[name] for name in ("sources", "seed", "heldout")}
+            spec = TypeAdapter(cls).validate_python({**identity["asked"], **content})
+            return replace(spec, emphasis=Emphasis.read(identity.get("emphasis", {})))
+        except (ValidationError, KeyError, TypeError) as error:
             raise CompressionError(
-                f"the plan's calibration has no usable {place!r} to repeat it by (edited, or of an older plan); plan "
-                "again"
+                f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the plan or plan again"
             ) from error
 
     @property
     def heldout_wanted(self) -> int:
         """Number of held-out sequences that the parts need together."""
-        return max(HELDOUT, len(self.sources), *(part.heldout for part in self.parts.values())) if self.parts else 0
+        needs = [part.heldout for part in self.parts.values()]
+        return max(HELDOUT, len(self.sources), *needs) if needs else 0
 
     @property
     def heldout_length(self) -> int:
         """Tokens of a held-out sequence behind the parts: as many as in the part that needs most of them."""
-        return max(self.parts.values(), key=lambda part: part.heldout).length if self.parts else self.sequence_length
+        if not self.parts:
+            return self.sequence_length
+        return max(self.parts.values(), key=lambda part: part.heldout).length
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +169,8 @@ class Text:
     fit: Calibration  # its own held-out batches and reserved sets included
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
     _parts: Mapping[str, tuple[tuple[Tensor, ...], ...]]  # by name: each source's batches [B, L]
-    _heldout: tuple[EvaluationSet, ...]  # one for each source, maybe empty
-    _evaluation: tuple[EvaluationSet, ...]  # likewise
+    heldout: tuple[EvaluationSet, ...]  # of each source that has any: for all evaluations of the whole model
+    evaluation: tuple[EvaluationSet, ...]  # that no step has read; of a `short` source those that are held out, too
     emphasis: Emphasis = PLAIN  # of all that is fitted to it
     short: tuple[str, ...] = ()  # sources of whose evaluation steps have read a part
 
@@ -198,50 +181,63 @@ class Text:
 
     def part(self, name: str) -> tuple[Tensor, ...]:
         """Batches [B, L] to train on, each of one source."""
-        return tuple(batch for own in self._parts[name] for batch in own)
-
-    @property
-    def heldout(self) -> tuple[EvaluationSet, ...]:
-        """Held-out sequences of each source that has any, for all evaluations of the whole model."""
-        return tuple(each for each in self._heldout if each.batches)
-
-    @property
-    def evaluation(self) -> tuple[EvaluationSet, ...]:
-        """Sequences of each source that no step has read; of a `short` one with those that are held out, too."""
-        return tuple(each for each in self._evaluation if each.batches)
+        return tuple(batch for batches in self._parts[name] for batch in batches)
 
     def only(self, source: int) -> "Text":
         """The text of one source alone, with an identity that names it."""
+        source_name = self.fit.source_names[source]
         return Text(
             self.fit.only(source),
-            {**self.identity, "only": self.fit.source_names[source]},
+            {**self.identity, "only": source_name},
             {name: (batches[source],) for name, batches in self._parts.items()},
-            (self._heldout[source],),
-            (self._evaluation[source],),
+            tuple(entry for entry in self.heldout if entry.name == source_name),
+            tuple(entry for entry in self.evaluation if entry.name == source_name),
             self.emphasis,
             self.short,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Numbers of sequences that one source should give."""
+
+    samples: int
+    reserve: int
+    sample_heldout: int  # of the samples
+    heldout: int  # in all
+    evaluation: int
+    parts: tuple[tuple[int, int], ...]  # sequences of each part, and their tokens
+
+    @property
+    def further(self) -> int:
+        """Held-out sequences behind the parts."""
+        return max(0, self.heldout - self.sample_heldout)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(count * length for count, length in self.parts)
 
 
 @dataclass(slots=True)
 class _Cut:
     """The token ids [n, L] of one source, cut; `rest` [T] follows the calibration's and the reserved sequences."""
 
-    source: WeightedSource
+    name: str
+    wanted: _Wanted
     fit: Rows
     held: Rows
     reserved: Rows
-    rest: Tensor
-    wanted: tuple[tuple[int, int], ...]  # sequences and tokens of each part
     further: Rows  # held out, behind the parts
     evaluation: Rows  # behind everything else
+    rest: Tensor
     parts: tuple[Rows, ...] = ()
     opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
-    is_short: bool = False  # for what was asked for evaluation
 
     @property
-    def tokens_wanted(self) -> int:
-        return sum(count * length for count, length in self.wanted)
+    def is_short(self) -> bool:
+        """Return True if there is less text to evaluate on than is wanted."""
+        return len(self.evaluation) < self.wanted.evaluation
 
     def open_sequences(self) -> None:
         """Begin each sequence of text as the model saw texts begin, wherever it was cut."""
@@ -258,36 +254,55 @@ def load_tokenizer(folder: Path) -> Any:
     return checkpoint_tokenizer.load_tokenizer(folder, "calibration needs one, model-centric does not")
 
 
-def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
-    """[n, L] -> all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
-    if count < len(rows):
-        return rows[: len(rows) - count], rows[len(rows) - count :]
-    if isinstance(rows, Sequences):
-        raise CompressionError(
-            f"calibration data {source} gives one sequence with pictures, and a part is kept from the plan; give more"
-        )
-    tokens = rows.shape[1]
-    if tokens < LEAST_TO_CUT:
-        raise CompressionError(
-            f"calibration data {source} gives {tokens} tokens, too few to keep a part of them from the plan; "
-            f"give it more text, {LEAST_TO_CUT} tokens at the least"
-        )
-    place = tokens - tokens // 4
-    return rows[:, :place], rows[:, place:]
+def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
+    """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
+
+    Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
+    text, though never twice the same sequence within a part, and never what is held out or reserved.
+    """
+    pairs = zip(spec.sources, _wanted(spec), strict=True)
+    cuts = [_cut_source(spec, source, wanted, tokenizer, vocabulary) for source, wanted in pairs]
+    if spec.samples:
+        counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
+        for cut, count in zip(cuts, counts, strict=True):
+            cut.fit, cut.held = _split_last(cut.name, cut.fit, count)
+    if spec.parts:
+        plain = [cut for cut in cuts if isinstance(cut.fit, Tensor)]
+        pictured = sum(len(cut.further) for cut in cuts)
+        for cut, tail in zip(plain, _tails(plain, spec.heldout_length, bool(pictured)), strict=True):
+            _cut_parts(cut, *tail)
+        _require_minimum(spec, cuts)
+    for cut in cuts:
+        cut.open_sequences()
+    text = _text(spec, cuts)
+    fitted = [*text.fit.batches]
+    for name in spec.parts:
+        fitted += text.part(name)
+    for name, count in spec.emphasis.counts(fitted).items():
+        if not count:
+            logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
+    return text
 
 
-def _share_out(source: str, rows: Tensor, samples: int, reserve: int, length: int) -> tuple[Rows, Rows]:
-    """A source's sequences for calibration, and the reserved ones; in the same proportion where it is too short."""
-    if reserve == 0 or len(rows) == samples + reserve:
-        if rows.numel() < (wanted := samples * length):
-            logger.warning("calibration data %s fills %d of %d tokens asked for", source, rows.numel(), wanted)
-        return _split_last(source, rows, reserve)
-    fit, reserved = _split_last(source, rows, divide(len(rows), (samples, reserve))[1] if len(rows) > 1 else 1)
-    logger.warning(
-        "calibration data %s is short: %d of %d tokens asked for go to calibration, %d of %d are reserved",
-        *(source, fit.numel(), samples * length, reserved.numel(), reserve * length),
-    )
-    return fit, reserved
+def _wanted(spec: TextSpec) -> Iterator[_Wanted]:
+    """Divide what a spec asks for over its sources."""
+    weights = [entry.weight for entry in spec.sources]
+
+    def divided_over_sources(count: int) -> tuple[int, ...]:
+        return divide(max(count, len(weights)), weights) if count else (0,) * len(weights)
+
+    samples = divided_over_sources(spec.samples)
+    reserve = divided_over_sources(spec.reserve)
+    sample_heldout = _heldout_counts([(count, spec.sequence_length) for count in samples], spec.heldout)
+    is_enough = sum(sample_heldout) >= spec.heldout_wanted
+    heldout = divided_over_sources(0 if is_enough else spec.heldout_wanted)
+    evaluation = divided_over_sources(spec.evaluation)
+    lengths = [part.length for part in spec.parts.values()]
+    counts = [divided_over_sources(part.sequences) for part in spec.parts.values()]
+    for number in range(len(weights)):
+        parts = zip((count[number] for count in counts), lengths, strict=True)
+        entry = samples[number], reserve[number], sample_heldout[number], heldout[number], evaluation[number]
+        yield _Wanted(*entry, tuple(parts))
 
 
 def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
@@ -298,216 +313,233 @@ def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
     return counts
 
 
-def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
-    """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too little text.
-
-    Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
-    text, though never twice the same sequence within a part, and never what is held out or reserved.
-    """
-    weights, length = [entry.weight for entry in spec.sources], spec.sequence_length
-
-    def divided(count: int) -> tuple[int, ...]:
-        return divide(max(count, len(weights)), weights) if count else (0,) * len(weights)
-
-    samples, reserve = divided(spec.samples), divided(spec.reserve)
-    sequences = [divided(part.sequences) for part in spec.parts.values()]
-    held = _heldout_counts([(count, length) for count in samples], spec.heldout)
-    tails = divided(spec.heldout_wanted if sum(held) < spec.heldout_wanted else 0)
-    evaluated = divided(spec.evaluation)
-    cuts = list[_Cut]()
-    for number, entry in enumerate(spec.sources):
-        calibrating = (samples[number] + reserve[number]) * length
-        fit = reserved = torch.empty(0, length, dtype=torch.long)
-        lengths = (part.length for part in spec.parts.values())
-        wanted = tuple((counts[number], tokens) for counts, tokens in zip(sequences, lengths, strict=True))
-        cut = _Cut(entry, fit, fit, reserved, fit, wanted, fit, fit)
-        behind = cut.tokens_wanted + max(0, tails[number] - held[number]) * spec.heldout_length
-        most = calibrating + behind + evaluated[number] * spec.heldout_length
-        try:
-            stream = read_tokens(entry, tokenizer, most, spec.seed, vocabulary, strict=spec.strict)
-        except HasMediaError:
-            own = samples[number], reserve[number], held[number], tails[number], evaluated[number]
-            cuts.append(_cut_sequences(spec, entry, tokenizer, vocabulary, own, [each[number] for each in sequences]))
-            continue
-        cut.opening = stream.opening
-        ids, left = stream.ids[: calibrating + behind], stream.ids[calibrating + behind :]
-        cut.evaluation = as_rows(left, spec.heldout_length) if left.numel() >= spec.heldout_length else reserved
-        if calibrating:
-            rows = as_rows(ids[:calibrating], length)
-            cut.fit, cut.reserved = _share_out(entry.source, rows, samples[number], reserve[number], length)
-            ids = ids[rows.numel() :]
-        cut.rest = ids
-        cuts.append(cut)
-    if spec.samples:
-        counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
-        for cut, count in zip(cuts, counts, strict=True):
-            cut.fit, cut.held = _split_last(cut.source.source, cut.fit, count)
-    for cut, count in zip(cuts, evaluated, strict=True):
-        cut.is_short = len(cut.evaluation) < count
-    if spec.parts:
-        plain = [number for number, cut in enumerate(cuts) if isinstance(cut.fit, Tensor)]
-        for number, tail in zip(plain, _tails(spec, cuts, plain, tails), strict=True):
-            _cut_parts(cuts[number], *tail)
-        for place, (name, part) in enumerate(spec.parts.items()):
-            parts = [cut.parts[place] for cut in cuts]
-            full = sum(len(own) for own in parts if isinstance(own, Sequences) or own.shape[1] == part.length)
-            if full < part.minimum:
-                raise CompressionError(
-                    f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
-                    f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
-                )
-    for cut in cuts:
-        cut.open_sequences()
-    return _text(spec, cuts)
+def _cut_source(spec: TextSpec, source: WeightedSource, wanted: _Wanted, tokenizer: Any, vocabulary: int) -> _Cut:
+    """Read a source, and cut off the calibration's, the reserved and the evaluation's sequences."""
+    length, heldout_length = spec.sequence_length, spec.heldout_length
+    calibrating = (wanted.samples + wanted.reserve) * length
+    needed = calibrating + wanted.part_tokens + wanted.further * heldout_length
+    most = needed + wanted.evaluation * heldout_length
+    try:
+        stream = read_tokens(source, tokenizer, most, spec.seed, vocabulary, strict=spec.strict)
+    except HasMediaError:
+        return _cut_sequences(spec, source, wanted, tokenizer, vocabulary)
+    none = torch.empty(0, length, dtype=torch.long)
+    ids = stream.ids[:needed]
+    cut = _Cut(source.source, wanted, none, none, none, none, none, ids, opening=stream.opening)
+    left = stream.ids[needed:]
+    if left.numel() >= heldout_length:
+        cut.evaluation = as_rows(left, heldout_length)
+    if calibrating:
+        rows = as_rows(ids[:calibrating], length)
+        cut.fit, cut.reserved = _share_out(source.source, rows, wanted, calibrating)
+        cut.rest = ids[rows.numel() :]
+    return cut
 
 
-def _cut_sequences(
-    spec: TextSpec,
-    entry: WeightedSource,
-    tokenizer: Any,
-    vocabulary: int,
-    counts: tuple[int, int, int, int, int],
-    parts: Sequence[int],
-) -> _Cut:
-    """A source with pictures, whose rows are sequences of their own; too few are shared out in proportion.
-
-    `counts` are those of the calibration, reserved, held out of the calibration, held out in all, and for evaluation.
-    """
-    samples, reserve, held, tail, evaluated = counts
-    wanted = (samples, reserve, *parts, max(0, tail - held))
-    own = (entry, tokenizer, sum(wanted) + evaluated, spec.sequence_length, spec.seed, vocabulary)
-    read = read_sequences(*own, strict=spec.strict)
-    sequences, left = read[: sum(wanted)], read[sum(wanted) :]
-    if len(sequences) < sum(wanted):
+def _cut_sequences(spec: TextSpec, source: WeightedSource, wanted: _Wanted, tokenizer: Any, vocabulary: int) -> _Cut:
+    """Cut a source with pictures, whose rows are sequences of their own; too few are shared out in proportion."""
+    counts = [wanted.samples, wanted.reserve, *(count for count, _ in wanted.parts), wanted.further]
+    needed = sum(counts)
+    most = needed + wanted.evaluation
+    read = read_sequences(source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict)
+    sequences = read[:needed]
+    if len(sequences) < needed:
         logger.warning(
-            "calibration data %s is short: it has %d of %d sequences asked for",
-            *(entry.source, len(sequences), sum(wanted)),
+            "calibration data %s is short: it has %d of %d sequences asked for", source.source, len(sequences), needed
         )
-    bounds = pairwise([0, *accumulate(divided(len(sequences), wanted, entry.source))])
-    fit, reserved, *trained, further = (sequences[begin:end] for begin, end in bounds)
-    rest, none = torch.empty(0, dtype=torch.long), Sequences()
-    return _Cut(entry, fit, none, reserved, rest, (), further, left, tuple(trained))
+    bounds = pairwise([0, *accumulate(divided(len(sequences), counts, source.source))])
+    fit, reserved, *parts, further = (sequences[begin:end] for begin, end in bounds)
+    rest = torch.empty(0, dtype=torch.long)
+    return _Cut(source.source, wanted, fit, Sequences(), reserved, further, read[needed:], rest, tuple(parts))
 
 
-def _tails(spec: TextSpec, cuts: Sequence[_Cut], plain: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Held-out sequences at the end of each source of plain text, and the tokens of each.
+def _share_out(source: str, rows: Tensor, wanted: _Wanted, tokens: int) -> tuple[Rows, Rows]:
+    """A source's sequences for calibration, and the reserved ones; in the same proportion where it is too short."""
+    samples, count = wanted.samples, wanted.reserve
+    if rows.numel() < tokens:
+        logger.warning("calibration data %s fills %d of %d tokens asked for", source, rows.numel(), tokens)
+        if count:
+            count = divide(len(rows), (samples, count))[1] if len(rows) > 1 else 1
+    return _split_last(source, rows, count)
 
-    They are fewer of short text, but any at all.
+
+def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
+    """[n, L] -> all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
+    if count < len(rows):
+        first = len(rows) - count
+        return rows[:first], rows[first:]
+    if isinstance(rows, Sequences):
+        raise CompressionError(
+            f"calibration data {source} gives one sequence with pictures, and a part is kept from the plan; give more"
+        )
+    tokens = rows.shape[1]
+    if tokens < LEAST_TO_CUT:
+        raise CompressionError(
+            f"calibration data {source} gives {tokens} tokens, too few to keep a part of them from the plan; "
+            f"give it more text, {LEAST_TO_CUT} tokens at the least"
+        )
+    first = tokens - tokens // 4
+    return rows[:, :first], rows[:, first:]
+
+
+def _tails(cuts: Sequence[_Cut], length: int, is_pictured: bool) -> list[tuple[int, int]]:
+    """Return the number of held-out sequences at the end of each source of plain text, and the tokens of each.
+
+    They are fewer of short text, but any at all, unless pictures are held out (`is_pictured`).
     """
-    length, tails, pictured = spec.heldout_length, list[tuple[int, int]](), sum(len(cut.further) for cut in cuts)
-    cuts = [cuts[number] for number in plain]
-    for cut, count in zip(cuts, (wanted[number] for number in plain), strict=True):
-        further = max(0, count - len(cut.held))
-        if cut.rest.numel() < cut.tokens_wanted + further * length:
-            most = math.floor((cut.fit.numel() + cut.rest.numel()) // length * MOST_HELDOUT + 0.5)
-            further = min(further, cut.rest.numel() // length, most)
-        tails.append((further, length))
-    if cuts and not pictured and not any(len(cut.held) + count for cut, (count, _) in zip(cuts, tails, strict=True)):
-        longest = max(range(len(cuts)), key=lambda number: cuts[number].rest.numel())
-        if (tokens := cuts[longest].rest.numel()) < LEAST_TO_CUT:
+    counts = list[int]()
+    for cut in cuts:
+        count = max(0, cut.wanted.heldout - len(cut.held))
+        available = cut.rest.numel()
+        if available < cut.wanted.part_tokens + count * length:
+            most = math.floor((cut.fit.numel() + available) // length * MOST_HELDOUT + 0.5)
+            count = min(count, available // length, most)
+        counts.append(count)
+    tails = [(count, length) for count in counts]
+    if cuts and not (is_pictured or any(counts) or any(len(cut.held) for cut in cuts)):
+        sizes = [cut.rest.numel() for cut in cuts]
+        available = max(sizes)
+        if available < LEAST_TO_CUT:
             raise CompressionError(
                 "the calibration text is too short to hold a part of it out; give it more text, or lower --samples"
             )
-        tails[longest] = (1, length if tokens >= 2 * length else tokens // 4)
+        tails[sizes.index(available)] = (1, length if available >= 2 * length else available // 4)
     return tails
 
 
 def _cut_parts(cut: _Cut, count: int, length: int) -> None:
     """Cut the parts from the rest of a source, and `count` held-out sequences after them."""
-    place, needed = cut.rest.numel() - count * length, cut.tokens_wanted
-    if needed <= place:
-        cut.further = cut.rest[needed : needed + count * length].view(count, length)
-        flat = cut.rest[:needed].split([sequences * tokens for sequences, tokens in cut.wanted])
-        cut.parts = tuple(own.view(-1, tokens) for own, (_, tokens) in zip(flat, cut.wanted, strict=True))
+    tail = count * length
+    needed = cut.wanted.part_tokens
+    available = cut.rest.numel() - tail
+    if needed <= available:
+        sizes = [sequences * tokens for sequences, tokens in cut.wanted.parts]
+        *parts, further, _ = cut.rest.split([*sizes, tail, available - needed])
+        lengths = [tokens for _, tokens in cut.wanted.parts]
+        cut.parts = tuple(part.view(-1, tokens) for part, tokens in zip(parts, lengths, strict=True))
+        cut.further = further.view(count, length)
         return
-    cut.further, train = cut.rest[place:].view(count, length), cut.rest[:place]
+    cut.further = cut.rest[available:].view(count, length)
     logger.warning(
         "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so that "
         "training starts again from its beginning",
-        *(cut.source.source, train.numel(), needed),
+        *(cut.name, available, needed),
     )
     assert isinstance(cut.fit, Tensor)
-    stream, begin = torch.cat([cut.fit.flatten(), train]), cut.fit.numel()
-    for sequences, tokens in cut.wanted:
-        most = min(sequences * tokens, stream.numel() // tokens * tokens or stream.numel())
-        cut.parts += (as_rows(stream[(begin + torch.arange(most)) % stream.numel()], tokens),)
+    stream = torch.cat([cut.fit.flatten(), cut.rest[:available]])
+    total = stream.numel()
+    begin = cut.fit.numel()
+    for sequences, tokens in cut.wanted.parts:
+        most = min(sequences * tokens, total // tokens * tokens or total)
+        cut.parts += (as_rows(stream[(begin + torch.arange(most)) % total], tokens),)
         begin += most
 
 
+def _require_minimum(spec: TextSpec, cuts: Sequence[_Cut]) -> None:
+    """Refuse parts that have too few sequences of full length for their step."""
+    for index, (name, part) in enumerate(spec.parts.items()):
+        rows = [cut.parts[index] for cut in cuts]
+        full = sum(len(each) for each in rows if isinstance(each, Sequences) or each.shape[1] == part.length)
+        if full < part.minimum:
+            raise CompressionError(
+                f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
+                f"least {part.minimum} are needed; give more text, or ask for less, as with --tokens-per-step"
+            )
+
+
 def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
-    batches = [
-        (number, held, batch)
-        for number, cut in enumerate(cuts)
-        for held, rows in enumerate((cut.fit, cut.held))
-        for batch in rows.split(spec.batch_size)
-        if len(batch)
-    ]
-    names = [entry.source for entry in spec.sources]
+    """Cut everything into batches, and describe it."""
+    batches, sources, heldout = list[Tensor](), list[int](), set[int]()
+    for number, cut in enumerate(cuts):
+        for is_held, rows in enumerate((cut.fit, cut.held)):
+            for batch in _batches([rows], spec.batch_size):
+                if is_held:
+                    heldout.add(len(batches))
+                batches.append(batch)
+                sources.append(number)
+    names = [cut.name for cut in cuts]
+    reserved = _evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else ()
+    emphasis = [spec.emphasis.weights(batch) for batch in batches] if spec.emphasis.marked else []
     fit = Calibration(
-        tuple(batch for _, _, batch in batches),
-        _identity(spec, cuts, False),
-        sources=tuple(number for number, _, _ in batches),
-        weights=shares(spec.sources),
-        heldout=frozenset(place for place, (_, held, _) in enumerate(batches) if held),
-        reserved=_evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else (),
-        emphasis=tuple(spec.emphasis.weights(batch) for _, _, batch in batches) if spec.emphasis.marked else (),
+        tuple(batches),
+        _identity(spec, cuts, whole=False),
+        tuple(sources),
+        shares(spec.sources),
+        frozenset(heldout),
+        reserved,
+        tuple(emphasis),
     )
-    fitted = [rows for cut in cuts for rows in (cut.fit, *cut.parts)]
-    rows_alone = [row for rows in fitted for row in (rows.rows if isinstance(rows, Sequences) else (rows,))]
-    for name, count in spec.emphasis.counts(rows_alone).items():
-        if not count:
-            logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
-    heldout = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
-    evaluated = [[cut.evaluation, *((cut.held, cut.further) if cut.is_short else ())] for cut in cuts]
+    held_out = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
+    evaluated = [[cut.evaluation, cut.held, cut.further] if cut.is_short else [cut.evaluation] for cut in cuts]
     evaluation = _evaluation_sets(names, evaluated, spec.batch_size)
-    short = tuple(own.name for own, cut in zip(heldout, cuts, strict=True) if cut.is_short and own.batches)
-    more = heldout, evaluation, spec.emphasis, short
-    if not spec.parts:
-        return Text(fit, fit.identity, {}, *more)
-    parts, digests = dict[str, tuple[tuple[Tensor, ...], ...]](), dict[str, Any]()
-    for place, (name, part) in enumerate(spec.parts.items()):
-        rows = [cut.parts[place] for cut in cuts]
-        parts[name] = tuple(own.split(part.batch_size) for own in rows)
-        digests[name] = _counted(rows)
-    held_out = _counted([rows for cut in cuts for rows in (cut.held, cut.further)])
-    return Text(fit, {**_identity(spec, cuts, True), "parts": digests, "heldout_text": held_out}, parts, *more)
+    short = {name for name, cut in zip(short_names(names), cuts, strict=True) if cut.is_short}
+    identity, parts = fit.identity, dict[str, tuple[tuple[Tensor, ...], ...]]()
+    if spec.parts:
+        digests = dict[str, Any]()
+        for index, (name, part) in enumerate(spec.parts.items()):
+            part_rows = [cut.parts[index] for cut in cuts]
+            parts[name] = tuple(each.split(part.batch_size) for each in part_rows)
+            digests[name] = _counted(part_rows)
+        held_rows = [rows for cut in cuts for rows in (cut.held, cut.further)]
+        more = {"parts": digests, "heldout_text": _counted(held_rows)}
+        identity = {**_identity(spec, cuts, whole=True), **more}
+    read = tuple(entry.name for entry in held_out if entry.name in short)
+    return Text(fit, identity, parts, held_out, evaluation, spec.emphasis, read)
 
 
-def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for own in rows:
-        if isinstance(own, Sequences):
-            own.update(digest)
-        else:
-            digest.update(own.contiguous().numpy().tobytes())
-    counts = {"samples": sum(map(len, rows)), "tokens": sum(own.numel() for own in rows)}
-    return {**counts, "sha256": digest.hexdigest()}
+def _batches(rows: Iterable[Rows], size: int) -> tuple[Tensor, ...]:
+    """Rows in batches of at most so many."""
+    return tuple(batch for each in rows for batch in each.split(size) if len(batch))
+
+
+def _evaluation_sets(
+    sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int
+) -> tuple[EvaluationSet, ...]:
+    """Rows of each source that has any in batches."""
+    sets = list[EvaluationSet]()
+    for name, groups in zip(short_names(sources), rows, strict=True):
+        batches = _batches(groups, batch_size)
+        if batches:
+            sets.append(EvaluationSet(name, batches))
+    return tuple(sets)
 
 
 def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, Any]:
     """Describe the calibration, or the whole text with its parts, so that `repeat_text` can check and repeat it."""
+    sources, used = list[dict[str, Any]](), list[Rows]()
+    for entry, cut in zip(spec.sources, cuts, strict=True):
+        heldout = [cut.held, cut.further] if whole else [cut.held]
+        rows = [cut.fit, cut.held, *cut.parts, cut.further] if whole else [cut.fit, cut.held]
+        facts = {"source": cut.name, "weight": float(entry.weight), "heldout_samples": sum(map(len, heldout))}
+        sources.append(facts | _counted(rows))
+        used += rows
     asked: dict[str, Any] = {name: getattr(spec, name) for name in ("samples", "sequence_length", "reserve")}
     if whole:
         asked["parts"] = {name: asdict(part) for name, part in spec.parts.items()}
-    used = [(cut.fit, cut.held, *((*cut.parts, cut.further) if whole else ())) for cut in cuts]
-    return {
+    identity = {
         "source": " + ".join(entry.source for entry in spec.sources),
-        "sources": [
-            {
-                "source": cut.source.source,
-                "weight": float(cut.source.weight),
-                "heldout_samples": len(cut.held) + (len(cut.further) if whole else 0),
-                **_counted(own),
-            }
-            for cut, own in zip(cuts, used, strict=True)
-        ],
-        **_counted([rows for own in used for rows in own]),
-        "sequence_length": max((rows.shape[1] for own in used for rows in own if len(rows)), default=0),
+        "sources": sources,
+        **_counted(used),
+        "sequence_length": max((rows.shape[1] for rows in used if len(rows)), default=0),
         "heldout": float(spec.heldout),
         "seed": spec.seed,
         "asked": asked,
-        **({"emphasis": spec.emphasis.to_dict()} if spec.emphasis.marked else {}),
     }
+    if spec.emphasis.marked:
+        identity["emphasis"] = spec.emphasis.to_dict()
+    return identity
+
+
+def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
+    """Number of sequences and of tokens, and the SHA-256 of their token ids."""
+    digest = hashlib.sha256()
+    for each in rows:
+        if isinstance(each, Sequences):
+            each.update(digest)
+        else:
+            digest.update(each.contiguous().numpy().tobytes())
+    samples = sum(len(each) for each in rows)
+    return {"samples": samples, "tokens": sum(each.numel() for each in rows), "sha256": digest.hexdigest()}
 
 
 def calibrate(
@@ -518,73 +550,50 @@ def calibrate(
     length: int,
     seed: int,
     vocab: int,
-    batch_size: int = BATCH_SIZE,
-    heldout: float = 0.0,
-    reserve: int = 0,
-    strict: bool = False,
+    **more: Any,
 ) -> Calibration:
-    """Read calibration text without parts; see `read_text`."""
+    """Read calibration text without parts; `more` are other fields of `TextSpec`. See `read_text`."""
     entries = (WeightedSource(sources, 1.0),) if isinstance(sources, str) else tuple(sources)
-    spec = TextSpec(entries, samples, length, seed, heldout, reserve, batch_size=batch_size, strict=strict)
-    return read_text(spec, tokenizer, vocab).fit
-
-
-def _evaluation_sets(
-    sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int
-) -> tuple[EvaluationSet, ...]:
-    return tuple(
-        EvaluationSet(name, tuple(batch for each in own for batch in each.split(batch_size) if len(batch)))
-        for name, own in zip(short_names(sources), rows, strict=True)
-    )
+    return read_text(TextSpec(entries, samples, length, seed, **more), tokenizer, vocab).fit
 
 
 def evaluation_sets(
     sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
 ) -> tuple[EvaluationSet, ...]:
     """At most `most` sequences of each file or data set, packed like calibration."""
-    if most < 1 or length < 2:
-        raise CompressionError(f"{most} sequences of {length} tokens leave nothing to evaluate; give at least 1 and 2")
-    entries = (WeightedSource(source, 1.0) for source in sources)
-
-    def rows(entry: WeightedSource) -> Rows:
+    rows = list[list[Rows]]()
+    for name in sources:
+        entry = WeightedSource(name, 1.0)
         try:
-            return read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict).rows(length)
+            stream = read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict)
+            rows.append([stream.rows(length)])
         except HasMediaError:
-            return read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)
-
-    return _evaluation_sets(sources, [[rows(entry)] for entry in entries], BATCH_SIZE)
-
-
-def _refuse_difference(stored: Mapping[str, Any], made: Mapping[str, Any], where: str) -> None:
-    for name, value in made.items():
-        if stored.get(name) != value:
-            raise CompressionError(
-                f"the plan's {where} says {name!r} is {stored.get(name)!r}, but repeating it gives {value!r}; "
-                "restore the plan or plan again"
-            )
+            rows.append([read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)])
+    return _evaluation_sets(sources, rows, BATCH_SIZE)
 
 
-def repeat_text(
-    identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, batch_size: int = BATCH_SIZE, evaluation: int = 0
-) -> Text:
+def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> Text:
     """Repeat the text that a plan names; raise `CompressionError` unless the same tokens come out."""
-    spec = replace(TextSpec.from_identity(identity, batch_size), evaluation=evaluation)
-    made = read_text(spec, tokenizer, vocabulary)
-    entries = identity["sources"]
-    for entry, old in zip(made.identity["sources"], entries, strict=True):
-        if entry["sha256"] != old.get("sha256"):
+    spec = replace(TextSpec.from_identity(identity), evaluation=evaluation)
+    text = read_text(spec, tokenizer, vocabulary)
+    for entry, stored in zip(text.identity["sources"], identity["sources"], strict=True):
+        if entry["sha256"] != stored.get("sha256"):
             raise CompressionError(
                 f"calibration source {entry['source']} no longer gives the tokens that the plan was made with "
                 "(its text, the tokenizer or the plan was changed); restore it or plan again"
             )
-        _refuse_difference(old, entry, f"calibration source {entry['source']}")
-    _refuse_difference(identity, {**made.identity, "sources": entries}, "calibration")
-    if (only := identity.get("only")) is None:
-        return made
-    names = made.fit.source_names
-    if only not in names:
-        raise CompressionError(f"the plan's calibration names the source {only!r}, which it does not have; restore it")
-    return made.only(names.index(only))
+    for name, value in text.identity.items():
+        if identity.get(name) != value:
+            raise CompressionError(
+                f"the plan's calibration has {name!r} that do not come out of its text again; restore the plan or plan "
+                "again"
+            )
+    if "only" not in identity:
+        return text
+    names = text.fit.source_names
+    if identity["only"] not in names:
+        raise CompressionError(f"the plan's calibration has no source {identity['only']!r}; restore the plan")
+    return text.only(names.index(identity["only"]))
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
@@ -596,5 +605,8 @@ def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
 def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
     """Rows of each batch, of so many tokens (`sizes`), in a sample of `count` tokens of all batches."""
     positions = sample_positions(sum(sizes), count, seed)
-    bounds = pairwise([0, *accumulate(sizes)])
-    return [positions[(positions >= begin) & (positions < end)] - begin for begin, end in bounds]
+    rows = list[Tensor]()
+    for begin, end in pairwise([0, *accumulate(sizes)]):
+        inside = (positions >= begin) & (positions < end)
+        rows.append(positions[inside] - begin)
+    return rows

@@ -3,11 +3,11 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
+from compressor.formatting import joined
 from compressor.model.tokenizer import check_chat, has_chat_template
 
 CHATS = ("messages", "conversations")  # which some data sets hold as JSON
@@ -16,7 +16,8 @@ PAIRS = (
     *(("query", "answers"), ("question", "answer"), ("question", "response"), ("input", "output")),
 )
 COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
-SYSTEM, DATA, HISTORY = ("system", "system_prompt"), ("input", "context"), "history"  # beside a chat
+SYSTEM = ("system", "system_prompt")  # beside a chat
+DATA = ("input", "context")  # of an instruction
 OURS = frozenset({"id", "domain", "ended"})  # of the rows that `traces` writes
 MEDIA = {
     **{"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"},
@@ -43,11 +44,15 @@ class Conversation:
 def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
     """Read the first of these combinations of columns that a row has, or the named column alone.
 
-    Beside a chat, its system prompt, earlier turns, and the data of an instruction are read. Raises `ItemError` for a
-    row without text, and for what is no chat.
+    Beside a chat, its system prompt and the data of an instruction are read. Raises `ItemError` for a row without text,
+    and for what is no chat.
     """
     if isinstance(row, ItemError):
         raise row
+    if isinstance(row, str):
+        row = {"text": row}
+    if not isinstance(row, Mapping):
+        raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
     try:
         conversation = _conversation(row, column, where, choices)
         check_chat(conversation.messages, conversation.tools)
@@ -56,28 +61,30 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
     return conversation
 
 
-def _conversation(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
+def _conversation(
+    row: Mapping[str, Any], column: str | None, where: str, choices: Sequence[tuple[str, ...]]
+) -> Conversation:
     """Return what a row says, its messages not yet checked."""
-    if isinstance(row, str):
-        row = {"text": row}
-    if not isinstance(row, Mapping):
-        raise ItemError(f"{where}: a row should be an object such as {{'text': ...}}, it is {reprlib.repr(row)}")
-    names = columns_of(row, choices if column is None else ((column,),), where)
-    turns = [turns_of(row, name) for name in names]
-    only = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
-    if only is not None and (column is not None or names[0] in ("text", *CHATS) or not only.strip()):
-        return Conversation(names, [{"role": "user", "content": only}], text=only)
-    messages, beside = list[dict[str, Any]](), list[str]()
-    for name, value, role in zip(names, turns, ("user", "assistant"), strict=False):
-        if role == "user" and isinstance(value, str) and column is None:
-            beside = [other for other in DATA if other not in names and _is_text(row.get(other))]
-            value = "\n".join([value, *(row[other] for other in beside)])
-        messages += _messages(row, name, value, role, where)
-    if column is None:
-        before, columns = _before(row, messages[0].get("role") != "system", where)
-        messages, beside = before + messages, beside + columns
-    text = None if beside else only
-    return Conversation((*names, *beside), messages, _tools_of(row, where), text)
+    names = _columns_of(row, choices if column is None else ((column,),), where)
+    turns = list[Any]()
+    for name in names:
+        parsed = _parsed(row[name], list) if name in CHATS else None  # some data sets hold chats as JSON
+        turns.append(parsed or row[name])
+    text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
+    if text is not None and (column is not None or names[0] in ("text", *CHATS) or not text.strip()):
+        return Conversation(names, [{"role": "user", "content": text}], text=text)
+    beside = list[str]()
+    if isinstance(turns[0], str):
+        beside = [name for name in DATA if name not in names and _is_text(row.get(name))]
+        turns[0] = "\n".join([turns[0], *(row[name] for name in beside)])
+    messages = list[dict[str, Any]]()
+    for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
+        messages += _messages(row, name, turn, role, where)
+    if column is None and messages[0].get("role") != "system":
+        system = [name for name in SYSTEM if _is_text(row.get(name))][:1]
+        beside += system
+        messages = [*({"role": "system", "content": row[name]} for name in system), *messages]
+    return Conversation((*names, *beside), messages, _tools_of(row, where), None if beside else text)
 
 
 def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:
@@ -92,50 +99,23 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
-    """The first of these combinations of columns that a row has; raises `ItemError` where it has none."""
-    names = next((names for names in choices if all(row.get(name) is not None for name in names)), None)
-    if names is None:
-        *others, last = (" with ".join(names) for names in choices)
-        sought = f"{', '.join(others)} or {last}" if others else repr(last)
-        present = ", ".join(str(name) for name, value in row.items() if value is not None)
-        raise ItemError(f"{where} has no {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
-    return names
-
-
-def turns_of(row: Mapping[str, Any], name: str) -> Any:
-    """What a column holds; of a chat as JSON, its messages."""
-    value = row[name]
-    if name in CHATS and isinstance(value, str) and value.lstrip().startswith("["):
-        return _parsed(value, list) or value
-    return value
+def _columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
+    """Return the first of these combinations of columns that a row has; raise `ItemError` where it has none."""
+    for names in choices:
+        if all(row.get(name) is not None for name in names):
+            return names
+    sought = joined([" with ".join(names) for names in choices], "or")
+    present = ", ".join(str(name) for name, value in row.items() if value is not None)
+    raise ItemError(f"{where} has no column {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
 
 
 def _parsed(text: Any, kind: type) -> Any:
     """Return the list or object that JSON text holds; None for any other value."""
-    if isinstance(text, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(text)
-            return value if isinstance(value, kind) else None
-    return None
-
-
-def _before(row: Mapping[str, Any], without_system: bool, where: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what comes before a chat, and its columns: earlier turns, and the system prompt of a chat without one."""
-    columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
-    messages = [{"role": "system", "content": row[name]} for name in columns]
-    history = row.get(HISTORY)
-    if history and not isinstance(history, str):
-        columns.append(HISTORY)
-        for entry in history if isinstance(history, list) else [history]:
-            if isinstance(entry, list) and len(entry) == 2:
-                roles = zip(("user", "assistant"), entry, strict=True)
-                messages += [{"role": role, "content": content} for role, content in roles]
-            elif isinstance(entry, Mapping):
-                messages.append(_message(entry))
-            else:
-                raise ItemError(f"{where}: {HISTORY} should hold pairs of question and answer, or messages")
-    return messages, columns
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, kind) else None
 
 
 def _messages(row: Mapping[str, Any], name: str, turns: Any, role: str, where: str) -> list[dict[str, Any]]:
@@ -151,25 +131,6 @@ def _messages(row: Mapping[str, Any], name: str, turns: Any, role: str, where: s
     return [_message(turn) for turn in turns]
 
 
-def _said(role: str, content: Any, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return a message that says something, or calls tools instead."""
-    return {"role": role, "content": "", "tool_calls": calls} if calls else {"role": role, "content": content}
-
-
-def _calls(text: Any) -> list[dict[str, Any]] | None:
-    """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
-    parsed = _parsed(text, list) or [_parsed(text, dict)]
-    if all(isinstance(call, Mapping) and "name" in call for call in parsed):
-        return [{"type": "function", "function": _called(call)} for call in parsed]
-    return None
-
-
-def _called(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a called function with its arguments as an object, where they are the JSON text of one."""
-    arguments = _parsed(function.get("arguments"), dict)
-    return {**function, "arguments": arguments} if arguments is not None else dict(function)
-
-
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with role and content, as ShareGPT's from and value are called, too."""
     if "from" in turn and "role" not in turn:
@@ -183,12 +144,28 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
+def _said(role: str, content: Any, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Return a message that says something, or calls tools instead."""
+    message = {"role": role, "content": content}
+    return {**message, "content": "", "tool_calls": calls} if calls else message
+
+
+def _calls(text: Any) -> list[dict[str, Any]] | None:
+    """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
+    parsed = _parsed(text, list) or [_parsed(text, dict)]
+    if all(isinstance(call, Mapping) and "name" in call for call in parsed):
+        return [{"type": "function", "function": _decoded(call)} for call in parsed]
+    return None
+
+
 def _decoded(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object."""
+    """Return a call of a tool with its arguments as an object, where they are the JSON text of one."""
     if not isinstance(call, Mapping):
         return call
-    inner = call.get("function")
-    return {**call, "function": _called(inner)} if isinstance(inner, Mapping) else _called(call)
+    if "function" in call:
+        return {**call, "function": _decoded(call["function"])}
+    arguments = _parsed(call.get("arguments"), dict)
+    return dict(call) if arguments is None else {**call, "arguments": arguments}
 
 
 def _tools_of(row: Mapping[str, Any], where: str) -> Any:
@@ -211,17 +188,23 @@ def _without_none(value: Any) -> Any:
 
 def media_beside(row: Any) -> dict[str, Any]:
     """Return the pictures, video and sound in columns of a row, by their kind."""
-    if not isinstance(row, Mapping):
-        return {}
-    present = {kind: row[name] for name, kind in MEDIA.items() if row.get(name) is not None}
-    return {kind: value for kind, value in present.items() if not isinstance(value, list | str) or value}
+    media = dict[str, Any]()
+    for name, kind in MEDIA.items():
+        value = row.get(name) if isinstance(row, Mapping) else None
+        is_empty = isinstance(value, list | str) and not value
+        if value is not None and not is_empty:
+            media[kind] = value
+    return media
 
 
 def with_media(row: Any, conversation: Conversation) -> bool:
     """Return True if a row has pictures, video or sound: in its messages, or beside a text that was not named."""
-    contents = [message["content"] for message in conversation.messages]
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    return any(part.get("type") in MEDIA for part in parts) or bool(media_beside(row))
+    parts = list[Any]()
+    for message in conversation.messages:
+        if isinstance(message["content"], list):
+            parts += message["content"]
+    is_inside = any(isinstance(part, dict) and part.get("type") in MEDIA for part in parts)
+    return is_inside or bool(media_beside(row))
 
 
 def require_template(tokenizer: Any, what: str) -> None:

@@ -30,38 +30,42 @@ class Emphasis:
 
     def weights(self, tokens: Tensor) -> Tensor:
         """Token ids [B, L] -> [B, L] in float32: of a position whose next token is marked that weight, of others 1."""
-        found = torch.ones(tokens.shape)
-        for each in self.marked:
-            found[:, :-1][_covered(tokens, each.tokens)[:, 1:]] = each.weight
-        return found
+        weights = torch.ones(tokens.shape)
+        for marked in self.marked:
+            is_next = _covered(tokens, marked.tokens)[:, 1:]
+            weights[:, :-1][is_next] = marked.weight
+        return weights
 
     def loss_weights(self, tokens: Tensor) -> Tensor:
         """Weights [B, L] of what is predicted after each token: nothing where a picture's token comes next."""
-        own = self.weights(tokens)
-        return own * tokens.before_text if isinstance(tokens, Inputs) else own
+        weights = self.weights(tokens)
+        return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
     def counts(self, batches: Sequence[Tensor]) -> dict[str, int]:
         """How many tokens of batches [B, L] are marked, by name."""
-        return {each.name: sum(int(_covered(batch, each.tokens).sum()) for batch in batches) for each in self.marked}
+        counts = dict[str, int]()
+        for marked in self.marked:
+            counts[marked.name] = sum(int(_covered(batch, marked.tokens).sum()) for batch in batches)
+        return counts
 
     def asked(self) -> dict[str, float]:
         """The weights by name, as a recipe has them."""
-        return {each.name: each.weight for each in self.marked}
+        return {marked.name: marked.weight for marked in self.marked}
 
     def to_dict(self) -> dict[str, Any]:
         """As a plan has it."""
-        return {
-            each.name: {"weight": each.weight, "tokens": [list(run) for run in each.tokens]} for each in self.marked
-        }
+        content = dict[str, Any]()
+        for marked in self.marked:
+            content[marked.name] = {"weight": marked.weight, "tokens": [list(run) for run in marked.tokens]}
+        return content
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> "Emphasis":
-        """What `to_dict` gave."""
-        return cls(
-            tuple(
-                Marked(name, float(each["weight"]), tuple(map(tuple, each["tokens"]))) for name, each in content.items()
-            )
-        )
+        """Read what `to_dict` gave."""
+        marked = list[Marked]()
+        for name, entry in content.items():
+            marked.append(Marked(name, float(entry["weight"]), tuple(map(tuple, entry["tokens"]))))
+        return cls(tuple(marked))
 
 
 PLAIN = Emphasis()  # all tokens count alike
@@ -69,10 +73,11 @@ PLAIN = Emphasis()  # all tokens count alike
 
 def _covered(tokens: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
     """Where in [B, L] one of the runs of token ids lies: [B, L], true or false."""
-    found = torch.zeros(tokens.shape, dtype=torch.bool)
+    covered = torch.zeros(tokens.shape, dtype=torch.bool)
     for run in runs:
-        if (length := len(run)) <= tokens.shape[1]:
+        length = len(run)
+        if length <= tokens.shape[1]:
             begins = (tokens.unfold(1, length, 1) == torch.tensor(run)).all(-1)  # [B, L - length + 1]
-            for place in range(length):
-                found[:, place : place + begins.shape[1]] |= begins
-    return found
+            for offset in range(length):
+                covered[:, offset : offset + begins.shape[1]] |= begins
+    return covered

@@ -7,11 +7,9 @@ import hashlib
 import os
 import random
 import reprlib
-import warnings
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import islice
 from os.path import isfile, realpath
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.chats import media_beside, note_columns, read_row, untaken
-from compressor.data.rows import REMEDIES, Purpose, source_rows
+from compressor.data.chats import Conversation, media_beside, note_columns, read_row, untaken
+from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
 from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.model.inputs import Inputs
@@ -28,11 +26,11 @@ from compressor.model.own_code import load_stock
 from compressor.model.tokenizer import as_part, chat_form, first_part
 from compressor.progress import quiet_transformers
 
-FILES = ("processor_config.json", "preprocessor_config.json")
 BASE64 = 256  # letters from which on a string that names no file is taken for a picture in base64
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # for others Pillow may run programs
 MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # a folder whose files rows may name beside those in the data's own
-KINDS, PLACES = ("image", "video", "audio"), ("path", "url", "base64")  # of parts of messages, and their fields
+KINDS = ("image", "video", "audio")  # of parts of messages
+FIELDS = ("path", "url", "base64")  # that may hold the content of a part
 PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
 
 
@@ -64,24 +62,25 @@ class Sequences:
     def update(self, digest: Any) -> None:
         """Let a digest take in the token ids and everything else that the forward gets."""
         for row in self.rows:
-            for name, value in (("input_ids", row.as_subclass(Tensor)), *sorted(row.more.items())):
+            tensors = {"input_ids": row.as_subclass(Tensor), **dict(sorted(row.more.items()))}
+            for name, value in tensors.items():
+                content = value.contiguous().view(torch.uint8).numpy().tobytes()
                 digest.update(name.encode())
-                digest.update(hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+                digest.update(hashlib.sha256(content).digest())
 
 
 def load_processor(folder: Path) -> Any:
     """The checkpoint's processor; raises `CompressionError` where it has none for pictures, video or sound."""
-    remedy = "copy the original model's there, or calibrate on its text alone (SOURCE#column)"
-    if not any((folder / name).is_file() for name in FILES):
-        raise CompressionError(f"{folder} has no processor ({FILES[0]}), and the calibration has pictures; {remedy}")
     try:
         processor = load_stock("AutoProcessor", folder)
+        fault = "" if hasattr(processor, "create_mm_token_type_ids") else "it takes no pictures beside text"
     except Exception as error:  # processors raise what they like
-        fault = f"{folder} has no usable processor for pictures ({reason_of(error)})"
-        raise CompressionError(f"{fault}; install Pillow and torchvision, {remedy}") from error
-    if not hasattr(processor, "create_mm_token_type_ids"):
-        fault = f"the processor in {folder} is a {type(processor).__name__}, which takes no pictures beside text"
-        raise CompressionError(f"{fault}; {remedy}")
+        fault = reason_of(error)
+    if fault:
+        raise CompressionError(
+            f"{folder} has no usable processor for pictures ({fault}); install Pillow and torchvision, copy the "
+            "original model's processor there, or calibrate on its text alone (SOURCE#column)"
+        )
     return processor
 
 
@@ -100,34 +99,33 @@ def read_sequences(
     Rows that cannot be read are left out with one warning, or refused if `strict`; raises `CompressionError` for a
     model without a processor, or where no row is left.
     """
+    name = source.source
     processor = load_processor(Path(tokenizer.name_or_path))
-    address, left_out = Address.parse(source.source), LeftOut(f"rows of {purpose} data {source.source}", strict)
-    folder = Path(address.name).parent if isfile(address.name) else Path(address.name)
+    address, left_out = Address.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
+    folder = Path(address.name)
+    if folder.is_file():
+        folder = folder.parent
     source_of_rows = source_rows(source, seed, purpose)
-    rows = source_of_rows.rows
+    rows: Iterable[Row] = source_of_rows.rows
     if not source_of_rows.is_streamed:
-        listed = list(rows)
-        random.Random(seed).shuffle(listed)
-        rows = iter(listed)
-
-    def sequences() -> Iterator[Inputs]:
+        rows = list(rows)
+        random.Random(seed).shuffle(rows)
+    sequences = list[Inputs]()
+    with quiet_transformers(), wrap_faults(f"the processor cannot take {purpose} data {name}", *REMEDIES):
         for where, row in rows:
-            made = None
+            if len(sequences) == wanted:
+                break
             with left_out.each():
-                made = sequence_of(row, address.column, processor, folder, length, where, left_out)
-            if made is not None:
-                yield made
-
-    with quiet_transformers(), wrap_faults(f"the processor cannot take {purpose} data {source.source}", *REMEDIES):
-        read = Sequences(islice(sequences(), wanted))
+                sequences.append(sequence_of(row, address.column, processor, folder, length, where, left_out))
     left_out.report()
-    if not len(read):
-        raise CompressionError(f"{purpose} data {source.source} gives no sequence; give rows that can be read")
-    if (largest := max(int(row.max()) for row in read.rows)) >= vocab:
+    if not sequences:
+        raise CompressionError(f"{purpose} data {name} gives no sequence; give rows that can be read")
+    largest = max(int(row.max()) for row in sequences)
+    if largest >= vocab:
         raise CompressionError(
             f"the processor makes token {largest}, the model knows {vocab}; they do not belong together"
         )
-    return read
+    return Sequences(sequences)
 
 
 def sequence_of(
@@ -147,50 +145,45 @@ def sequence_of(
     conversation = read_row(row, column, where)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    messages, chat = conversation.messages, conversation.text is None
-    beside = [part for kind, values in media_beside(row).items() for part in _parts(kind, values)]
-    messages = _placed(messages, beside, where)
+    beside = list[dict[str, Any]]()
+    for kind, values in media_beside(row).items():
+        several = values if isinstance(values, list | tuple) else [values]
+        beside += [{"type": kind, kind: value} for value in several if value is not None]
+    messages = _placed(conversation.messages, beside, where)
     messages = [_read(message, processor.tokenizer, length, folder, where) for message in messages]
     try:
-        made = _processed(processor, messages, chat, conversation.tools, where)
+        inputs = _processed(processor, messages, conversation, where)
     except ItemError:
         raise
     except Exception as error:  # templates and processors raise what they like
         raise untaken(where, error, "processor") from error
-    return _cut(processor, dict(made), length, where)
-
-
-def _parts(kind: str, values: Any) -> list[dict[str, Any]]:
-    several = values if isinstance(values, list | tuple) else [values]
-    return [{"type": kind, kind: value} for value in several if value is not None]
+    return _cut(processor, dict(inputs), length, where)
 
 
 def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """Messages as lists of parts, with what stands beside them in their empty parts and `<image>`, or at the start."""
-    waiting, placed = list(beside), list[dict[str, Any]]()
+    waiting = list(beside)
+    placed = list[dict[str, Any]]()
     for message in messages:
-        content: Any = message["content"]
-        parts = list[dict[str, Any]]()
-        if isinstance(content, str) and waiting and PLACEHOLDER in content:
-            begin, *rest = content.split(PLACEHOLDER)
-            content = [{"type": "text", "text": begin}]
-            for text in rest:
-                content += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
+        content: Any = message["content"] or ()
         if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        for part in map(as_part, content or ()):
+            text, *others = content.split(PLACEHOLDER) if waiting else [content]
+            content = [text]
+            for text in others:
+                content += [{"type": "image"}, text.removeprefix("\n")]
+        parts = list[dict[str, Any]]()
+        for part in map(as_part, content):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
                 part = {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
             kind = part.get("type")
             if kind in KINDS and _content(part) is None:
-                given = next((each for each in waiting if each["type"] == kind), None)
-                if given is None:
+                part = next((given for given in waiting if given["type"] == kind), None)
+                if part is None:
                     raise ItemError(f"{where}: its messages have more parts of type {kind} than it has {kind}s")
-                waiting.remove(given)
-                part = given
+                waiting.remove(part)
             if kind != "text" or part.get("text"):
-                parts.append(dict(part))
+                parts.append(part)
         placed.append({**message, "content": parts})
     first = next((message for message in placed if message["role"] == "user"), placed[0])
     first["content"] = [*waiting, *first["content"]]
@@ -202,9 +195,10 @@ def _read(message: dict[str, Any], tokenizer: Any, length: int, folder: Path, wh
     parts = list[dict[str, Any]]()
     for part in message["content"]:
         kind = part.get("type")
-        if kind in KINDS:
-            name, read = ("image", _picture) if kind == "image" else ("path", _found)
-            part = {"type": kind, name: read(_content(part), folder, where)}
+        if kind == "image":
+            part = {"type": kind, "image": _picture(_content(part), folder, where)}
+        elif kind in KINDS:
+            part = {"type": kind, "path": _file(_content(part), folder, where)}
         elif kind == "text":
             part = {"type": kind, "text": first_part(tokenizer, part["text"], length)[0]}
         parts.append(part)
@@ -213,10 +207,11 @@ def _read(message: dict[str, Any], tokenizer: Any, length: int, folder: Path, wh
 
 def _content(part: Mapping[str, Any]) -> Any:
     """Return what a part of a message shows or plays; None of one whose content stands beside the chat."""
-    return next((part[key] for key in (part["type"], *PLACES) if part.get(key) is not None), None)
+    contents = (part.get(name) for name in (part["type"], *FIELDS))
+    return next((content for content in contents if content is not None), None)
 
 
-def _found(value: Any, folder: Path, where: str) -> str:
+def _file(value: Any, folder: Path, where: str) -> str:
     """Return the path of a file in the folder of the data, or in the one that the user allows; links out count not."""
     if not isinstance(value, str) or "\0" in value:
         raise ItemError(f"{where}: {reprlib.repr(value)} is no picture, video or sound; give the path of its file")
@@ -239,9 +234,8 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
         if isinstance(value, str) and (len(value) >= BASE64 or value.startswith("data:")):
             value = b64decode(value.rpartition(",")[2])
         if not isinstance(value, Image.Image):
-            file = BytesIO(value) if isinstance(value, bytes) else _found(value, folder, where)
-            with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-                value = Image.open(file, formats=FORMATS)
+            file = BytesIO(value) if isinstance(value, bytes) else _file(value, folder, where)
+            value = Image.open(file, formats=FORMATS)
         return value.convert("RGB")
     except ItemError:
         raise
@@ -249,55 +243,54 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
         raise ItemError(f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it") from error
 
 
-def _processed(processor: Any, messages: list[dict[str, Any]], chat: bool, tools: Any, where: str) -> Mapping[str, Any]:
+def _processed(
+    processor: Any, messages: list[dict[str, Any]], conversation: Conversation, where: str
+) -> Mapping[str, Any]:
     """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
+    inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):
         form = chat_form(processor, str(processor.chat_template))
-        more = {} if tools is None else {"tools": form.tools(tools)}
+        tools = {} if conversation.tools is None else {"tools": form.tools(conversation.tools)}
         adapted = [form.message(message) for message in messages]
-        made: Mapping[str, Any] = processor.apply_chat_template(
-            adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
-        )
-        return made
-    parts = [part for message in messages for part in message["content"]]
-    if chat or any(part["type"] == "audio" for part in parts):
-        raise CompressionError(
-            f"{where} is a chat, or has sound, but the model's processor has no chat template; put the template of the "
-            "instruct version beside it, or give rows such as {'image': ..., 'text': ...}"
-        )
-    text, images, videos = "", list[Any](), list[Any]()
-    for part in parts:
-        kind = part["type"]
-        if kind == "text":
-            text += part["text"]
-            continue
-        text += getattr(processor, f"{kind}_token")
-        (images if kind == "image" else videos).append(part.get("image") or part.get("path"))
+        inputs = processor.apply_chat_template(adapted, tokenize=True, return_dict=True, return_tensors="pt", **tools)
+        return inputs
+    text, media = "", dict[str, list[Any]]()
+    for message in messages:
+        for part in message["content"]:
+            kind = part["type"]
+            if conversation.text is None or kind == "audio":
+                raise CompressionError(
+                    f"{where} is a chat, or has sound, but the model's processor has no chat template; put the "
+                    "template of the instruct version beside it, or give rows such as {'image': ..., 'text': ...}"
+                )
+            if kind == "text":
+                text += part["text"]
+            else:
+                text += getattr(processor, f"{kind}_token")
+                media.setdefault(f"{kind}s", []).append(part.get("image") or part["path"])
     end = processor.tokenizer.eos_token or ""
-    text += "" if text.endswith(end) else end
-    given: dict[str, Any] = {"images": images, "videos": videos}
-    made = processor(text=text, return_tensors="pt", **{name: value for name, value in given.items() if value})
-    return made
+    text = text.removesuffix(end) + end
+    inputs = processor(text=text, return_tensors="pt", **media)
+    return inputs
 
 
-def _cut(processor: Any, made: dict[str, Any], length: int, where: str) -> Inputs:
+def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inputs:
     """The sequence, cut to `length` tokens; what goes by tokens is cut with it."""
-    ids = made.pop("input_ids")
-    if ids.shape[1] < 2:
-        raise ItemError(f"{where} gives {ids.shape[1]} tokens; give it some text")
-    media = torch.tensor(processor.create_mm_token_type_ids(ids.tolist())).view(ids.shape) > 0
+    ids = inputs.pop("input_ids")
+    shape = ids.shape
+    if shape[1] < 2:
+        raise ItemError(f"{where} gives {shape[1]} tokens; give it some text")
+    media = torch.tensor(processor.create_mm_token_type_ids(ids.tolist())).view(shape) > 0
     if bool(media[:, length:].any()):
         needed = int(media[0].nonzero().max()) + 1
         raise ItemError(
             f"{where} takes {needed} tokens up to the end of its last picture, more than a sequence's {length}; raise "
             "--sequence-length, or give smaller pictures"
         )
-    whole = ids.shape
-    more = {
-        name: value[:, :length] if value.shape[:2] == whole and value.dim() == 2 else value
-        for name, value in made.items()
-        if isinstance(value, Tensor)
-    }
+    more = dict[str, Tensor]()
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            more[name] = value[:, :length] if value.shape == shape else value
     return Inputs.of(ids[:, :length].contiguous(), media[:, :length], more)
 
 

@@ -4,8 +4,7 @@ import hashlib
 import json
 import math
 import re
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from os.path import abspath, exists, isfile
@@ -46,8 +45,11 @@ class Address:
         return cls(text) if match is None else cls(**match.groupdict())
 
     def __str__(self) -> str:
-        parts = zip(":@#", (self.config, self.split, self.column), strict=True)
-        return self.name + "".join(f"{sign}{part}" for sign, part in parts if part is not None)
+        text = self.name
+        for sign, part in ((":", self.config), ("@", self.split), ("#", self.column)):
+            if part is not None:
+                text += f"{sign}{part}"
+        return text
 
 
 def _shown(value: Any) -> str:
@@ -73,11 +75,8 @@ class GivenTexts:
         rows: Any = texts if hasattr(texts, "__getitem__") else list(texts)
         digest = hashlib.sha256()
         for row in rows:
-            try:
-                content = json.dumps(row, sort_keys=True, default=_shown)
-            except (TypeError, ValueError, RecursionError):  # such a row is left out when it is read
-                content = reprlib.repr(row)
-            digest.update(content.encode("utf-8", "backslashreplace") + b"\n")
+            content = json.dumps(row, sort_keys=True, default=_shown)
+            digest.update(content.encode() + b"\n")
         return cls(f"{GIVEN}:{digest.hexdigest()[:16]}", rows)
 
     def __str__(self) -> str:
@@ -104,32 +103,33 @@ def sources_or_texts(given: Any) -> Any:
 
     A list of strings counts as texts unless each is a file, ends like one, or has no white space.
     """
-    if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, str) for each in given):
-        named = (isfile(each) or has_text_suffix(each) or len(each.split()) == 1 for each in given)
-        return given if all(named) else GivenTexts.of(given)
-    return given
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+        return given
+    is_named = all(isfile(text) or has_text_suffix(text) or len(text.split()) == 1 for text in given)
+    return given if is_named else GivenTexts.of(given)
 
 
 def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource, ...]:
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    pairs = [_split_weight(str(argument)) for argument in arguments]
-    rows = [argument.rows if isinstance(argument, GivenTexts) else None for argument in arguments]
-    bare = [source for source, weight in pairs if weight is None]
-    if bare and len(bare) < len(pairs):
+    parsed, weighted, addresses = list[tuple[str, float | None]](), list[WeightedSource](), list[Address]()
+    for argument in arguments:
+        source, weight = _split_weight(str(argument))
+        address = Address.parse(source)
+        if exists(address.name):
+            address = replace(address, name=str(Path(address.name).resolve()))
+        if address in addresses:
+            raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
+        rows = argument.rows if isinstance(argument, GivenTexts) else None
+        parsed.append((source, weight))
+        addresses.append(address)
+        weighted.append(WeightedSource(source, 1.0 if weight is None else weight, rows))
+    bare = [source for source, weight in parsed if weight is None]
+    if 0 < len(bare) < len(parsed):
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    parsed = [Address.parse(source) for source, _ in pairs]
-    places = [replace(each, name=str(Path(each.name).resolve())) if exists(each.name) else each for each in parsed]
-    for number, (source, _) in enumerate(pairs):
-        if places[number] in places[:number]:
-            raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
-    weighted = [
-        WeightedSource(source, 1.0 if weight is None else weight, own)
-        for (source, weight), own in zip(pairs, rows, strict=True)
-    ]
     return tuple(replace(entry, weight=share) for entry, share in zip(weighted, shares(weighted), strict=True))
 
 
@@ -168,19 +168,19 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     What is due less than 1 gets 1, and the others share the rest; ties go to the lower index. Needs total >= number.
     """
     exact = [Fraction(weight) for weight in weights]
-    due, raised = [Fraction(0)] * len(exact), set[int]()
+    raised = set[int]()
     while True:
-        free = [number for number in range(len(exact)) if number not in raised]
-        rest, whole = total - len(raised), sum(exact[number] for number in free)
-        for number in free:
-            due[number] = rest * exact[number] / whole
-        small = {number for number in free if due[number] < 1}
+        free = [index for index in range(len(exact)) if index not in raised]
+        whole = sum(exact[index] for index in free)
+        due = {index: (total - len(raised)) * exact[index] / whole for index in free}
+        small = {index for index, share in due.items() if share < 1}
         if not small:
             break
         raised |= small
-    counts = [1 if number in raised else math.floor(share) for number, share in enumerate(due)]
-    for number in sorted(free, key=lambda number: counts[number] - due[number])[: total - sum(counts)]:
-        counts[number] += 1
+    counts = [math.floor(due.get(index, 1)) for index in range(len(exact))]
+    by_remainder = sorted(free, key=lambda index: counts[index] - due[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
     return tuple(counts)
 
 
@@ -188,33 +188,36 @@ def local_name(source: str) -> str:
     """The source without the folders of its file or local data set; the id of a data set has none."""
     address = Address.parse(source)
     is_id = DATA_SET_ID.fullmatch(address.name) and not has_text_suffix(address.name)
-    return str(address if is_id and not exists(address.name) else replace(address, name=Path(address.name).name))
+    if is_id and not exists(address.name):
+        return str(address)
+    return str(replace(address, name=Path(address.name).name))
 
 
 def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     """A file's name without folder and suffix, or the source itself; numbered where two would be equal."""
-    names = ((Address.parse(source).name, local_name(source)) for source in sources)
-    return tuple(distinct(Path(name).stem if isfile(name) else shown for name, shown in names))
+    names = list[str]()
+    for source in sources:
+        name = Address.parse(source).name
+        names.append(Path(name).stem if isfile(name) else local_name(source))
+    return tuple(distinct(names))
 
 
 def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The identity with absolute paths, so that its files are found from any working folder."""
-    if identity is None:
-        return None
-    stored = identity.get("sources")
-    if not isinstance(stored, list) or not all(isinstance(entry, dict) for entry in stored):
-        return dict(identity)
-    parsed = [Address.parse(str(entry.get("source"))) for entry in stored]
-    places = [str(replace(each, name=abspath(each.name)) if exists(each.name) else each) for each in parsed]
-    entries = [{**entry, "source": place} for entry, place in zip(stored, places, strict=True)]
-    return {**identity, "source": " + ".join(places), "sources": entries}
+    return None if identity is None else _renamed(identity, _with_folder)
 
 
 def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity with file names in place of paths, and no access token in one; it may be a hand-edited one."""
-    stored = identity.get("sources")
-    entries = [dict(entry) for entry in stored if isinstance(entry, dict)] if isinstance(stored, list) else []
-    for entry in entries:
-        entry["source"] = without_tokens(local_name(str(entry.get("source"))))
-    joined = " + ".join(entry["source"] for entry in entries) or without_tokens(Path(identity["source"]).name)
-    return {**identity, "source": joined, **({"sources": entries} if "sources" in identity else {})}
+    """The identity with file names in place of paths, and no access token in one."""
+    return _renamed(identity, lambda source: without_tokens(local_name(source)))
+
+
+def _with_folder(source: str) -> str:
+    address = Address.parse(source)
+    return str(replace(address, name=abspath(address.name)) if exists(address.name) else address)
+
+
+def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+    """The identity with other names of its sources."""
+    entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]
+    return {**identity, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}

@@ -6,7 +6,7 @@ sum_i alpha_i W_i; the loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs.
 S sampled tokens, K top-k, E experts, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,20 +25,20 @@ from compressor.tolerance import SQUARED, rounded, stable_argmin
 
 STEPS = 60  # of learning coefficients
 LEARNING_RATE = 0.05
-_NEEDS = {
-    "uniform": frozenset[str](),
-    "max": frozenset({"routed_count"}),
-    "frequency": frozenset({"routed_count"}),
-    "learned": frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"}),
-}
-METHODS = tuple(_NEEDS)
+METHODS = ("uniform", "max", "frequency", "learned")
+COUNTS = frozenset({"routed_count"})
+LEARNED = frozenset({"inputs", "top_k_index", "top_k_weights", "router_arguments", "weights"})
 
 
 def merge_needs(method: str, merge_routers: bool) -> frozenset[str]:
     """Statistics that a merging method needs beside those of the grouping."""
     if method not in METHODS:
         raise CompressionError(f"there is no merge {method!r}; known are {', '.join(METHODS)}")
-    return _NEEDS[method] | (frozenset() if merge_routers or method == "uniform" else frozenset({"routed_count"}))
+    if method == "uniform":
+        return frozenset()
+    if method == "learned":
+        return LEARNED if merge_routers else LEARNED | COUNTS
+    return COUNTS
 
 
 def merge_option(default: str) -> str:
@@ -70,18 +70,19 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
     With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
     """
     if method == "uniform" or len(members) == 1:
-        own = [1.0] * len(members)
+        weights = [1.0] * len(members)
     elif counts is None:
         raise CompressionError(f"merge {method!r} needs counts of routed tokens, which were not collected")
     elif method == "max":
-        own = [float(member == _leading(members, counts)) for member in members]
+        leader = _leader(members, counts)
+        weights = [float(member == leader) for member in members]
     else:
-        own = [float(counts[member]) for member in members]
-        own = own if any(own) else [1.0] * len(members)
-    return tuple(share / sum(own) for share in own)
+        weights = counts[list(members)].tolist()
+    total = sum(weights)
+    return tuple(weight / total if total else 1 / len(members) for weight in weights)
 
 
-def _leading(members: Sequence[int], counts: torch.Tensor | None) -> int:
+def _leader(members: Sequence[int], counts: torch.Tensor | None) -> int:
     """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
     return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
@@ -100,14 +101,13 @@ def merge_groups(
     these are not known) when the plan is carried out.
     """
     merge_needs(method, merge_routers)
-    if not all(groups):
-        raise CompressionError(f"{stats.layer.name}: a group has no members; remove it")
-    counts, merged = stats.values.get("routed_count"), list[Group]()
+    counts = stats.values.get("routed_count")
+    merged = list[Group]()
     for members in (tuple(sorted(group)) for group in groups):
         shares = coefficients(members, "uniform" if method == "learned" else method, counts)
-        leading = _leading(members, counts)
-        rows = shares if merge_routers else tuple(float(member == leading) for member in members)
-        group = Group(members, shares, rows, head=leading)
+        leader = _leader(members, counts)
+        rows = shares if merge_routers else tuple(float(member == leader) for member in members)
+        group = Group(members, shares, rows, head=leader)
         merged.append(group if align and group.aligned else replace(group, head=None))
     plan = LayerPlan.of(stats.layer, merged, **details)
     return learn_coefficients(stats, plan, merge_routers) if method == "learned" else plan
@@ -117,10 +117,12 @@ class _Merge:
     """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
-        self.stats, self.experts, self.groups = stats, stats.weights.experts, plan.groups
-        sizes, device = [len(group.members) for group in plan.groups], stats.inputs.device
-        self.logits = [torch.zeros(size, device=device, requires_grad=size > 1) for size in sizes]
-        self.log_scales = [torch.zeros((), device=device, requires_grad=size > 1) for size in sizes]
+        self.inputs, self.experts, self.groups = stats.inputs, stats.weights.experts, plan.groups
+        self.logits, self.log_scales = list[torch.Tensor](), list[torch.Tensor]()
+        for group in plan.groups:
+            size = len(group.members)
+            self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
+            self.log_scales.append(torch.zeros((), device=self.inputs.device, requires_grad=size > 1))
 
     def shares(self, slot: int) -> torch.Tensor:
         """Coefficients of a group's members, times its scale."""
@@ -135,26 +137,32 @@ class _Merge:
     @torch.no_grad()
     def forward(self, weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
-        x = self.stats.inputs
-        chosen = x.new_zeros(*index.shape, x.shape[1])
+        chosen = self.inputs.new_zeros(*index.shape, self.inputs.shape[1])
         for slot, rows, places in routed(weights, index):
-            chosen[rows, places] = apply_expert(self.experts, self.merged(slot), x[rows])
+            chosen[rows, places] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
         return (weights[..., None] * chosen).sum(1), chosen
 
     def backward(self, weights: torch.Tensor, index: torch.Tensor, slope: torch.Tensor) -> None:
         """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
         for slot, rows, places in routed(weights, index):
-            if len(self.groups[slot].members) > 1:
-                merged = {name: value.requires_grad_() for name, value in self.merged(slot).items()}
-                output = apply_expert(self.experts, merged, self.stats.inputs[rows])
-                above = weights[rows, places, None].detach() * slope[rows]
-                slopes = dict(zip(merged, torch.autograd.grad(output, list(merged.values()), above), strict=True))
-                with torch.no_grad():  # <dloss/dmerged, theta_i> of every member
-                    members = [expert_parameters(self.experts, expert) for expert in self.groups[slot].members]
-                    products = torch.stack(
-                        [sum((slopes[name] * member[name].float()).sum() for name in slopes) for member in members]  # type: ignore[misc]
-                    )
-                (self.shares(slot) * products).sum().backward()
+            members = self.groups[slot].members
+            if len(members) == 1:
+                continue
+            merged = {name: value.requires_grad_() for name, value in self.merged(slot).items()}
+            output = apply_expert(self.experts, merged, self.inputs[rows])
+            above = weights[rows, places, None].detach() * slope[rows]
+            gradients = torch.autograd.grad(output, list(merged.values()), above)
+            with torch.no_grad():
+                products = torch.stack([self._product(member, merged, gradients) for member in members])
+            (self.shares(slot) * products).sum().backward()
+
+    def _product(self, expert: int, names: Iterable[str], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """<dloss/dmerged, theta> of an expert's parameters of these names."""
+        parameters = expert_parameters(self.experts, expert)
+        product = torch.zeros((), device=self.inputs.device)
+        for name, gradient in zip(names, gradients, strict=True):
+            product = product + (gradient * parameters[name].float()).sum()
+        return product
 
 
 @torch.enable_grad()
@@ -180,7 +188,8 @@ def learn_coefficients(
     losses, states = list[float](), list[list[torch.Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
-        weights, index = router.planned(plan, [each.softmax(0) for each in merge.logits] if merge_routers else None)
+        shares = [logits.softmax(0) for logits in merge.logits] if merge_routers else None
+        weights, index = router.planned(plan, shares)
         output, chosen = merge.forward(weights.detach(), index)
         residual = output - target
         losses.append(float(residual.square().sum()) / size)
@@ -192,15 +201,17 @@ def learn_coefficients(
         if weights.requires_grad:
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
-    won, groups = stable_argmin(losses, SQUARED), list(plan.groups)
+    best = stable_argmin(losses, SQUARED)
+    groups = list[Group]()
     for slot, group in enumerate(plan.groups):
         if len(group.members) > 1:
-            shares = as_float64(states[won][slot]).softmax(0)
-            alpha = tuple((shares / shares.sum()).tolist())
-            scale = float(states[won][len(groups) + slot].exp())
-            kept = alpha if merge_routers else group.router_coefficients
-            groups[slot] = replace(group, coefficients=alpha, router_coefficients=kept, scale=scale)
-    figures = {"error_uniform": round(losses[0], 6), "error_learned": round(losses[won], 6)}
+            shares64 = as_float64(states[best][slot]).softmax(0)
+            alpha = tuple((shares64 / shares64.sum()).tolist())
+            scale = float(states[best][len(plan.groups) + slot].exp())
+            rows = alpha if merge_routers else group.router_coefficients
+            group = replace(group, coefficients=alpha, router_coefficients=rows, scale=scale)
+        groups.append(group)
+    figures = {"error_uniform": round(losses[0], 6), "error_learned": round(losses[best], 6)}
     return replace(plan, groups=tuple(groups), figures={**plan.figures, **figures})
 
 
@@ -223,7 +234,8 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
     """Blocks of a layer that keeps so many experts; refuses protected experts that do not fit."""
     blocks, places = list[Block](), keep // layer.routing_groups
     for experts in competing(layer):
-        fixed, free = (tuple(e for e in experts if (e in protected) == wanted) for wanted in (True, False))
+        fixed = tuple(expert for expert in experts if expert in protected)
+        free = tuple(expert for expert in experts if expert not in protected)
         if len(fixed) > places:
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
@@ -236,7 +248,8 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
 
 def kept_share(plan: LayerPlan, scores: torch.Tensor) -> float:
     """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
-    kept, total = [group.members[0] for group in plan.groups], float(scores.sum())
+    kept = [group.members[0] for group in plan.groups]
+    total = float(scores.sum())
     return round(float(scores[kept].sum()) / total, 6) if total else 0.0
 
 
@@ -244,10 +257,12 @@ def keep_best(
     stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
-    if wrong := scores.isnan().nonzero().flatten().tolist():  # an infinite score may mean always or never
-        raise CompressionError(f"{stats.layer.name}: the score of expert {wrong[0]} is not a number")
-    ranked, kept = rounded(scores).cpu(), list[int]()
+    if scores.isnan().any():  # an infinite score may mean always or never
+        expert = int(scores.isnan().int().argmax())
+        raise CompressionError(f"{stats.layer.name}: the score of expert {expert} is not a number")
+    ranked = rounded(scores).cpu()
+    kept = list[int]()
     for block in blocks_of(stats.layer, keep, protected):
-        order = ranked[list(block.free)].argsort(descending=True, stable=True).tolist()
-        kept += (*block.fixed, *(block.free[position] for position in order[: block.take]))
+        order = ranked[list(block.free)].argsort(descending=True, stable=True)[: block.take].tolist()
+        kept += [*block.fixed, *(block.free[position] for position in order)]
     return LayerPlan.keep(stats.layer, kept, **details)

@@ -6,14 +6,13 @@ free experts per routing block, dynamic programming over subsets proves the answ
 by single moves, swaps and regroupings, and the best is kicked. Labels [E] number each expert's group.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError
 from compressor.tolerance import rounded, stable_argmin
 
 EXACT_LIMIT = 14  # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
@@ -52,52 +51,49 @@ def group_experts(
 ) -> Grouping:
     """Partition experts into `count` groups of least within-group distance (eq. 5): [E, E] -> Grouping.
 
+    distances: symmetric, finite, none below 0.
     blocks: routing groups; no group crosses them and each gets count / len(blocks) groups.
     alone: protected experts, each a group of its own; where that leaves none for a block's others, these are dropped.
     noise: how far apart equal experts may come out by rounding, for each pair or for all; `rounded` says more.
     """
-    experts, table = len(distances), distances.detach().cpu().double()
-    if table.shape != (experts, experts) or not experts:
-        raise CompressionError(f"distances must be a square matrix [E, E], not {list(table.shape)}")
-    if not table.sum().isfinite() or (table < 0).any() or (table - table.T).abs().max() > 1e-6 * table.max():
-        raise CompressionError("distances must be symmetric, finite, also in sum, and none below 0")
+    table = distances.detach().cpu().double()
     table = (table / 2 + table.T / 2).fill_diagonal_(0)
-    partition = [sorted(block) for block in ([range(experts)] if blocks is None else blocks)]
-    if sorted(chain.from_iterable(partition)) != list(range(experts)) or count % len(partition):
-        raise CompressionError(
-            f"{count} groups cannot be shared evenly by {len(partition)} routing blocks that hold each of {experts} "
-            "experts once"
-        )
+    assert bool(table.isfinite().all()) and not bool((table < 0).any()), "distances are finite, and none below 0"
     generator = torch.Generator().manual_seed(seed)
     values = rounded(table, noise)
-    parts = [_group_block(values, block, count // len(partition), alone, generator) for block in partition]
-    groups = tuple(sorted(group for inside, _ in parts for group in inside))
-    objective, apart = (
-        sum(float(measured[list(group)][:, list(group)].triu(1).sum()) for group in groups)
-        for measured in (table, values)
-    )
-    return Grouping(groups, objective, all(proved for _, proved in parts) or apart == 0)
+    partition = [range(len(table))] if blocks is None else blocks
+    groups = list[tuple[int, ...]]()
+    is_proved = True
+    for block in partition:
+        inside, is_least = _group_block(values, sorted(block), count // len(partition), alone, generator)
+        groups += inside
+        is_proved = is_proved and is_least
+    groups.sort()
+    return Grouping(tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0)
+
+
+def _objective(distances: Tensor, groups: Sequence[tuple[int, ...]]) -> float:
+    """Sum of distances over unordered pairs within a group."""
+    return sum(float(distances[list(group)][:, list(group)].triu(1).sum()) for group in groups)
 
 
 def _group_block(
     table: Tensor, block: list[int], count: int, alone: Collection[int], generator: torch.Generator
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """Groups of one routing block, and whether they are proved best; refuses a count out of reach."""
+    """Groups of one routing block, and whether they are proved best."""
     free = [expert for expert in block if expert not in alone]
     groups: list[tuple[int, ...]] = [(expert,) for expert in block if expert in alone]
     rest = count - len(groups)
-    if not 0 <= rest <= len(free):
-        raise CompressionError(
-            f"{len(block)} experts from expert {block[0]} on, {len(groups)} of them protected, form"
-            f" {max(len(groups), 1)} to {len(block)} groups, not {count}"
-        )
+    assert 0 <= rest <= len(free), f"{len(groups)} protected of {len(block)} experts form no {count} groups"
     if not rest:
         return groups, True
-    distances, exact = table[free][:, free], len(free) <= EXACT_LIMIT
-    labels = _solve(distances, rest) if exact else search(distances, rest, generator)
+    distances = table[free][:, free]
+    is_exact = len(free) <= EXACT_LIMIT
+    labels = _solve(distances, rest) if is_exact else search(distances, rest, generator)
     for label in range(rest):
-        groups.append(tuple(expert for expert, own in zip(free, labels.tolist(), strict=True) if own == label))
-    return groups, exact or is_least(distances, labels, rest)
+        members = (labels == label).nonzero().flatten().tolist()
+        groups.append(tuple(free[member] for member in members))
+    return groups, is_exact or is_least(distances, labels, rest)
 
 
 def _solve(distances: Tensor, count: int) -> Tensor:
@@ -112,18 +108,19 @@ def _solve(distances: Tensor, count: int) -> Tensor:
         inside = torch.cat((inside, inside + 2**expert, inside))
         outside = torch.cat((outside, outside, outside + 2**expert))
     for top in range(experts - 1):
-        group, others = inside[: 3**top] + 2**top, outside[: 3**top]
-        union, cost = group + others, weight[group]
+        group = inside[: 3**top] + 2**top
+        others = outside[: 3**top]
         # Experts above `top` form at most one group each, and the full set needs exactly `count`.
         for level in range(max(2, count - (experts - 1 - top)), min(count, top + 2)):
-            best[level].scatter_reduce_(0, union, cost + best[level - 1][others], "amin")
+            best[level].scatter_reduce_(0, group + others, weight[group] + best[level - 1][others], "amin")
     labels = torch.zeros(experts, dtype=torch.long)
     mask = 2**experts - 1
     for level in range(count, 1, -1):
         others = torch.arange(2 ** (mask.bit_length() - 1))
         others = others[(others & ~mask) == 0]
-        chosen = mask - int(others[rounded(weight[mask - others] + best[level - 1][others]).argmin()])
-        labels[[expert for expert in range(experts) if chosen >> expert & 1]] = level - 1
+        costs = rounded(weight[mask - others] + best[level - 1][others])
+        chosen = mask - int(others[costs.argmin()])
+        labels[bits[chosen].bool()] = level - 1
         mask -= chosen
     return labels
 
@@ -136,9 +133,9 @@ def cost(distances: Tensor, labels: Tensor) -> float:
 def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
     """Return True if labels cost as little as the P shortest distances, P the fewest pairs `count` groups hold."""
     size, larger = divmod(len(labels), count)
-    pairs = larger * size * (size + 1) // 2 + (count - larger) * size * (size - 1) // 2
-    upper = torch.triu_indices(len(labels), len(labels), 1)
-    bound = float(distances[upper[0], upper[1]].sort().values[:pairs].sum())
+    pairs = larger * math.comb(size + 1, 2) + (count - larger) * math.comb(size, 2)
+    rows, columns = torch.triu_indices(len(labels), len(labels), 1)
+    bound = float(distances[rows, columns].sort().values[:pairs].sum())
     return cost(distances, labels) <= bound * (1 + TOLERANCE)
 
 
@@ -147,11 +144,14 @@ def search(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     starts = [_agglomerate(distances, count, linkage) for linkage in ("sum", "average", "complete")]
     starts += [_scatter(distances, count, generator) for _ in range(RANDOM_STARTS)]
     best = _cheapest(distances, [_descend(distances, start, count) for start in starts])
+    if is_least(distances, best, count):
+        return best
     nearest = distances.argsort(dim=1, stable=True)[:, :KICKED_EXPERTS]
-    for _ in range(0 if is_least(distances, best, count) else KICKS):
+    for _ in range(KICKS):
         kicked = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
         shuffled = kicked[torch.randperm(len(kicked), generator=generator)]
-        best = _cheapest(distances, [best, _descend(distances, best.index_copy(0, kicked, best[shuffled]), count)])
+        start = best.index_copy(0, kicked, best[shuffled])
+        best = _cheapest(distances, [best, _descend(distances, start, count)])
     return best
 
 
@@ -208,11 +208,12 @@ def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:
         changes = _best_move(table, labels) or _best_swap(distances, table, labels) or _best_regrouping(table, labels)
         if not changes:
             break
-        touched = {int(labels[expert]) for expert, _ in changes} | {group for _, group in changes}
+        touched = set[int]()
         for expert, group in changes:
+            touched |= {int(labels[expert]), group}
             labels[expert] = group
         for group in touched:  # summed afresh, so that rounding does not pile up
-            table[:, group] = distances[:, (labels == group).nonzero().flatten()].sum(dim=1)
+            table[:, group] = distances[:, labels == group].sum(dim=1)
     return labels
 
 
@@ -230,9 +231,10 @@ def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
     own = table.gather(1, labels[:, None])
     gain = table[:, labels] - own
     gain = (gain + gain.T).sub_(distances, alpha=2).masked_fill_(labels[:, None] == labels, torch.inf)
-    one, two = divmod(int(gain.argmin()), labels.numel())
-    better = gain[one, two] < -TOLERANCE * (own[one] + own[two])
-    return [(one, int(labels[two])), (two, int(labels[one]))] if better else []
+    first, second = divmod(int(gain.argmin()), labels.numel())
+    if gain[first, second] >= -TOLERANCE * (own[first] + own[second]):
+        return []
+    return [(first, int(labels[second])), (second, int(labels[first]))]
 
 
 def _best_regrouping(table: Tensor, labels: Tensor) -> Changes:
@@ -241,21 +243,23 @@ def _best_regrouping(table: Tensor, labels: Tensor) -> Changes:
     own = table.gather(1, labels[:, None]).flatten()
     between = torch.zeros(count, count, dtype=torch.float64).index_add_(0, labels, table)
     between.fill_diagonal_(torch.inf)  # distances across every two groups
-    outside = between.clone()
-    heaviest = int(own.argmax())
-    outside[labels[heaviest]] = outside[:, labels[heaviest]] = torch.inf
+    # an expert of the joined groups
     inside = between[labels] - own[:, None] - table  # e stays, the rest of its group a joins b
     inner, target = divmod(int(inside.argmin()), count)
+    options = [(float(inside[inner, target]), inner, int(labels[inner]), target)]
+    # one of another group, where the nearest two groups join
     first, second = divmod(int(between.argmin()), count)
     apart = own.masked_fill((labels == first) | (labels == second), -torch.inf)
     other = int(apart.argmax())
-    far_first, far_second = divmod(int(outside.argmin()), count)
-    gain, expert, source, target = min(
-        (float(inside[inner, target]), inner, int(labels[inner]), target),
-        (float(between[first, second] - apart[other]), other, first, second),
-        (float(outside[far_first, far_second] - own[heaviest]), heaviest, far_first, far_second),
-    )
+    options.append((float(between[first, second] - apart[other]), other, first, second))
+    # the most expensive expert, where the nearest two of the other groups join
+    heaviest = int(own.argmax())
+    outside = between.clone()
+    outside[labels[heaviest]] = outside[:, labels[heaviest]] = torch.inf
+    first, second = divmod(int(outside.argmin()), count)
+    options.append((float(outside[first, second] - own[heaviest]), heaviest, first, second))
+    gain, expert, source, target = min(options)
     if gain >= -TOLERANCE * float(own[expert]):
         return []
     joining = (labels == source).nonzero().flatten().tolist()
-    return [(member, target) for member in joining if member != expert] + [(expert, source)]
+    return [*((member, target) for member in joining if member != expert), (expert, source)]

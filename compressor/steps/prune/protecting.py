@@ -35,7 +35,8 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]]) -> list[Entry]:
     """Those of a list, or of a JSON file of one such as `moe-compress attribute` writes, whose further fields go."""
     where, content = "protect", protect
     if isinstance(protect, str | Path):
-        if not (path := Path(protect)).is_file():
+        path = Path(protect)
+        if not path.is_file():
             raise CompressionError(
                 f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a JSON list of experts "
                 "such as the hubs.json of moe-compress attribute"
@@ -50,8 +51,10 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
     """The same, a file's list in place of its name, so that the options of a run do not depend on the file."""
     if protect is None or protector_of(protect) is not None:
         return protect
-    plain = [asdict(entry) for entry in _entries(protect)]
-    return tuple({name: value for name, value in each.items() if value is not None} for each in plain) or None
+    entries = list[dict[str, Any]]()
+    for entry in _entries(protect):
+        entries.append({name: value for name, value in asdict(entry).items() if value is not None})
+    return tuple(entries) or None
 
 
 def given_protected(
@@ -65,14 +68,14 @@ def given_protected(
         return {}
     protected: dict[str, frozenset[int]] = {layer.name: frozenset() for layer in layers}
     for number, entry in enumerate(_entries(protect), start=1):
-        layer, experts = _found(entry, layers, f"protect, entry {number}")
+        layer, experts = _experts_of(entry, layers, f"protect, entry {number}")
         protected[layer.name] |= frozenset(experts)
     for layer in layers:
         blocks_of(layer, keep, protected[layer.name])
     return {name: experts for name, experts in protected.items() if experts}
 
 
-def _found(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
+def _experts_of(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLayer, Sequence[int]]:
     """The layer and the expert that an entry of the list means; of a split one its parts."""
     inside = [layer for layer in layers if layer.index == entry.layer and entry.module in (None, layer.name)]
     if not inside:
@@ -88,18 +91,14 @@ def _found(entry: Entry, layers: Sequence[MoeLayer], where: str) -> tuple[MoeLay
             f"{where}: layer {entry.layer} has several experts modules, {names}; add one as 'module'"
         )
     (layer,) = inside
-    count, parts = layer.experts // layer.parts, range(layer.parts)
-    if not 0 <= entry.expert < count:
+    count = layer.experts // layer.parts
+    parts = range(layer.parts) if entry.part is None or layer.parts == 1 else [entry.part]
+    if not 0 <= entry.expert < count or parts[0] not in range(layer.parts):
+        part = "" if entry.part is None else f", part {entry.part}"
         raise CompressionError(
-            f"{where}: {layer.name} has no expert {entry.expert}; the experts that this step gets are numbered 0 to "
-            f"{count - 1}"
+            f"{where}: {layer.name} has no expert {entry.expert}{part}; the experts that this step gets are numbered 0 "
+            f"to {count - 1}, and their parts 0 to {layer.parts - 1}"
         )
-    if layer.parts > 1 and entry.part is not None:
-        if entry.part not in parts:
-            raise CompressionError(
-                f"{where}: an expert of {layer.name} has no part {entry.part}, but 0 to {layer.parts - 1}"
-            )
-        parts = range(entry.part, entry.part + 1)
     return layer, [entry.expert * layer.parts + part for part in parts]
 
 
@@ -114,11 +113,15 @@ def strongest_that_fit(
     """Of (module, expert) that `protect` finds, the strongest first, as many in each layer and group as stay there."""
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
-        own, places = [expert for module, expert in experts if module == layer.name], keep // layer.routing_groups
-        blocks = [[expert for expert in own if expert in block] for block in competing(layer)]
-        if own:
-            protected[layer.name] = frozenset(expert for block in blocks for expert in block[:places])
-    if gone := len(experts) - sum(map(len, protected.values())):
+        places = keep // layer.routing_groups
+        fitting = list[int]()
+        for block in competing(layer):
+            strongest = [expert for module, expert in experts if module == layer.name and expert in block]
+            fitting += strongest[:places]
+        if fitting:
+            protected[layer.name] = frozenset(fitting)
+    gone = len(experts) - sum(map(len, protected.values()))
+    if gone:
         logger.warning(
             f"{gone} of {len(experts)} experts of --protect {protect} do not fit where {keep} are kept in every layer, "
             "so the weakest are not protected"

@@ -37,38 +37,45 @@ class SmallerRouter:
 
     def __init__(self, stats: LayerStatistics) -> None:
         layer, weights = stats.layer, stats.weights
-        self.layer, self.tokens, self._build = layer, len(stats.inputs), weights.smaller_router
-        self.device, self._built = stats.inputs.device, dict[int, Any]()
-        sized = {tensor.key: tensor for tensor in layer.tensors if not tensor.key.startswith(f"{layer.name}.")}
-        self._sized, self._tables = dict[str, tuple[ExpertTensor, torch.Tensor]](), dict[str, torch.Tensor]()
-        self._whole = dict[str, torch.Tensor]()
-        persistent = weights.router.state_dict()
-        for name, value in (dict(weights.router.named_buffers()) | persistent).items():
+        self.layer, self.tokens, self.device = layer, len(stats.inputs), stats.inputs.device
+        self._build, self._built = weights.smaller_router, dict[int, Any]()
+        by_key = {tensor.key: tensor for tensor in layer.tensors}
+        self._sized = dict[str, tuple[ExpertTensor, torch.Tensor]]()
+        self._tables, self._whole = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        stored = weights.router.state_dict()
+        for name, value in (dict(weights.router.named_buffers()) | stored).items():
             key = f"{layer.router}.{name}"
-            if name in persistent and key in sized:
-                self._sized[name] = (sized[key], value.float())
-            elif name in persistent and key in layer.tables:
+            if name not in stored:
+                self._whole[name] = value
+            elif key in by_key:
+                self._sized[name] = (by_key[key], value.float())
+            elif key in layer.tables:
                 self._tables[name] = value
             else:
-                self._whole[name] = _float(value) if name in persistent else value
-        self._equal = any(bool(equal_before(value, t.dim, layer.experts).any()) for t, value in self._sized.values())
+                self._whole[name] = _float(value)
+        self._has_equal_rows = False
+        for tensor, value in self._sized.values():
+            self._has_equal_rows |= bool(equal_before(value, tensor.dim, layer.experts).any())
         # tensors that the block holds and hands to its router, such as a bias: known by their place in memory
-        held = {f"{layer.block}.{key}": value for key, value in weights.block.state_dict(keep_vars=True).items()}
-        inside = {f"{layer.router}.{name}" for name in persistent}
-        outer = {held[key].data_ptr(): tensor for key, tensor in sized.items() if key not in inside}
+        handed = dict[int, ExpertTensor]()
+        for name, value in weights.block.state_dict(keep_vars=True).items():
+            key = f"{layer.block}.{name}"
+            if key in by_key and not key.startswith((f"{layer.router}.", f"{layer.name}.")):
+                handed[value.data_ptr()] = by_key[key]
         called = stats.router_arguments
-        self._arguments: dict[int | str, tuple[Any, int | None, ExpertTensor | None]] = {}
         arguments: list[tuple[int | str, Any]] = [*enumerate(called.positional), *called.by_keyword.items()]
+        self._arguments = list[tuple[str | None, Any, int | None, ExpertTensor | None]]()
         for place, value in arguments:
-            tensor = outer.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
-            self._arguments[place] = (_float(value), called.dims[place], tensor)
+            handed_tensor = handed.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+            name_of = place if isinstance(place, str) else None
+            self._arguments.append((name_of, _float(value), called.dims[place], handed_tensor))
 
     def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
 
         def pick(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
-            beyond = range(self.layer.experts, self.layer.experts + tensor.extra)
-            return value.index_select(tensor.dim, torch.tensor([*experts, *beyond], device=value.device))
+            extra = range(self.layer.experts, self.layer.experts + tensor.extra)
+            return value.index_select(tensor.dim, torch.tensor([*experts, *extra], device=value.device))
 
         slots = {expert: slot for slot, expert in enumerate(experts)}
         return self._run(len(experts), pick, slots, rows)
@@ -81,13 +88,14 @@ class SmallerRouter:
             shares = [torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups]
 
         def mix(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
-            nothing = torch.zeros((), device=value.device)
-            mixed = [
-                sum((a * value.select(tensor.dim, e) for a, e in zip(share, group.members, strict=True)), nothing)
-                for share, group in zip(shares, plan.groups, strict=True)
-            ]
-            mixed += [value.select(tensor.dim, self.layer.experts + place) for place in range(tensor.extra)]
-            return torch.stack(mixed, tensor.dim)
+            mixed = list[torch.Tensor]()
+            for coefficients, group in zip(shares, plan.groups, strict=True):
+                row = torch.zeros((), device=value.device)
+                for coefficient, expert in zip(coefficients, group.members, strict=True):
+                    row = row + coefficient * value.select(tensor.dim, expert)
+                mixed.append(row)
+            extra = range(self.layer.experts, self.layer.experts + tensor.extra)
+            return torch.stack([*mixed, *(value.select(tensor.dim, place) for place in extra)], tensor.dim)
 
         return self._run(len(plan.groups), mix, plan.slots(), None)
 
@@ -100,28 +108,35 @@ class SmallerRouter:
             return nothing, nothing.long()
         if count not in self._built:
             self._built[count] = self._build(count)
-
-        def argument(value: Any, dim: int | None, tensor: ExpertTensor | None) -> Any:
+        arguments = list[tuple[str | None, Any]]()
+        for name, value, dim, tensor in self._arguments:
             if tensor is not None:
-                return select(tensor, value)
-            return value if dim is None or rows is None else value.index_select(dim, rows)
-
-        arguments = {name: argument(*entry) for name, entry in self._arguments.items()}
-        tensors = {name: select(tensor, value) for name, (tensor, value) in self._sized.items()}
-        if self._equal:  # as rows that stay are told apart when the layer is cut
-            tensors = {name: told_apart(value, self._sized[name][0].dim, count) for name, value in tensors.items()}
-        tensors |= self._whole
-        given = (value for value in arguments.values() if isinstance(value, torch.Tensor))
-        ids = [value.flatten() for value in given if value.dtype == torch.long]
+                value = select(tensor, value)
+            elif dim is not None and rows is not None:
+                value = value.index_select(dim, rows)
+            arguments.append((name, value))
+        tensors = dict(self._whole)
+        for name, (tensor, value) in self._sized.items():
+            selected = select(tensor, value)
+            # as rows that stay are told apart when the layer is cut
+            tensors[name] = told_apart(selected, tensor.dim, count) if self._has_equal_rows else selected
         remap = tuple(slots.get(expert, -1) for expert in range(self.layer.experts))
-        for name, table in self._tables.items():  # slots in the rows that integers among the arguments may name, else 0
-            named = torch.cat(ids).unique() if ids else torch.arange(len(table), device=table.device)
-            named = named[named < len(table)]
+        for name, table in self._tables.items():
+            # only the rows that integers among the arguments may name are remapped, as tables may be long
+            named = _named_rows(arguments, table)
             remapped = remap_table(table[named].cpu(), remap).to(table.device)
             tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
-        call = as_call((name if isinstance(name, str) else None, value) for name, value in arguments.items())
-        output = functional_call(self._built[count], tensors, *call, tie_weights=False)
+        output = functional_call(self._built[count], tensors, *as_call(arguments), tie_weights=False)
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
+
+
+def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: torch.Tensor) -> torch.Tensor:
+    """Rows of a table that whole numbers among the arguments name, ascending; all where none are whole numbers."""
+    tensors = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dtype == torch.long]
+    if not tensors:
+        return torch.arange(len(table), device=table.device)
+    numbers = torch.cat([value.flatten() for value in tensors]).unique()
+    return numbers[numbers < len(table)]
 
 
 def _float(value: Any) -> Any:
@@ -146,15 +161,15 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
     Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
     one at a time.
     """
-    outputs = stats.expert_outputs
+    outputs, experts = stats.expert_outputs, stats.weights.experts
     weights, slots = SmallerRouter(stats).planned(plan)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
     for slot, rows, places in routed(weights, slots):
-        if (group := plan.groups[slot]).untouched:
+        group = plan.groups[slot]
+        if group.untouched:
             output = outputs[group.members[0], rows]
         else:
-            merged = merged_parameters(stats.weights.experts, group)
-            output = apply_expert(stats.weights.experts, merged, stats.inputs[rows])
+            output = apply_expert(experts, merged_parameters(experts, group), stats.inputs[rows])
         result.index_add_(0, rows, weights[rows, places, None] * output)
     return result
 
@@ -178,9 +193,11 @@ def rescaled_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     energies, sizes = before.square().sum(1), after.square().sum(1)
     if not float(energies.sum()):
         return 0.0
-    weights = 1.0 / (energies + (energies.median() if energies.median() > 0 else energies.mean()))
+    median = energies.median()
+    weights = 1.0 / (energies + (median if median > 0 else energies.mean()))
     shared = (before * after).sum(1).clamp(min=0).square() / sizes.masked_fill(sizes == 0, 1.0)
-    return float(weights @ (energies - shared).clamp(min=0) / (weights @ energies))
+    missed = (energies - shared).clamp(min=0)
+    return float(weights @ missed / (weights @ energies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +220,8 @@ class KeptErrors:
     def __init__(self, stats: LayerStatistics) -> None:
         outputs, self._router = stats.expert_outputs, SmallerRouter(stats)
         experts, tokens = outputs.shape[:2]
-        device = float64_device(outputs.device)
-        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=device)
-        weights.scatter_add_(1, stats.top_k_index.to(device), as_float64(stats.top_k_weights))
+        weights = torch.zeros(tokens, experts, dtype=torch.float64, device=float64_device(outputs.device))
+        weights.scatter_add_(1, stats.top_k_index.to(weights.device), as_float64(stats.top_k_weights))
         self._products = torch.empty(tokens, experts, experts, device=outputs.device)
         self._mixed = torch.empty_like(weights)  # Gw
         for begin in range(0, tokens, CHUNK):
@@ -223,10 +239,9 @@ class KeptErrors:
         weights, slots = self._router.kept(experts, rows)
         rows = self._rows if rows is None else rows
         chosen = torch.tensor(experts, device=rows.device)[slots]
-        count, shares = self._mixed.shape[1], as_float64(weights)
-        places = rows[:, None] * count + chosen
-        pairs = as_float64(self._products.take(places[:, :, None] * count + chosen[:, None]))
-        squared = (shares[:, None] @ pairs @ shares[..., None])[:, 0, 0]
-        errors = squared - 2 * (shares * self._mixed.take(places.to(shares.device))).sum(1)
-        errors += self._original[rows.to(shares.device)]
+        shares = as_float64(weights)
+        products = self._products[rows[:, None, None], chosen[:, :, None], chosen[:, None]]
+        squared = (shares[:, None] @ as_float64(products) @ shares[..., None])[:, 0, 0]
+        mixed = self._mixed[rows[:, None].to(shares.device), chosen.to(shares.device)]
+        errors = squared - 2 * (shares * mixed).sum(1) + self._original[rows.to(shares.device)]
         return Routed(weights, chosen, errors.clamp_(min=0))

@@ -27,7 +27,11 @@ Tile = Callable[[int, slice, slice], Tensor]  # (expert, rows, columns) -> that 
 def linear_cka(outputs: Tensor) -> Tensor:
     """CKA with K = X X^T: [E, T, D] -> [E, E] in [0, 1]."""
     centred = _centred(outputs)
-    return _cka(lambda expert, rows, columns: centred(expert, rows) @ centred(expert, columns).T, *outputs.shape[:2])
+
+    def tile(expert: int, rows: slice, columns: slice) -> Tensor:
+        return centred(expert, rows) @ centred(expert, columns).T
+
+    return _cka(tile, *outputs.shape[:2])
 
 
 def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
@@ -35,9 +39,8 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
     If more than half of the pairs coincide, m is 0 and K is its limit: 1 where d = 0, else 0.
     """
-    if not 0 < sigma < float("inf"):
-        raise CompressionError(f"sigma is a share of the median distance: it must be above 0, not {sigma}")
-    centred, (experts, tokens, _) = _centred(outputs), outputs.shape
+    centred = _centred(outputs)
+    experts, tokens = outputs.shape[:2]
     floors, bandwidths, means = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def squared_distances(expert: int, rows: slice, columns: slice) -> Tensor:
@@ -50,7 +53,8 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
         return (squared / -bandwidths[expert].clamp(min=1e-300)).exp_().masked_fill_(same, 1)
 
     def tile(expert: int, rows: slice, columns: slice) -> Tensor:
-        part, mean = kernel(squared_distances(expert, rows, columns), expert), means[expert]
+        part = kernel(squared_distances(expert, rows, columns), expert)
+        mean = means[expert]
         return part - mean[rows, None] - mean[columns] + mean.mean()
 
     middle = (tokens * (tokens - 1) // 2 + 1) // 2  # of the pairs: the lower median; a single token has none
@@ -85,12 +89,12 @@ def fast_squared_distances(features: Tensor) -> Tensor:
             distances, close = _from_products(part - part.mean(dim=0))
         first, second = close.triu_(1).nonzero(as_tuple=True)
         for pairs in _slices(len(first), experts):
-            one, two = first[pairs], second[pairs]
-            distances[one, two] = distances[two, one] = as_float64((part[one] - part[two]).square_()).sum(dim=1)
+            left, right = first[pairs], second[pairs]
+            exact = as_float64((part[left] - part[right]).square_()).sum(dim=1)
+            distances[left, right] = distances[right, left] = exact
         squared += distances
     if not squared.isfinite().all():
-        _refuse_not_finite("features", features)
-        raise CompressionError("features are too large for float32 distances")
+        raise CompressionError("features are not finite, or too large for float32 distances")
     return squared
 
 
@@ -116,13 +120,14 @@ def noise(norms: Tensor) -> Tensor:
 
 def closeness(distances: Tensor) -> Tensor:
     """1 - d / largest d: [E, E] -> [E, E] in [0, 1]; all 1 where all are equal."""
-    largest = float(distances.max())
-    return (1 - distances / largest if largest > 0 else torch.ones_like(distances)).clamp(0, 1)
+    largest = float(distances.max()) or 1.0
+    return (1 - distances / largest).clamp(0, 1)
 
 
 def _refuse_not_finite(what: str, values: Tensor) -> None:
-    if wrong := (~values.isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist():
-        raise CompressionError(f"{what} of expert {wrong[0]} hold a value that is not finite")
+    is_finite = values.isfinite().flatten(1).all(dim=1)
+    if not is_finite.all():
+        raise CompressionError(f"{what} of expert {int(is_finite.int().argmin())} hold a value that is not finite")
 
 
 def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
@@ -147,7 +152,8 @@ def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
 
 def _cka(tile: Tile, experts: int, tokens: int) -> Tensor:
     """CKA from tiles of every expert's Gram matrix, each made once: 0 beside a constant expert, 1 on the diagonal."""
-    parts, products = _slices(tokens, max(1, isqrt(BUDGET // experts))), torch.zeros(())
+    parts = _slices(tokens, max(1, isqrt(BUDGET // experts)))
+    products = torch.zeros(())
     for index, rows in enumerate(parts):
         for columns in parts[index:]:
             tiles = torch.stack([tile(expert, rows, columns).flatten() for expert in range(experts)])

@@ -12,7 +12,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from compressor.data import media
@@ -159,7 +158,7 @@ def test_what_follows_the_pictures_is_evaluated(tmp_path: Path) -> None:
         (chat({"image": "@" * 400}), 64, r"line 1: the picture .* cannot be read"),
         (chat({"path": "a.png"}), 5, r"line 1 takes 6 tokens .* more than a sequence's 5; raise --sequence-length"),
         ({"images": [], **chat({})}, 64, r"more parts of type image than it has images"),
-        ({"image": "a.png"}, 64, r"has no text"),
+        ({"image": "a.png"}, 64, r"has no column text"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_in_one_sentence(row: Any, length: int, fault: str, tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_a_model_without_a_processor_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     pictures.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}', encoding="utf-8")
-    with pytest.raises(CompressionError, match=r"has no (usable )?processor"):
+    with pytest.raises(CompressionError, match=r"takes no pictures beside text|has no usable processor"):
         media.load_processor(tmp_path)
 
 
@@ -229,17 +228,15 @@ def test_pictures_lie_in_the_folder_of_the_data_or_where_the_user_allows(
         read(write(data / "rows.jsonl", chat({"path": "../rows.jsonl"})))
 
 
-def test_no_program_is_run_and_no_large_picture_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     pictures.picture(0).save(tmp_path / "a.eps")
     (tmp_path / "a.eps").rename(tmp_path / "a.png")
-    Image.new("1", (10_000, 9_000)).save(tmp_path / "b.png")
-    for name, fault in (("a.png", "cannot identify image file"), ("b.png", "90000000 pixels")):
-        with pytest.raises(CompressionError, match=f"the picture '{name}' cannot be read .*{fault}"):
-            read(write(tmp_path / "rows.jsonl", chat({"path": name})))
+    with pytest.raises(CompressionError, match=r"the picture 'a.png' cannot be read .*cannot identify image file"):
+        read(write(tmp_path / "rows.jsonl", chat({"path": "a.png"})))
     assert not (tmp_path / "ran").exists()
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.errors import CompressionError
 from compressor.steps.prune import partition as grouping
 from compressor.steps.prune.partition import Grouping, group_experts
 from compressor.tolerance import ROUNDING
@@ -221,27 +220,3 @@ def test_one_merge_of_many_takes_the_closest_pair() -> None:
     found = group_experts(distances, 63)
     closest = divmod(int(distances.clone().fill_diagonal_(torch.inf).argmin()), 64)
     assert closest in found.groups and found.exact
-
-
-@pytest.mark.parametrize(("entry", "value"), [((2, 1), float("nan")), ((0, 3), -1.0), ((0, 1), 50.0), ((3, 3), 1e308)])
-def test_faulty_distances_are_refused(entry: tuple[int, int], value: float) -> None:
-    distances = random_distances(4, 0)
-    distances[entry] = value
-    distances[3, 3] *= 4
-    with pytest.raises(CompressionError, match="distances must be symmetric, finite, also in sum, and none below 0"):
-        group_experts(distances, 2)
-
-
-def test_refusals() -> None:
-    distances = random_distances(8, 0)
-    with pytest.raises(CompressionError, match=r"square matrix \[E, E\], not \[8, 4\]"):
-        group_experts(distances[:, :4], 2)
-    for count, second in ((5, range(4, 8)), (4, range(3, 8))):
-        with pytest.raises(CompressionError, match=f"{count} groups cannot be shared evenly by 2 routing blocks that"):
-            group_experts(distances, count, blocks=[range(4), second])
-    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 0 of them protected, form 1 to 8 groups"):
-        group_experts(distances, 9)
-    with pytest.raises(CompressionError, match="8 experts from expert 0 on, 4 of them protected, form 4 to 8"):
-        group_experts(distances, 3, alone=[0, 1, 2, 3])
-    with pytest.raises(CompressionError, match="4 experts from expert 4 on, 3 of them protected, form 3 to 4"):
-        group_experts(distances, 4, blocks=[range(4), range(4, 8)], alone=[4, 5, 6])
