@@ -69,7 +69,7 @@ def test_a_model_without_a_processor_refuses_pictures(home: Path, tmp_path: Path
     (tmp_path / "model" / "processor_config.json").unlink()
     text = arguments(home, tmp_path / "out")
     text[1] = str(tmp_path / "model")
-    refused(run(*text), r"has no processor \(processor_config.json\), and the calibration has pictures; copy")
+    refused(run(*text), r"has no usable processor for pictures .*; install Pillow and torchvision, copy")
     assert not (tmp_path / "out").exists()
 
 

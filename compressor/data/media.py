@@ -103,7 +103,7 @@ def read_sequences(
     processor = load_processor(Path(tokenizer.name_or_path))
     address, left_out = Address.parse(name), LeftOut(f"rows of {purpose} data {name}", strict)
     folder = Path(address.name)
-    if folder.is_file():
+    if isfile(folder):
         folder = folder.parent
     source_of_rows = source_rows(source, seed, purpose)
     rows: Iterable[Row] = source_of_rows.rows

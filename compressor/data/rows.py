@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO, TextIOWrapper
 from itertools import chain, groupby
+from os.path import isfile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -51,7 +52,7 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
         raise CompressionError(f"the text {address} was given in Python and is in no file; name one with --{purpose}")
     if address.name == DEMO_SOURCE and not path.exists():
         return SourceRows(_demo_rows(purpose))
-    if path.is_file():
+    if isfile(path):
         if address.config or address.split:
             plain = replace(address, config=None, split=None)
             raise CompressionError(f"{purpose} file {path} has no configurations and splits; write {plain}")
@@ -179,9 +180,8 @@ def _data_set_rows(address: Address, seed: int, purpose: str) -> Iterator[Row]:
 
     name, split = address.name, address.split or "train"
     config = address.config or ("en" if name == DEFAULT_SOURCE else None)
-    is_saved = any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
     try:
-        if is_saved:
+        if isfile(f"{name}/state.json") or isfile(f"{name}/dataset_dict.json"):
             saved = datasets.load_from_disk(name)
             rows = _split_of(saved, split).shuffle(seed=seed).to_iterable_dataset()
         else:

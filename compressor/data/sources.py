@@ -219,5 +219,7 @@ def _with_folder(source: str) -> str:
 
 def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
     """The identity with other names of its sources."""
+    if "sources" not in identity:
+        return {**identity, "source": name(identity["source"])}
     entries = [{**entry, "source": name(entry["source"])} for entry in identity["sources"]]
     return {**identity, "source": " + ".join(entry["source"] for entry in entries), "sources": entries}
