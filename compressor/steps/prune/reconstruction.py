@@ -135,7 +135,7 @@ def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: torch.Tensor
     tensors = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dtype == torch.long]
     if not tensors:
         return torch.arange(len(table), device=table.device)
-    numbers = torch.cat([value.flatten() for value in tensors]).unique()
+    numbers: torch.Tensor = torch.cat([value.flatten() for value in tensors]).unique()
     return numbers[numbers < len(table)]
 
 
