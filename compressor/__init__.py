@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compressor.model.inspection import inspect
     from compressor.model.loaded import LoadedModel
     from compressor.pipeline.dry_run import DryRun, dry_run
-    from compressor.pipeline.outcome import Outcome
+    from compressor.pipeline.outcome import GateFailedError, Outcome
     from compressor.recipe.recipe import Recipe
     from compressor.recipe.step import StepOptions
     from compressor.recipe.steps_plan import Plan
@@ -51,7 +51,7 @@ _HOMES = {  # public names by their modules, which are loaded, and torch with th
     "model.loaded": "LoadedModel",
     "model.inspection": "inspect",
     "pipeline.dry_run": "DryRun dry_run",
-    "pipeline.outcome": "Outcome",
+    "pipeline.outcome": "GateFailedError Outcome",
     "recipe.recipe": "Recipe",
     "recipe.step": "StepOptions",
     "recipe.steps_plan": "Plan",

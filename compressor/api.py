@@ -26,7 +26,9 @@ from compressor.evaluation.server import Server, refuse_tasks, servers_of
 from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
+from compressor.extras import require
 from compressor.files import alone, check_folder, default_folder
+from compressor.hub.push import check_access, push_output
 from compressor.model.loaded import LoadedModel, given
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, open_model, shared_experts
@@ -39,12 +41,13 @@ from compressor.pathways.reference import (
     build_reference,
     write_reference,
 )
+from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
 from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, read_calibration, read_evaluation
 from compressor.progress import Progress, Silent
-from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan
+from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.registry import working_strategies
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -95,10 +98,9 @@ def compress(
     max_shard_bytes: int | None = None,
     evaluate: bool = True,
     overwrite: bool = False,
-    accept: Callable[[Path], None] | None = None,
-    terms: str | None = None,
     command: Sequence[str] | None = None,
     progress: Progress | None = None,
+    announce: Callable[[Outlook], None] | None = None,
     **options: Any,
 ) -> Outcome:
     """Carry out steps on a model and write what comes out; an interrupted run goes on when called again.
@@ -108,14 +110,17 @@ def compress(
     temporary folder meanwhile. Without `steps` those of `default_steps(**options)` are taken: `experts=12`,
     `ratio=0.25`, `strategy="reap"`, `correct="tune"` and so on.
     Output and base are compared on held-out text unless `evaluate` is false.
-    `accept` gets the folder of the verified output before it is put in place, and raises what speaks against that;
-    where the output of this very request is in place already, nothing is written or accepted; with `accept` that
-    needs `terms`, which say what it does.
+    Where the output of this very request is in place already, nothing is written.
+
+    A recipe is carried out as a whole, as by the command line: its gate, the search for the smallest model that passes,
+    formats, and publishing on the Hub. It has all options but `device`, `overwrite`, `progress`, `command` and
+    `announce`, which gets what the gate can show before any work. Raises `GateFailedError` if its gate is not passed.
     """
     if isinstance(model, Recipe):
         recipe = model
     elif isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml")):
         recipe = read_recipe(Path(model))
+        refuse_missing(Path(model), recipe)
     else:
         recipe = make_recipe(
             given(model, tokenizer),
@@ -131,13 +136,13 @@ def compress(
             resident=resident,
             output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
-    return run(
-        recipe,
-        Terms(Path(out), overwrite, accept, terms, command),
-        device=device,
-        progress=progress,
-        observer=RunStats(),
-    )
+    require(*recipe.packages)
+    publishes = recipe.output.push_to_hub is not None and ranks().is_first
+    if publishes:
+        check_access(str(recipe.output.push_to_hub), recipe.output.private)  # now rather than after hours of work
+    terms = Terms(Path(out), overwrite, device, progress, RunStats, command)
+    outcome = carry_out(recipe, terms, announce)
+    return replace(outcome, pushed=push_output(outcome, recipe.output)) if publishes else outcome
 
 
 def make_recipe(
@@ -185,8 +190,7 @@ def apply(
     if model is not None:
         changed |= {"model": given(model, tokenizer), "revision": None}
     recipe = Recipe.of({**dict(recipe_of_plan(loaded)), **changed}, "the plan")
-    terms = Terms(Path(out), overwrite, terms="", command=command)
-    return run(recipe, terms, plan=loaded, device=device, progress=progress, observer=RunStats())
+    return run(recipe, Terms(Path(out), overwrite, device, progress, RunStats, command), loaded)
 
 
 def plan(

@@ -27,10 +27,6 @@ class CompressionError(Exception):
         super().__init__(plain(sentence))
 
 
-class RejectedError(CompressionError):
-    """An output that is whole but was not accepted, so that it is not put in place."""
-
-
 class ItemError(CompressionError):
     """A fault of one row, document or item of many; the others can do without it."""
 

@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from compressor.cli import searching as gated
+import compressor
 from compressor.data.demo import demo_checkpoint
+from compressor.entry_points import EXPORTERS
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation.gate_report import read_gate
+from compressor.model.loaded import given
+from compressor.pipeline.outcome import Attempt
+from compressor.pipeline.search import next_count
+from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
+from tests import small
 from tests.command_line import Result, Run, captured, names, refused
 from tests.evaluations import no_stock_tasks
+from tests.gates import gate, task
+from tests.plugins import install
 from tests.small import tree
 
 pytestmark = pytest.mark.usefixtures("offline", "own_cache")
@@ -276,64 +285,141 @@ def test_compress_leaves_what_passes_in_place_and_finds_it_when_it_is_repeated(b
         assert done.status == 2 and "out exists already; name another folder" in done.err
 
 
-@pytest.mark.full
-def test_a_search_that_was_stopped_tries_nothing_twice(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Listener:
+    """Counts phases, and presses Ctrl-C at the start of one."""
+
+    def __init__(self, stop: str = "", number: int = 0) -> None:
+        self.phases, self.stop, self.number = list[str](), stop, number
+
+    def start(self, phase: str, total: int) -> None:
+        self.phases.append(phase)
+        if phase == self.stop and self.phases.count(phase) == self.number:
+            raise KeyboardInterrupt
+
+    def advance(self, detail: str) -> None: ...
+
+    @property
+    def judged(self) -> int:
+        """Models that went through a gate of text."""
+        return self.phases.count("judge")
+
+
+EXPORTER = """
+def export(checkpoint, output, options, progress):
+    output.mkdir()
+    progress.start("listing", 1)
+    (output / "names.txt").write_text("\\n".join(sorted(path.name for path in checkpoint.iterdir())))
+"""
+
+
+@pytest.fixture
+def exporter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path_factory.mktemp("site"), monkeypatch, "names", EXPORTER, group=EXPORTERS)
+
+
+def gated_recipe(folder: Path, experts: int | None = 4, formats: str = "safetensors", **gate: Any) -> compressor.Recipe:
+    """A recipe on a tiny model, under a gate of text."""
+    gate = {"text": ["calibration.txt"], "text_samples": 16, "text_length": 16, **gate}
+    prune = {"strategy": "model-centric", "experts": experts}
+    content = {"model": str(folder / "model"), "steps": [{"prune": prune}], "gate": gate}
+    return compressor.Recipe.of({**content, "output": {"formats": formats}})
+
+
+@pytest.fixture
+def tiny(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, for recipes name texts without folders, with a tiny model and text."""
+    folder = tmp_path_factory.mktemp("tiny")
+    small.save(folder / "model")
+    small.text_file(folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("max_flips", "status", "verdict"), [(1e-6, 1, "fail"), (0.49, 3, "inconclusive")])
+def test_a_recipe_whose_gate_is_not_passed_ends_alike_in_python_and_by_command(
+    run: Run, tiny: Path, tmp_path: Path, max_flips: float, status: int, verdict: str
 ) -> None:
-    ask = ("--search", "--gate", "moe_demo_recall", "--limit", 40, "--correct", "none", "--inconclusive", "pass")
-    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [3, 4, 5, 6, 14])
-    tried, asked, stop_at = list[int](), list[int](), dict[str, int]()
+    recipe = gated_recipe(tiny, max_flips=max_flips)
+    with pytest.raises(compressor.GateFailedError, match=f"did not pass the gate .{verdict}. and was not") as failure:
+        compressor.compress(recipe, tmp_path / "out")
+    error = failure.value
+    assert (error.status, error.result.verdict, error.outcome) == (status, verdict, None)
+    assert [attempt.experts for attempt in error.attempts] == [4]
+    assert names(tmp_path) == ["out.gate"] and sorted(path.name for path in error.reports) == REPORTS
+    (tmp_path / "recipe.yaml").write_bytes(recipe_yaml(recipe))
+    result = run("compress", tmp_path / "recipe.yaml", "-o", tmp_path / "by-command", "--json")
+    assert result.status == status and names(tmp_path) == ["by-command.gate", "out.gate", "recipe.yaml"]
+    reports = [json.loads((tmp_path / name / "gate.json").read_text()) for name in ("out.gate", "by-command.gate")]
+    for report in reports:
+        del report["seconds"], report["compressed"], report["model_index"]  # whose name is the output's
+        del report["compressed_identity"]["weights"]  # with times
+    assert reports[0] == reports[1]
+    keeping = gated_recipe(tiny, max_flips=max_flips, keep_failed=True)
+    with pytest.raises(compressor.GateFailedError, match="is kept all the same") as failure:
+        compressor.compress(keeping, tmp_path / "kept")
+    assert failure.value.status == status and failure.value.outcome is not None
+    assert read_gate(tmp_path / "kept") == failure.value.outcome.gate
 
-    def stopping(name: str, note: Any) -> None:
-        own = getattr(gated, name)
 
-        def rigged(*arguments: Any, **named: Any) -> Any:
-            note(*arguments)
-            stop_at[name] = stop_at.get(name, 0) - 1
-            if not stop_at[name]:
-                raise KeyboardInterrupt
-            return own(*arguments, **named)
+@pytest.mark.usefixtures("exporter")
+def test_a_recipe_that_passes_is_the_same_in_python_and_by_command(run: Run, tiny: Path, tmp_path: Path) -> None:
+    recipe = gated_recipe(tiny, formats="safetensors,names", max_flips=0.9)
+    outcome = compressor.compress(recipe, tmp_path / "out")
+    assert outcome.gate is not None and outcome.gate.verdict == "pass" and outcome.attempts[0].accepted
+    assert "model.safetensors" in (tmp_path / "out" / "names" / "names.txt").read_text()
+    assert names(tmp_path) == ["out", "out.gate"] and names(tmp_path / "out.gate") == REPORTS
+    before = tree(tmp_path / "out")
+    (tiny / "recipe.yaml").write_bytes(recipe_yaml(recipe))
+    result = run("compress", "recipe.yaml", "-o", tmp_path / "out", "--json")
+    assert result.status == 0 and "is what this command asks for" in result.err, result
+    assert tree(tmp_path / "out") == before
+    assert json.loads(result.out)["compression"]["experts"] == {"before": 8, "after": 4}
 
-        monkeypatch.setattr(gated, name, rigged)
 
-    stopping("run_gate", lambda *_: tried.append(len(tried)))
-    stopping("record_request", lambda *_: None)  # of a model that has passed, which is about to be put in place
-    run = evaluating.Evaluation.run
-    monkeypatch.setattr(
-        evaluating.Evaluation, "run", lambda self, *a: (asked.append(len(self.missing)), run(self, *a))[1]
-    )
-    out, whole = tmp_path / "out", tmp_path / "whole"
+def test_a_gate_that_a_recipe_cannot_have_is_refused(tiny: Path, tmp_path: Path) -> None:
+    onnx = gated_recipe(tiny, formats="keep-list", max_flips=0.9)
+    with pytest.raises(compressor.CompressionError, match="--gate judges a safetensors output"):
+        compressor.compress(onnx, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    recipe = gated_recipe(tiny, max_flips=0.9).model_copy(update={"model": given(model, small.tokenizer())})
+    with pytest.raises(compressor.CompressionError, match="a gate loads the base from its files"):
+        compressor.compress(recipe, tmp_path / "out")
+    assert names(tmp_path) == []
 
-    def search(folder: Path, *more: Any, **stops: int) -> tuple[Result, int, int]:
-        """What came of it, how many models were judged, and how many tasks were asked."""
-        stop_at.clear()
-        stop_at.update(stops)
-        tried.clear()
-        asked.clear()
-        return gated_run(base, folder, *ask, *more), len(tried), sum(asked)
 
-    first, judged, tasks = search(whole)
-    content = json.loads(first.out)
-    assert first.status == 0 and [each["experts"] for each in content["attempts"]] == [5, 14, 6]
-    assert judged == 3 and tasks in (3, 4)  # one for each model, unless the base's is stored
+@pytest.mark.usefixtures("exporter")
+def test_a_search_that_was_stopped_tries_nothing_twice(tiny: Path, tmp_path: Path) -> None:
+    recipe = gated_recipe(tiny, None, "safetensors,names", max_flips=0.37, search=True)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+
+    def search(folder: Path, stop: str = "", number: int = 0) -> tuple[compressor.Outcome | None, int]:
+        """Return the outcome, None if the search was stopped, and how many models were judged."""
+        listener = Listener(stop, number)
+        try:
+            return compressor.compress(recipe, folder, progress=listener), listener.judged
+        except KeyboardInterrupt:
+            return None, listener.judged
+
+    first, judged = search(whole)
+    assert first is not None and judged == 3
+    assert [(attempt.experts, attempt.accepted) for attempt in first.attempts] == [(5, False), (7, True), (6, False)]
+    assert first.experts_after == 7
     shutil.rmtree(cache_folder("trials"))
-    assert search(out, run_gate=2)[1] == 2 and not out.exists()  # stopped while the second model is judged
-    stopped, judged, tasks = search(out, record_request=1)  # stopped when that one has passed, and is not in its place
-    assert (stopped.status, judged, tasks) == (130, 1, 0) and not out.exists()  # its answers are known by its content
-    third = search(out, run_gate=2)  # the third is tried, then the second made again for its place
-    assert (third[0].status, third[1]) == (130, 2) and not out.exists()
-    second, judged, tasks = search(out)
-    assert (second.status, judged, tasks) == (0, 1, 0)
-    told = json.loads(second.out)
-    assert {each["experts"]: each["verdict"] for each in told["attempts"]} == {
-        each["experts"]: each["verdict"] for each in content["attempts"]
+    assert search(out, "judge", 2) == (None, 2) and not out.exists()  # stopped while the second model is judged
+    assert search(out, "listing", 1) == (None, 1) and not out.exists()  # that one passed and is not in its place
+    second, judged = search(out)  # the third is tried, then the second made again for its place
+    assert second is not None and judged == 2
+    assert {each.experts: each.result.verdict for each in second.attempts} == {
+        each.experts: each.result.verdict for each in first.attempts
     }
-    assert told["tasks"] == content["tasks"] and tree(out).keys() == tree(whole).keys()
+    assert tree(out).keys() == tree(whole).keys()
     for name in ("model.safetensors", "config.json", "compression.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-    again, judged, tasks = search(out)
-    assert (again.status, judged, tasks) == (0, 0, 0) and "is what this command asks for" in again.err
-    refused(gated_run(base, out, *ask, "--seed", 3), "exists already")
+    again, judged = search(out)
+    assert again is not None and judged == 0 and again.gate == second.gate
+    other = recipe.model_copy(update={"seed": 3})
+    with pytest.raises(compressor.CompressionError, match="exists already"):
+        compressor.compress(other, out)
 
 
 @pytest.mark.full
@@ -366,24 +452,25 @@ def test_search_finds_the_smallest_that_passes(base: Path, tmp_path: Path) -> No
     assert content["confidence"] == pytest.approx(1 - 0.05 / 4)
 
 
-@pytest.mark.full
-def test_a_search_that_finds_nothing_leaves_nothing(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gated, "possible_counts", lambda source, request: [3, 4])
-    result = gated_run(base, tmp_path / "out", "--search", "--gate", "moe_demo_recall")
-    assert result.status == 1, result
-    assert names(tmp_path) == ["out.gate"]
-    assert [attempt["experts"] for attempt in json.loads(result.out)["attempts"]] == [4]
+def test_a_search_that_finds_nothing_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(compressor.GateFailedError) as failure:
+        compressor.compress(gated_recipe(tiny, None, max_flips=1e-6, search=True), tmp_path / "out")
+    assert failure.value.status == 1 and names(tmp_path) == ["out.gate"]
+    assert [attempt.experts for attempt in failure.value.attempts] == [5, 7]
 
 
 @pytest.mark.parametrize("counts", [[2], list(range(2, 16)), list(range(4, 64, 4))])
 def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
     for least in [*counts, 10**6]:
-        asked: list[int] = []
-        found = gated.smallest(counts, lambda n, asked=asked, least=least: asked.append(n) or n >= least)  # type: ignore[func-returns-value]
-        assert found == next((count for count in counts if count >= least), None)
-        assert len(asked) == len(set(asked)) <= len(counts).bit_length()
+        attempts = list[Attempt]()
+        count = next_count(counts, attempts)
+        while count is not None:
+            attempts.append(Attempt(count, gate(task()), count >= least))
+            count = next_count(counts, attempts)
+        tried = [attempt.experts for attempt in attempts]
+        passed = [attempt.experts for attempt in attempts if attempt.accepted]
+        assert min(passed, default=None) == next((count for count in counts if count >= least), None)
+        assert len(tried) == len(set(tried)) <= len(counts).bit_length()
 
 
 @pytest.mark.parametrize(

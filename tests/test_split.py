@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 import compressor
 from compressor.api import make_recipe
 from compressor.checkpoint.source import locate
-from compressor.cli.searching import possible_counts
 from compressor.errors import CompressionError
 from compressor.hub.card import again as asked_again
 from compressor.hub.card import introduction, read_facts
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
+from compressor.pipeline.search import possible_counts
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions

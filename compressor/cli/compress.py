@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.gate import compress_under_gate, gate_request, outlook_of
+from compressor.cli.gate import announcer, summarise
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     CALIBRATION,
@@ -24,7 +24,7 @@ from compressor.cli.options import (
     flag,
     options_of,
 )
-from compressor.cli.outputs import push_made
+from compressor.cli.outputs import hub_bars
 from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
@@ -69,6 +69,7 @@ def plan(
     outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
     if not is_gguf:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
+        recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
         for step in recipe.steps:
             require(*step.packages)
     from compressor.cli.rendering import show_dry_run
@@ -150,44 +151,30 @@ def compress(
         return show_gguf_summary(summary, running.as_json)
     recipe = recipe_of(model, flags, settings)
     require(*recipe.packages)
-    from compressor.cli import exporting, rendering
+    from compressor.cli.rendering import show_dry_run, show_gated, show_outcome
 
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:
         with progress_bars(running.as_json) as progress:
-            recipe = fit_into(recipe, nbytes, servers, {"device": running.device, "progress": progress})
-    constants = any(step.name == "constants" for step in recipe.steps)
-    written = exporting.read_formats((exporting.WRITER,) if constants else recipe.output.formats)
-    if constants and recipe.gate is not None:
-        raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
+            recipe = fit_into(recipe, nbytes, servers, running.device, progress)
     if dry_run or output is None:
-        found = None
-        if recipe.gate is not None:
-            wanted = gate_request(recipe.gate, running.device)
-            if recipe.gate.search:
-                from compressor.cli.searching import largest_tried
-
-                recipe, wanted = largest_tried(recipe, wanted)
-            found = outlook_of(wanted)
-        return rendering.show_dry_run(compressor.dry_run(recipe), running.as_json, found)
-    if recipe.output.push_to_hub is not None:  # refused now rather than after hours of work
-        from compressor.hub.push import check_access
-
-        check_access(recipe.output.push_to_hub, recipe.output.private)
-    if recipe.gate is not None:
-        compress_under_gate(recipe, output, written, running)
-    with progress_bars(running.as_json) as progress:
-        outcome = compressor.compress(
-            recipe,
-            output,
-            accept=exporting.additions(written, progress),
-            terms=",".join(written),
-            **running.making(progress),
-        )
-    if ranks().is_first:
-        pushed = push_made(output, recipe.output, None, running.as_json)
-        rendering.show_outcome(outcome, running.as_json, pushed)
+        return show_dry_run(compressor.dry_run(recipe), running.as_json)
+    announce = announcer(running.as_json)
+    try:
+        with hub_bars(running.as_json), progress_bars(running.as_json) as progress:
+            outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))
+    except compressor.GateFailedError as failure:
+        if ranks().is_first:
+            summarise(failure.result)
+            show_gated(failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json)
+        raise typer.Exit(failure.status) from None
+    if not ranks().is_first:
+        return
+    if outcome.gate is None or recipe.gate is None:
+        return show_outcome(outcome, running.as_json)
+    summarise(outcome.gate)
+    show_gated(outcome.gate, outcome, outcome.attempts, outcome.reports, running.as_json)
 
 
 def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """`evaluate`: how a smaller model behaves beside its base."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +12,6 @@ from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.extras import require
 from compressor.recipe.recipe import BehaviourOptions, validated
-
-if TYPE_CHECKING:
-    from compressor.evaluation.behaviour import Answering
-    from compressor.evaluation.judging import Judging
 
 USUAL_CONFIDENCE = 0.95
 
@@ -43,6 +39,7 @@ def evaluate(
         require("jinja2")
     from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
     from compressor.evaluation.conditions import check_confidence
+    from compressor.pipeline.gate import answering_of, judging_of
 
     check_confidence(confidence)
     chosen = validated(BehaviourOptions, options, "the command line")
@@ -68,28 +65,3 @@ def evaluate(
         written = [] if output is None else write_behaviour(found, output, running.overwrite)
     content = {**found.to_dict(), "files": [str(path) for path in written]}
     print_report(running.as_json, content, behaviour_blocks(found, written))
-
-
-def answering_of(options: BehaviourOptions, limit: int | None) -> "Answering | None":
-    """What is written, with the prompts read; None where none are named."""
-    from compressor.evaluation.behaviour import Answering
-    from compressor.evaluation.prompts import read_prompts
-
-    if not options.prompts:
-        return None
-    named = options.model_dump(include={"max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict"})
-    return Answering(read_prompts(options.prompts, limit=limit, strict=options.strict), **named)
-
-
-def judging_of(
-    options: BehaviourOptions, max_flips: float | None = None, max_loss_rise: float | None = None
-) -> "Judging | None":
-    """What both models read; None where nothing is named."""
-    from compressor.evaluation.judging import Judging
-
-    if options.teacher_forced and not options.prompts:
-        raise CompressionError("--teacher-forced is of answers to prompts; name --prompts, or give --answers")
-    if not (options.text or options.answers or options.teacher_forced):
-        return None
-    sizes, limits = (options.text_samples, options.text_length), (max_flips, max_loss_rise)
-    return Judging(options.text, *sizes, options.answers, options.teacher_forced, *limits, options.strict)

@@ -2,41 +2,35 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import compressor
-from compressor.cli.evaluate import answering_of, judging_of
 from compressor.cli.options import (
     GATE_OPTIONS,
     SERVER_OPTIONS,
     Reading,
-    Running,
     flag,
     listed,
 )
-from compressor.cli.outputs import push_made
-from compressor.cli.terminal import print_report, progress_bars, reporting
+from compressor.cli.terminal import print_report, reporting
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.evaluation.options import ServerOptions
 from compressor.extras import TASKS, require
-from compressor.files import default_folder
 from compressor.progress import Progress
-from compressor.recipe.recipe import GateOptions, Recipe, validated
+from compressor.recipe.recipe import GateOptions, validated
 from compressor.records import plain_json
 
 if TYPE_CHECKING:
-    from compressor.evaluation.gate import GateRequest, Outlook
+    from compressor.evaluation.gate import Outlook
 
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
-MAX_LOOP_RISE = 0.01  # of answers, where prompts are named and no limit
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
 
 
@@ -71,6 +65,7 @@ def gate(
     from compressor.cli.rendering import show_gate
     from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
     from compressor.evaluation.gate_report import NAMES, write_gate
+    from compressor.pipeline.gate import gate_request, read_outlook
 
     usual = () if judged and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
     named = listed(tasks, "--tasks") or usual
@@ -79,7 +74,7 @@ def gate(
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
     asked = ServerOptions(**servers)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
-        found = outlook_of(wanted)
+        found = read_outlook(wanted)
         if dry_run:
             announcer(running.as_json, dry_run)(found)
         passable(found)
@@ -108,82 +103,6 @@ def gate(
     raise typer.Exit(EXIT_STATUS[wanted.counted(result.verdict)])
 
 
-def gate_request(gate: GateOptions, device: str, dtype: str = "auto", cache_dir: Path | None = None) -> "GateRequest":
-    """What a gate tests."""
-    from compressor.evaluation.gate import GateRequest
-    from compressor.evaluation.tasks import EvaluationOptions, read_batch_size
-
-    answering, rises = answering_of(gate, gate.limit), (gate.max_loop_rise, gate.max_missed_rise)
-    judging = judging_of(gate, max_flips=gate.max_flips, max_loss_rise=gate.max_loss_rise)
-    if answering is not None and not gate.teacher_forced:
-        loops, missed = (MAX_LOOP_RISE, None) if rises == (None, None) else rises
-        answering = replace(answering, max_loop_rise=loops, max_missed_rise=missed)
-    elif rises != (None, None):
-        remedy = "leave out --teacher-forced" if gate.teacher_forced else "name --prompts"
-        raise CompressionError(f"--max-loop-rise and --max-missed-rise judge answers of both models; {remedy}")
-    if (judging is None) != (gate.max_flips is None and gate.max_loss_rise is None):
-        raise CompressionError("--text and --answers are judged by --max-flips or --max-loss-rise; give one of each")
-    options = EvaluationOptions(
-        tasks=gate.tasks,
-        limit=gate.limit,
-        include_path=None if gate.include_path is None else Path(gate.include_path),
-        batch_size=read_batch_size(str(gate.batch_size)),
-        device=device,
-        dtype=dtype,
-        stream=gate.stream,
-    )
-    return GateRequest(
-        options,
-        max_drop=gate.max_drop,
-        max_task_drop=gate.max_task_drop,
-        confidence=gate.confidence,
-        inconclusive=gate.inconclusive or "inconclusive",
-        cache=cache_dir or default_folder(),
-        answering=answering,
-        judging=judging,
-    )
-
-
-def compress_under_gate(recipe: Recipe, output: Path, formats: Sequence[str], running: Running) -> NoReturn:
-    """Compress, gate, publish what passes if that is asked for, show it all; the exit status is the gate's."""
-    from compressor.cli.exporting import WRITER, additions
-    from compressor.cli.rendering import show_gated
-    from compressor.cli.searching import compress_gated
-    from compressor.evaluation.gate_report import NAMES, write_gate
-    from compressor.files import check_folder
-
-    assert recipe.gate is not None
-    strict = recipe.gate.strict or recipe.calibration.strict
-    wanted = gate_request(recipe.gate.model_copy(update={"strict": strict}), running.device)
-    if WRITER not in formats:
-        raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")
-    reports = output.with_name(f"{output.name}.gate")
-    ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
-    with progress_bars(running.as_json) as progress:
-        gated = compress_gated(
-            recipe,
-            output,
-            wanted,
-            keep_failed=recipe.gate.keep_failed,
-            search=recipe.gate.search,
-            after=additions(formats, progress),
-            terms=",".join(formats),
-            announce=announcer(running.as_json),
-            **running.making(progress),
-        )
-        result = gated.decisive.result
-        written = write_gate(result, reports, overwrite=True) if ranks().is_first else []
-    status, pushed = ranks().broadcast(lambda: EXIT_STATUS[wanted.counted(result.verdict)]), None
-    if not ranks().is_first:
-        raise typer.Exit(status)
-    summarise(result)
-    if gated.outcome is not None and status == EXIT_STATUS["pass"]:
-        report = output / "gate.json" if result.verdict == "pass" else None  # else the user has decided
-        pushed = push_made(output, recipe.output, report, running.as_json)
-    show_gated(gated, running.as_json, written, pushed)
-    raise typer.Exit(status)
-
-
 @contextmanager
 def _models(
     base: str | None, compressed: str | None, demo: bool, progress: Progress, served: bool
@@ -202,14 +121,6 @@ def _models(
             choice |= {"samples": 2 * SAMPLES, "evaluate": False}
             compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
             yield str(source), str(target)
-
-
-def outlook_of(wanted: "GateRequest") -> "Outlook":
-    """What a gate can show; its tasks are read, no model is."""
-    from compressor.evaluation.gate import outlook
-    from compressor.evaluation.tasks import resolve_tasks
-
-    return outlook(ranks().first_before_others(lambda: resolve_tasks(wanted.options)), wanted)
 
 
 def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,12 +29,7 @@ from compressor.extras import ONNX as ONNX_PACKAGES
 from compressor.extras import require
 from compressor.files import alone
 from compressor.formatting import readable
-from compressor.hub.repository import AGAIN
-from compressor.recipe.recipe import OutputOptions
 from compressor.run_record import COMPRESSION
-
-if TYPE_CHECKING:
-    from compressor.hub.push import PushSummary
 
 GRAPH = "model.onnx"
 ONNX = "ONNX"
@@ -68,9 +63,9 @@ def export(
     """
     require(*(ONNX_PACKAGES if format == "onnx" else ()))
     from compressor.checkpoint.source import locate
-    from compressor.cli.exporting import export_checkpoint, find_exporter
     from compressor.cli.rendering import show_export
     from compressor.entry_points import read_option
+    from compressor.pipeline.formats import export_checkpoint, find_exporter
     from compressor.recipe.registry import exporter_options
 
     past = False if no_past else None
@@ -210,26 +205,6 @@ def push(
             require_gate=require_gate,
         )
     print_report(running.as_json, published(summary)["push"], push_blocks(summary))
-
-
-def push_made(output: Path, place: OutputOptions, require_gate: Path | None, as_json: bool) -> "PushSummary | None":
-    """Push a finished output where --push-to-hub says; an error says that the output is whole and how to push it."""
-    if place.push_to_hub is None:
-        return None
-    from compressor.hub.push import push as publish
-
-    repo_id, private = place.push_to_hub, place.private
-    try:
-        with hub_bars(as_json):
-            return publish(output, repo_id, private=private, require_gate=require_gate)
-    except CompressionError as error:
-        again = f"moe-compress push {output} {repo_id}{' --private' if private else ''}"
-        message = str(error)
-        if AGAIN in message:
-            message = message.replace(AGAIN, f"then run {again}, which goes on where it stopped")
-        else:
-            message = f"{message} (then: {again})"
-        raise CompressionError(f"{output} is complete, but was not pushed: {message}") from None
 
 
 @contextmanager

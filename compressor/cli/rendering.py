@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.cli.terminal import PROGRAM, print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.evaluation.gate import Outlook, passable
 from compressor.evaluation.gate_report import full_content, gate_blocks, outlook_blocks
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import heldout_blocks
@@ -20,19 +19,16 @@ from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE
-from compressor.records import plain_json
 from compressor.report.comparison_report import Comparison, comparison_brief
 from compressor.report.sizes_report import SizeComparison, size_brief
 from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.attribution.report import Findings
-    from compressor.cli.searching import Gated
-    from compressor.evaluation.gate import Outlook
     from compressor.gguf_files.blocks import GgufInspection
     from compressor.hub.push import PushSummary
     from compressor.pipeline.dry_run import DryRun
-    from compressor.pipeline.outcome import Outcome
+    from compressor.pipeline.outcome import Attempt, Outcome
 
 
 def show_inspection(report: Inspection, as_json: bool) -> None:
@@ -83,11 +79,8 @@ def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table
     return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
 
 
-def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> None:
-    """What a run would do: steps, shapes before and after, servers, text and memory; and what its gate can show.
-
-    Raises `CompressionError` for a gate that not even an identical model passes.
-    """
+def show_dry_run(run: "DryRun", as_json: bool) -> None:
+    """What a run would do: steps, shapes before and after, servers, text and memory; and what its gate can show."""
     steps = tuple(
         (
             str(number),
@@ -124,22 +117,18 @@ def show_dry_run(run: "DryRun", as_json: bool, gate: Outlook | None = None) -> N
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
     solving = "; correct takes about as much again" if any(step["name"] == "correct" for step in run.steps) else ""
     blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
-    content = run.to_dict()
-    if gate is not None:
-        content["gate"] = plain_json(gate)
-        blocks += outlook_blocks(gate)
-    print_report(as_json, content, blocks)
-    if gate is not None:
-        passable(gate)
+    if run.gate is not None:
+        blocks += outlook_blocks(run.gate)
+    print_report(as_json, run.to_dict(), blocks)
 
 
-def show_outcome(outcome: "Outcome", as_json: bool, pushed: "PushSummary | None" = None) -> None:
+def show_outcome(outcome: "Outcome", as_json: bool) -> None:
     """What a run did, and where it was published."""
-    blocks = () if as_json else (*outcome_blocks(outcome, pushed), *next_commands(outcome, pushed))
-    print_report(as_json, {**outcome.to_dict(), **published(pushed)}, blocks)
+    blocks = () if as_json else (*outcome_blocks(outcome), *next_commands(outcome))
+    print_report(as_json, {**outcome.to_dict(), **published(outcome.pushed)}, blocks)
 
 
-def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> list[Block]:
+def outcome_blocks(outcome: "Outcome") -> list[Block]:
     """Sizes before and after, what it took, and what was left out."""
     from compressor.pipeline.outcome import size_table
 
@@ -174,21 +163,20 @@ def outcome_blocks(outcome: "Outcome", pushed: "PushSummary | None" = None) -> l
         gone = counted(sum(len(layer.constants) for layer in expert_plan.layers), "expert")
         each = span(len(layer.groups) for layer in expert_plan.layers)
         blocks.append(Text(f"constants for {gone}; the layers keep {each} each; {NOT_STOCK}"))
-    return [*blocks, Text(f"Written to {outcome.out}"), *(push_blocks(pushed) if pushed is not None else ())]
+    blocks.append(Text(f"Written to {outcome.out}"))
+    return blocks if outcome.pushed is None else [*blocks, *push_blocks(outcome.pushed)]
 
 
-def next_commands(
-    outcome: "Outcome", pushed: "PushSummary | None" = None, result: GateResult | None = None
-) -> list[Block]:
+def next_commands(outcome: "Outcome") -> list[Block]:
     """The commands that make sense next: test the output against its base, try it, publish it."""
     folder, commands = Path(outcome.out), list[str]()
     if not any(folder.glob("*.safetensors")):  # it is another exporter's
         return []
-    if not outcome.expert_plan.has_constants and result is None:
+    if not (outcome.expert_plan.has_constants or outcome.attempts):
         record, plan = read_record(folder), outcome.plan
         base = (record and (record.base or record.source)) or (plan.base or plan.source).model
         commands.append(f"{PROGRAM} gate {shlex.quote(base)} {shlex.quote(outcome.out)}")
-    if pushed is None:
+    if outcome.pushed is None:
         commands.append(f"{PROGRAM} push {shlex.quote(outcome.out)} NAMESPACE/NAME")
     return next_blocks(commands)
 
@@ -253,16 +241,19 @@ def show_gate(result: GateResult, as_json: bool, written: Sequence[Path] = ()) -
 
 
 def show_gated(
-    gated: "Gated", as_json: bool, written: Sequence[Path] = (), pushed: "PushSummary | None" = None
+    result: GateResult,
+    outcome: "Outcome | None",
+    attempts: "Sequence[Attempt]",
+    written: Sequence[Path],
+    as_json: bool,
 ) -> None:
-    """What a compression under a gate did, and the gate of the model in place, or of the last one if none passed."""
-    result, outcome, attempts = gated.decisive.result, gated.outcome, gated.attempts
+    """Show the gate of the model in place, or of the last one if none passed, and the outcome of what is in place."""
     content = {
         **full_content(result),
         "written": [str(path) for path in written],
         "attempts": [{"experts": x.experts, "accepted": x.accepted, "verdict": x.result.verdict} for x in attempts],
         "compression": None if outcome is None else outcome.to_dict(),
-        **published(pushed),
+        **published(None if outcome is None else outcome.pushed),
     }
     blocks: list[Block] = [*gate_blocks(result), *written_line(written)]
     if len(attempts) > 1:
@@ -271,7 +262,7 @@ def show_gated(
     if outcome is None:
         blocks.append(Text(f"{result.compressed} was not written."))
     elif not as_json:
-        blocks += [*outcome_blocks(outcome, pushed), *next_commands(outcome, pushed, result)]
+        blocks += [*outcome_blocks(outcome), *next_commands(outcome)]
     print_report(as_json, content, blocks)
 
 

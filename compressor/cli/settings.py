@@ -112,10 +112,6 @@ def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[st
     changed = _changed(recipe, values)
     if changed.model is None:
         raise CompressionError("no model is named; give MODEL, or a recipe with one")
-    if constants and changed.output.formats != (MONE,):
-        raise CompressionError(f"--format {','.join(changed.output.formats)}: {MONE} is written alone; name one format")
-    if constants and not any(step.name == "constants" for step in changed.steps):
-        raise CompressionError(f"--format {MONE} writes what the step constants has made, which {model} lacks")
     if is_file:
         refuse_missing(Path(model), changed)
     return changed

@@ -1,7 +1,7 @@
 """Options of `compare --sizes` and `compress --bytes`, and what they come to."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +9,7 @@ from compressor.cli.options import SIZES, flag, listed, numbers
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import read_bytes
+from compressor.progress import Progress
 
 if TYPE_CHECKING:
     from compressor.recipe.recipe import Recipe
@@ -65,15 +66,13 @@ def only(parts: Sequence[int]) -> int:
     return parts[0]
 
 
-def fit_into(recipe: "Recipe", nbytes: str, servers: str | None, reading: Mapping[str, Any]) -> "Recipe":
-    """The recipe with the share of the experts and the format that fit best; logs what they are, and how sure that is.
-
-    `reading` are a device and a listener.
-    """
+def fit_into(recipe: "Recipe", nbytes: str, servers: str | None, device: str, progress: Progress) -> "Recipe":
+    """Return the recipe with the share of the experts and the format that fit best; log what they are."""
     from compressor.report.sizes import fitted
     from compressor.report.sizes_report import sentences
 
-    found, made = fitted(recipe, read_bytes(nbytes, "--bytes"), listed(servers, "--for") or (), **reading)
-    for line in sentences(made):
+    limit, names = read_bytes(nbytes, "--bytes"), listed(servers, "--for") or ()
+    fitting, comparison = fitted(recipe, limit, names, device=device, progress=progress)
+    for line in sentences(comparison):
         logger.info("%s", line)
-    return found
+    return fitting

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.evaluate import answering_of
 from compressor.cli.options import BEHAVIOUR_OPTIONS, SERVER_OPTIONS, Out, Writing, flag
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.document.blocks import Block, Facts, Text
@@ -28,6 +27,7 @@ def traces(
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
     from compressor.evaluation.traces import traces_content
+    from compressor.pipeline.gate import answering_of
 
     answering = answering_of(validated(BehaviourOptions, options, "the command line"), limit)
     if answering is None:

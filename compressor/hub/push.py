@@ -17,6 +17,8 @@ from compressor.hub.card import CARD, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.own_code import json_bytes, naming_code, without_code
+from compressor.pipeline.outcome import Outcome
+from compressor.recipe.recipe import OutputOptions
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -125,6 +127,23 @@ def push(
         if tag is not None and tag not in fresh.tags:
             repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head))
     return summary
+
+
+def push_output(outcome: Outcome, output: OutputOptions) -> PushSummary:
+    """Push a finished output where its recipe says; an error says that the output is whole and how to push it."""
+    folder, repo_id = outcome.out, str(output.push_to_hub)
+    is_passed = outcome.gate is not None and outcome.gate.verdict == "pass"  # else the user has decided
+    require_gate = Path(folder) / REPORT if is_passed else None
+    try:
+        return push(folder, repo_id, private=output.private, require_gate=require_gate)
+    except CompressionError as error:
+        again = f"moe-compress push {folder} {repo_id}{' --private' if output.private else ''}"
+        message = str(error)
+        if hub.AGAIN in message:
+            message = message.replace(hub.AGAIN, f"then run {again}, which goes on where it stopped")
+        else:
+            message = f"{message} (then: {again})"
+        raise CompressionError(f"{folder} is complete, but was not pushed: {message}") from None
 
 
 def check_arguments(repo_id: str, revision: str | None, create_pr: bool, message: str | None, tag: str | None) -> None:

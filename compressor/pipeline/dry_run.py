@@ -8,14 +8,20 @@ from typing import Any, Self
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
+from compressor.evaluation.gate import Outlook, passable
+from compressor.extras import require
 from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
+from compressor.pipeline.formats import formats_of
+from compressor.pipeline.gate import read_outlook, request_of
 from compressor.pipeline.run import earlier_plan
+from compressor.pipeline.search import largest_tried
 from compressor.pipeline.task import Task, prepare, stage_numbers, text_specs
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
+from compressor.records import plain_json
 from compressor.steps.job import output_size
 from compressor.steps.state import OWN, part_name
 
@@ -78,6 +84,7 @@ class DryRun:
     layers_memory: int  # bytes of two of the largest decoder layer
     activations: int  # bytes of hidden states, above 4 GiB in files
     whole_memory: int  # bytes of a model that is trained in memory, with the optimizer's state
+    gate: Outlook | None = None  # what the recipe's gate can show
 
     @property
     def memory(self) -> int:
@@ -87,11 +94,21 @@ class DryRun:
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         texts = [{**asdict(text), "tokens": text.tokens} for text in self.texts]
-        return {**asdict(self), "texts": texts, "memory": self.memory}
+        content = {**asdict(self), "texts": texts, "memory": self.memory}
+        del content["gate"]
+        return content if self.gate is None else {**content, "gate": plain_json(self.gate)}
 
 
 def dry_run(recipe: Recipe) -> DryRun:
     """What a recipe would do; raises the `CompressionError` of everything that a run refuses before it reads text."""
+    require(*recipe.packages)
+    formats_of(recipe)
+    shown = None
+    if recipe.gate is not None:
+        request = request_of(recipe)
+        if recipe.gate.search:
+            recipe, request = largest_tried(recipe, request)
+        shown = passable(read_outlook(request))
     if not isinstance(recipe.model, str):
         raise CompressionError("a dry run reads the headers of a checkpoint; name the model's folder or Hub id")
     source, checkpoint = read_headers(recipe.model, recipe.revision)
@@ -130,6 +147,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
         whole_memory=max(need.parameter_bytes for need in task.requirements) * after.parameters,
+        gate=shown,
     )
 
 

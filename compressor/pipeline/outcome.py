@@ -27,6 +27,16 @@ from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, read_record, versions
 
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A model that went through the gate."""
+
+    experts: int  # per layer
+    result: GateResult
+    accepted: bool
+
+
 Acceptance = Mapping[str, Mapping[str, Any]]  # of kept multi-token-prediction heads, before and after
 
 
@@ -83,6 +93,9 @@ class Outcome:
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
+    attempts: tuple[Attempt, ...] = field(default=(), repr=False)  # all models that went through the recipe's gate
+    reports: tuple[Path, ...] = ()  # files of the gate's reports
+    pushed: Any = None  # summary of publishing on the Hub, if the recipe asks for that
     recorded_digest: str = ""  # of the plan, as a folder has it
 
     @property
@@ -151,6 +164,29 @@ class Outcome:
             **({} if self.plan.constants is None else {"constants": self.plan.constants}),
             "steps": [{name: entry[name] for name in ("name", "options", "result")} for entry in self.steps],
         }
+
+
+class GateFailedError(CompressionError):
+    """A compressed model that did not pass its gate, or an undecided gate that does not count as passed.
+
+    Nothing was put in place, unless the recipe's gate says `keep_failed`; then `outcome` is that of the output.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        attempts: Sequence[Attempt],
+        status: int = 1,
+        outcome: Outcome | None = None,
+        reports: Sequence[Path] = (),
+    ) -> None:
+        self.result = attempts[-1].result  # the gate's
+        self.attempts = tuple(attempts)
+        self.status = status  # exit status of the command line: 1 failed, 3 undecided
+        self.outcome = outcome
+        self.reports = tuple(reports)
+        left = "was not written" if outcome is None else "is kept all the same"
+        super().__init__(f"{out} did not pass the gate ({self.result.verdict}) and {left}")
 
 
 def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:

@@ -19,7 +19,10 @@ from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.domains import judged
+from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.evaluator import FEWEST, Evaluator
+from compressor.evaluation.gate_report import read_gate
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import Judged
 from compressor.files import alone, clear, work_folder
 from compressor.formatting import joined
@@ -28,7 +31,18 @@ from compressor.model.mtp import Head
 from compressor.model.opened import OpenModel, open_alike, open_model
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
-from compressor.pipeline.outcome import Outcome, fault_of, is_packed, read_outcome, record_of, servers_of
+from compressor.pipeline.formats import SAFETENSORS, formats_of, write_formats
+from compressor.pipeline.gate import PreparedGate, judge
+from compressor.pipeline.outcome import (
+    Attempt,
+    GateFailedError,
+    Outcome,
+    fault_of,
+    is_packed,
+    read_outcome,
+    record_of,
+    servers_of,
+)
 from compressor.pipeline.task import Task, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
@@ -69,13 +83,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where an output goes and what it has to stand up to."""
+    """Where an output goes, how it is made, and what it has to pass."""
 
     out: Path
     overwrite: bool = False
-    accept: Callable[[Path], None] | None = None  # gets the verified output; raises what speaks against it
-    terms: str | None = None  # what `accept` does, in words that change when that does; None: not known
+    device: str = "auto"
+    progress: Progress | None = None
+    observe: Callable[[], Observer] | None = None  # makes an observer of one run
     command: Sequence[str] | None = None  # the command line, for the record of the run
+    gate: PreparedGate | None = None
+    requests: tuple[str, ...] = ()  # keys of further requests that the output answers
 
 
 @dataclass(slots=True)
@@ -102,29 +119,23 @@ class Stage:
         return self.model
 
 
-def run(
-    recipe: Recipe,
-    terms: Terms,
-    *,
-    plan: Plan | None = None,
-    device: str = "auto",
-    progress: Progress | None = None,
-    observer: Observer | None = None,
-) -> Outcome:
-    """Carry out a recipe, or the `plan` that names its decisions; an interrupted run goes on when called again.
+def run(recipe: Recipe, terms: Terms, plan: Plan | None = None) -> Outcome:
+    """Carry out a recipe's steps, or the `plan` that names their decisions, under the gate of the terms.
 
-    Where the output of this very request is in place already, nothing is written. Raises `CompressionError` for
-    everything that a user can mend, and then leaves nothing behind.
+    An interrupted run goes on when called again. Where the output of this very request is in place already, nothing is
+    written. Raises `CompressionError` for everything that a user can mend, `GateFailedError` for an output that does
+    not pass, and then leaves nothing behind.
     """
+    formats = formats_of(recipe)
     assert recipe.model is not None
     deterministic = any(getattr(step, "deterministic", False) for step in recipe.steps)
-    settings = recipe.dtype, device, progress, recipe.resident, deterministic
+    settings = recipe.dtype, terms.device, terms.progress, recipe.resident, deterministic
     with open_run(recipe.model, recipe.revision, *settings) as opened:
         model, clock = opened.model, opened.clock
         with clock.phase("open"):
             base = model
             if recipe.base is not None:
-                base = open_alike(find_model(recipe.base, recipe.base_revision, progress), model)
+                base = open_alike(find_model(recipe.base, recipe.base_revision, terms.progress), model)
             before = earlier_plan(model) if plan is None else None
             task = prepare(recipe, model, base, before, plan)
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
@@ -134,8 +145,8 @@ def run(
             check_carried(model.source.folder)
             refuse_places(terms, (model, base))
             key = ranks().broadcast(task.key)
-            known = terms.accept is None or terms.terms is not None
-            place = request_key(key, recipe.output.max_shard_bytes, terms.terms) if known else None
+            gate_key = None if terms.gate is None else terms.gate.key
+            place = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
         in_place = partial(_in_place, terms, place, task, opened.peak)
         if (outcome := in_place()) is not None:
             return outcome
@@ -146,7 +157,7 @@ def run(
             ranks().broadcast(lambda: check_target(terms.out, terms.overwrite))
             ranks().broadcast(lambda: check_space(terms.out, needed))
             work.resume(key)
-            state = first_state(task, opened, work, observer)
+            state = first_state(task, opened, work, None if terms.observe is None else terms.observe())
             stage = make_all(state)
             ranks().barrier()
             outcome = _finish(task, state, stage, terms, opened.peak, place)
@@ -173,9 +184,9 @@ def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
             raise CompressionError(f"{terms.out} holds the source checkpoint, which it would replace; {remedy}")
 
 
-def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> Outcome | None:
+def _in_place(terms: Terms, place: str, task: Task, peak: PeakMemory) -> Outcome | None:
     """Return the outcome of an output that is in place and the one requested; None if there is none."""
-    if place is None or terms.overwrite:
+    if terms.overwrite:
         return None
 
     def answered() -> bool:
@@ -192,11 +203,13 @@ def _in_place(terms: Terms, place: str | None, task: Task, peak: PeakMemory) -> 
         return None
     report_in_place(terms.out)
     outcome = replace(read_outcome(terms.out), loader_fault=fault_of(terms.out))
+    if terms.gate is not None:
+        outcome = replace(outcome, gate=read_gate(terms.out / REPORT))
     servers = servers_of(task.seen, outcome.expert_plan)  # figures of this run, which did nothing, not of that one
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
-def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str | None) -> Outcome:
+def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str) -> Outcome:
     work, model, first = state.work, task.model, stage.first
     assert work is not None
     whole, before = state.plan.expert_plan, Size.of(model.checkpoint.tensors.values())
@@ -236,10 +249,13 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
     changed = stage is not first or any(step.order is None for step in task.options)
     heads = first.heads if stage.heads else ()
     acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
-    if terms.accept is not None:
-        for each in (model, state.base, state.model):  # a gate may load whole models
-            each.partial.stream()
-        terms.accept(work.output)
+    formats = formats_of(task.recipe)
+    if terms.gate is not None or formats != (SAFETENSORS,):
+        for opened in (model, state.base, state.model):  # a gate may load whole models
+            opened.partial.stream()
+    if terms.gate is not None:
+        outcome = replace(outcome, gate=_passed(terms.gate, outcome, work.output, state.progress))
+    ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
     outcome = replace(
         outcome,
         seconds=dict(state.clock.seconds),
@@ -263,9 +279,19 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         record_run(work.output, run_record)
         if state.observer is not None:
             state.observer.keep(work.output, identity)
-        if place is not None:
-            record_request(work.output, place)
+        for key in (place, *terms.requests):
+            record_request(work.output, key)
     return outcome
+
+
+def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progress) -> GateResult:
+    """Return the gate's result on a finished output; raise `GateFailedError` for one that is not to be put in place."""
+    out = Path(outcome.out)
+    result = judge(gate, folder, out.name, progress)
+    accepted = ranks().broadcast(lambda: gate.accepts(result))  # from now on a rank that rejects may clear the folder
+    if not (accepted or gate.keep_failed):
+        raise GateFailedError(out, [Attempt(outcome.experts_after, result, accepted=False)])
+    return result
 
 
 def _judged(task: Task, state: State, folder: Path) -> Judged | None:

@@ -50,7 +50,7 @@ def verifying() -> Iterator[list[float]]:
 def quantized(folder: Path, out: Path, step: Quantize, text: TextOptions | None = None) -> tuple[float, float, Outcome]:
     """Seconds of a run, peak memory and outcome; the output is removed."""
     recipe = Recipe(model=str(folder), steps=(step,), calibration=text or TextOptions())
-    seconds, peak, outcome = measured(lambda: run(recipe, Terms(out), device="cpu"))
+    seconds, peak, outcome = measured(lambda: run(recipe, Terms(out, device="cpu")))
     shutil.rmtree(out)
     return seconds, peak, outcome
 

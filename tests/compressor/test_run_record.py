@@ -88,12 +88,13 @@ def test_equal_runs_give_equal_bytes_and_the_later_record(tmp_path: Path, source
 
 
 def test_an_output_that_is_not_accepted_leaves_no_record(tmp_path: Path, source: Path, cache: Path) -> None:
-    def refuse(folder: Path) -> None:
-        raise CompressionError("no")
-
-    with pytest.raises(CompressionError, match="no"):
-        compressor.compress(str(source), tmp_path / "out", experts=4, strategy="model-centric", accept=refuse)
-    assert not cache.exists()
+    text = str(small.text_file(tmp_path))
+    gate = {"text": [text], "text_samples": 16, "text_length": 16, "max_flips": 1e-6}
+    steps = [{"prune": {"experts": 4, "strategy": "model-centric"}}]
+    recipe = compressor.Recipe.of({"model": str(source), "steps": steps, "gate": gate})
+    with pytest.raises(compressor.GateFailedError, match="did not pass the gate"):
+        compressor.compress(recipe, tmp_path / "out")
+    assert not (cache / "runs").exists() and not (cache / "requests").exists()
 
 
 @pytest.mark.parametrize("place", ["file", "below a file", "folder for a file"])

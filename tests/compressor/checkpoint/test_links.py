@@ -9,8 +9,8 @@ import pytest
 from compressor import compress
 from compressor.checkpoint.reader import Checkpoint, refuse_link, refuse_links
 from compressor.checkpoint.source import locate
-from compressor.cli.exporting import export_checkpoint
 from compressor.errors import CompressionError
+from compressor.pipeline.formats import export_checkpoint
 from compressor.progress import Silent
 from compressor.steps.job import carried_files
 from tests import small

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import compressor
+from compressor.errors import CompressionError
 from tests import small
 from tests.command_line import Run, captured, names, refused
 from tests.plugins import install
@@ -86,6 +88,19 @@ def test_compress_with_a_subfolder_or_alone(run: Run, checkpoint: Path, tmp_path
     assert names(tmp_path / "both" / "toy") == ["list.txt"]
     assert run(*ask, "-o", tmp_path / "alone", "--format", "toy").status == 0
     assert names(tmp_path / "alone") == ["list.txt"] and names(tmp_path) == ["alone", "both"]
+
+
+def test_a_recipe_in_python_writes_its_formats(checkpoint: Path, tmp_path: Path) -> None:
+    steps = [{"prune": {"experts": 4, "strategy": "model-centric"}}]
+    content = {"model": str(checkpoint), "steps": steps, "output": {"formats": ["safetensors", "toy", "plain"]}}
+    compressor.compress(compressor.Recipe.of(content), tmp_path / "both")
+    assert names(tmp_path / "both" / "toy") == ["list.txt"] and names(tmp_path / "both" / "plain") == ["name.txt"]
+    recipe = compressor.Recipe.of({**content, "output": {"formats": "toy"}})
+    compressor.compress(recipe, tmp_path / "alone")
+    assert names(tmp_path / "alone") == ["list.txt"]
+    with pytest.raises(CompressionError, match="writes two formats to one folder"):
+        compressor.compress(compressor.Recipe.of({**content, "output": {"formats": "toy,plain"}}), tmp_path / "out")
+    assert names(tmp_path) == ["alone", "both"]
 
 
 def test_an_exporter_that_fails_leaves_nothing(run: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_run_ends_with_commands_that_make_sense_next(out: Any, tmp_path: Path)
     values = [parse(words[1:]) for words in commands]  # the command line takes them as they stand
     assert values[0]["base"] == "folder" and values[0]["compressed"] == str(folder)
     assert str(values[1]["checkpoint"]) == str(folder)
-    rendering.show_outcome(made, False, pushed())
+    rendering.show_outcome(replace(made, pushed=pushed()), False)
     assert "moe-compress push" not in out()
     rendering.show_outcome(made, True)
     assert "Next" not in out()

@@ -24,7 +24,6 @@ from matplotlib.lines import Line2D
 from scipy.stats import norm
 
 from compressor.cli.rendering import show_gate, show_gated
-from compressor.cli.searching import Attempt, Gated
 from compressor.document.drawing import ROLES
 from compressor.document.picture import inline_svgs, png
 from compressor.errors import CompressionError
@@ -48,6 +47,7 @@ from compressor.evaluation.gate_statistics import items_needed
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.files import check_folder
 from compressor.formatting import readable
+from compressor.pipeline.outcome import Attempt
 from tests.gates import gate, gates, likelihood, mixed, pool, task
 from tests.reported import table
 
@@ -212,12 +212,11 @@ def test_the_printed_table_has_a_row_for_each_task(
 
 def test_a_compression_under_a_gate_shows_its_attempts(capsys: pytest.CaptureFixture[str]) -> None:
     attempts = (Attempt(6, gate(task(verdict="fail")), False), Attempt(7, mixed(), False))
-    found = Gated(None, attempts)
-    show_gated(found, as_json=True, written=[])
+    show_gated(mixed(), None, attempts, [], as_json=True)
     content = strict(capsys.readouterr().out)
     assert gate_from_content(content) == mixed() and content["compression"] is None
     assert [entry["experts"] for entry in content["attempts"]] == [6, 7]
-    show_gated(found, as_json=False, written=[Path("smaller.gate/gate.md")])
+    show_gated(mixed(), None, attempts, [Path("smaller.gate/gate.md")], as_json=False)
     out = capsys.readouterr().out
     assert "Models tried" in out and "org/smaller was not written." in out and "Fail: with" in out
 

@@ -1,0 +1,109 @@
+"""Formats beside safetensors: exporters that are installed, the built-in ONNX one and those of third parties alike."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressionError, reason_of
+from compressor.files import alone, new_folder
+from compressor.progress import Progress
+from compressor.recipe.recipe import Recipe
+from compressor.recipe.registry import Exporter, exporter_options, load_exporter
+from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
+from compressor.steps.workdir import check_target
+
+SAFETENSORS = "safetensors"  # what a run writes, and what every exporter reads
+MONE = "mone"  # the same with constants in the place of experts
+
+
+def find_exporter(name: str) -> Exporter:
+    """Return the installed exporter of that name; raise `CompressionError` if there is none or it lacks a package."""
+    if name == SAFETENSORS:
+        raise CompressionError(f"--format {SAFETENSORS} is what compress writes and export reads; name another format")
+    module: Exporter = load_exporter(name)
+    require_packages = getattr(module, "require_packages", None)
+    if require_packages is not None:
+        require_packages()
+    return module
+
+
+def export_checkpoint(
+    name: str, checkpoint: Path, output: Path, settings: Mapping[str, Any], overwrite: bool, progress: Progress
+) -> Any:
+    """Run an exporter and return its summary. `output` is there whole or not at all.
+
+    Where the output of this very export is in place already, nothing is written.
+    """
+    module = find_exporter(name)
+    options = exporter_options(name, settings)
+    packages = getattr(module, "PACKAGES", PACKAGES)
+    key = request_key(name, settings, str(checkpoint.resolve()), stamp(checkpoint), versions(packages))
+    with alone(output):
+        if not overwrite and answers(output, key):
+            report_in_place(output)
+            read_summary = getattr(module, "read_summary", None)
+            return None if read_summary is None else read_summary(output)
+        with new_folder(output, partial(check_target, output, overwrite)) as fresh:
+            fresh.rmdir()  # which the exporter makes
+            try:
+                summary = module.export(checkpoint, fresh, options, progress)
+            except (CompressionError, OSError):
+                raise
+            except Exception as error:  # a third party's exporter raises what it likes
+                message = f"{type(error).__name__}: {reason_of(error)}"
+                raise CompressionError(f"exporter {name!r} failed: {message}") from error
+            if not fresh.is_dir():
+                raise CompressionError(f"exporter {name!r} wrote no folder; it should make the one that it is given")
+            record_request(fresh, key)
+    return _moved(summary, fresh, output)
+
+
+def _moved(summary: Any, fresh: Path, output: Path) -> Any:
+    """Return an exporter's summary with the folder that it wrote to by its final name."""
+    if not is_dataclass(summary) or isinstance(summary, type):
+        return summary
+    moved = dict[str, Any]()
+    for field in fields(summary):
+        value = getattr(summary, field.name)
+        if field.init and value in (fresh, str(fresh)):
+            moved[field.name] = type(value)(output)
+    return replace(summary, **moved)
+
+
+def formats_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the formats that a recipe's run writes, each once; raise `CompressionError` for what cannot be written."""
+    formats = tuple(dict.fromkeys(recipe.output.formats))
+    if any(step.name == "constants" for step in recipe.steps):
+        if formats not in ((SAFETENSORS,), (MONE,)):
+            raise CompressionError(f"--format {','.join(formats)}: {MONE} is written alone; name one format")
+        return (SAFETENSORS,)
+    if MONE in formats:
+        raise CompressionError(f"--format {MONE} writes what the step constants has made, which the recipe lacks")
+    for name in formats:
+        if name != SAFETENSORS:
+            find_exporter(name)
+    if SAFETENSORS not in formats and len(formats) > 1:
+        names = ",".join(formats)
+        raise CompressionError(f"--format {names} writes two formats to one folder; add {SAFETENSORS} or name one")
+    return formats
+
+
+def write_formats(folder: Path, formats: Sequence[str], progress: Progress) -> None:
+    """Export an output that is about to be put in place.
+
+    Beside safetensors, exports lie in subfolders; without it, the export takes the place of its input.
+    """
+    if SAFETENSORS in formats:
+        for name in formats:
+            if name != SAFETENSORS:
+                export_checkpoint(name, folder, folder / name, {}, False, progress)
+        return
+    (name,) = formats
+    export = folder.with_name(name)
+    shutil.rmtree(export, ignore_errors=True)  # of a run that was killed
+    export_checkpoint(name, folder, export, {}, False, progress)
+    shutil.rmtree(folder)
+    export.replace(folder)
