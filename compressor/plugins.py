@@ -160,6 +160,7 @@ def check_strategy(
 
     for groups, tokens in itertools.product((1, 2), (64, 0)):
         full = fake_statistics(routing_groups=groups, tokens=tokens)
+        before = {name: value.clone() for name, value in full.values.items() if isinstance(value, torch.Tensor)}
         for keep, protected in itertools.product((4, 6, 8), (frozenset[int](), frozenset({1, 7}))):
             plans = list[LayerPlan]()
             for seed in range(2):
@@ -172,6 +173,9 @@ def check_strategy(
                 )
             if changed := touched(plans[0], protected):
                 raise CompressionError(f"{who} does not keep protected expert {changed[0]}")
+        for name, value in before.items():
+            if not torch.equal(value, full.values[name]):
+                raise CompressionError(f"{who} changed the statistic {name!r}; clone() it before writing to it")
         if strategy.similarity is not None and tokens:
             label, table = strategy.similarity(only(full, strategy.similarity_needs), strategy.options)
             if not isinstance(label, str) or table.shape != (8, 8) or not bool(table.isfinite().all()):

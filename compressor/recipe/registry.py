@@ -1,17 +1,16 @@
 """What strategies and exporters are to the compressor: the contract that each plugin is held to."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from compressor.entry_points import EXPORTERS, STRATEGIES, defaults, load, make_options, optional, takes, working
+from compressor.entry_points import EXPORTERS, STRATEGIES, defaults, load, make_options, working
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
-from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import LayerStatistics, check_needs
 
 CORRECTIONS = ("none", "ridge", "tune")
@@ -33,48 +32,21 @@ class Strategy:
 
     def plan_layer(self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan one layer, with the options if the strategy has any; refuses what is no plan of this layer."""
-        extra = () if self.options is None else (self.options,)
-        before = _versions(statistics)
-        layer, who = statistics.layer, f"strategy {self.name!r}"
+        layer, arguments = statistics.layer, [statistics, keep, protected]
+        if self.options is not None:
+            arguments.append(self.options)
         try:
-            made = self.plan(statistics, keep, protected, *extra)
+            plan = self.plan(*arguments)
         except CompressionError:
             raise
         except Exception as error:  # a plugin does what it likes
-            fault = f"{who} failed: {type(error).__name__}: {reason_of(error)}"
-            raise CompressionError(f"{layer.name}: {fault}; mend its plan() or choose another strategy") from error
-        if changed := [name for name, version in _versions(statistics).items() if version != before[name]]:
-            fault = f"changed the statistic {changed[0]!r}, which the next strategy reads too; clone() it before "
-            fault += "writing to it"
-            if "weights" in changed:
-                fault = "changed the layer's weights, which are only to be read"
-        elif not isinstance(made, LayerPlan):
-            fault = f"returned {type(made).__name__} instead of a LayerPlan; have its plan() return one"
-        elif (made.module, made.layer, made.experts) != (layer.name, layer.index, layer.experts):
-            fault = f"returned a plan of {made.module} with {made.experts} experts; have its plan() plan the layer of "
-            fault += "its statistics"
-        elif (planned := len(made.groups)) != keep:
-            fault = f"planned {planned} experts instead of {keep}; have its plan() keep as many as it is asked to"
-        else:
-            return made
-        raise CompressionError(f"{layer.name}: {who} {fault}")
-
-
-def _versions(statistics: LayerStatistics) -> dict[str, list[int]]:
-    """How often each tensor of the statistics and of the layer's modules was written to (but not through numpy())."""
-    inner = {f"by_source[{number}]": source for number, source in enumerate(statistics.by_source)}
-    versions = dict[str, list[int]]()
-    for name, value in {**statistics.values, **inner}.items():
-        parts: Iterable[Any] = (value,)
-        if isinstance(value, LayerStatistics):
-            versions |= {f"{name}.{each}": numbers for each, numbers in _versions(value).items()}
-            continue
-        if isinstance(value, RouterArguments):
-            parts = (*value.positional, *value.by_keyword.values())
-        elif isinstance(value, LayerWeights):
-            parts = value.block.state_dict().values() if isinstance(value.block, torch.nn.Module) else ()
-        versions[name] = [part._version for part in parts if isinstance(part, torch.Tensor) and not part.is_inference()]
-    return versions
+            message = f"strategy {self.name!r} failed: {type(error).__name__}: {reason_of(error)}"
+            raise CompressionError(f"{layer.name}: {message}; mend its plan() or choose another strategy") from error
+        is_plan = isinstance(plan, LayerPlan) and (plan.module, plan.experts) == (layer.name, layer.experts)
+        if not is_plan or len(plan.groups) != keep:
+            message = f"strategy {self.name!r} returned no plan of this layer that keeps {keep} experts"
+            raise CompressionError(f"{layer.name}: {message}; mend its plan()")
+        return plan
 
 
 def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
@@ -84,30 +56,22 @@ def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strat
 
 def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """The strategy that a module is, with its options; raises `CompressionError` for what is none."""
-    what, arguments = f"strategy {name!r}", "statistics, keep, protected"
-    no_plugin = f"{what} is no plugin:"
-    if not callable(getattr(module, "plan", None)) or not isinstance(getattr(module, "NEEDS", None), frozenset):
-        raise CompressionError(f"{no_plugin} it needs a frozenset NEEDS and a function plan({arguments})")
+    what = f"strategy {name!r}"
+    needs = getattr(module, "NEEDS", None)
+    if not callable(getattr(module, "plan", None)) or not isinstance(needs, frozenset):
+        message = "it needs a frozenset NEEDS and a function plan(statistics, keep, protected)"
+        raise CompressionError(f"{what} is no plugin: {message}")
     options = make_options(what, getattr(module, "Options", None), settings or {})
-    if not takes(module.plan, 3 if options is None else 4):
-        more = "" if options is None else ", options"
-        raise CompressionError(f"{no_plugin} its plan should take ({arguments}{more})")
-
-    def needs_of(function: str, default: frozenset[str]) -> frozenset[str]:
-        declared = optional(module, function, what)
-        needs = default if declared is None else declared(options)
-        if not isinstance(needs, frozenset):
-            raise CompressionError(f"{no_plugin} {function}(options) should return a frozenset of statistics")
-        check_needs(needs, name)
-        return needs
-
-    needs = needs_of("needs", module.NEEDS)
     correction = getattr(module, "CORRECTION", "none")
     if correction not in CORRECTIONS:
-        raise CompressionError(f"{no_plugin} CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}")
-    similarity = optional(module, "similarity", what)
+        message = f"CORRECTION should be {', '.join(CORRECTIONS)}, not {correction!r}"
+        raise CompressionError(f"{what} is no plugin: {message}")
+    if hasattr(module, "needs"):
+        needs = module.needs(options)
+    similarity_needs = module.similarity_needs(options) if hasattr(module, "similarity_needs") else needs
+    check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
-    similarity_needs = needs_of("similarity_needs", needs)
+    similarity = getattr(module, "similarity", None)
     return Strategy(name, module.plan, needs, options, summary, correction, similarity, similarity_needs)
 
 
@@ -140,12 +104,10 @@ class Exporter(Protocol):
 
 def load_exporter(name: str) -> Any:
     """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
-    module, what = load(EXPORTERS, name), f"exporter {name!r}"
-    if not takes(getattr(module, "export", getattr(module, "write", None)), 4):
-        raise CompressionError(
-            f"{what} is no plugin: it needs a function export(checkpoint, output, options, progress)"
-        )
-    optional(module, "require_packages", what)
+    module = load(EXPORTERS, name)
+    if not hasattr(module, "export") and not hasattr(module, "write"):
+        message = "it needs a function export(checkpoint, output, options, progress)"
+        raise CompressionError(f"exporter {name!r} is no plugin: {message}")
     return module
 
 

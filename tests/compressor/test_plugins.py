@@ -82,7 +82,7 @@ def ungrouped(stats: LayerStatistics, keep: int, protected: frozenset[int] = fro
 
 @torch.no_grad()
 def writing(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    stats.weights.experts.down_proj[0] += 1
+    stats.routed_count[0] += 1
     return first(stats, keep, protected)
 
 
@@ -94,14 +94,14 @@ def writing(stats: LayerStatistics, keep: int, protected: frozenset[int] = froze
             lambda stats, keep, protected: keep_best(stats, torch.rand(8), keep, protected),
             "'theirs' plans the same layer in two ways; draw from a torch.Generator",
         ),
-        (lambda stats, keep, protected: first(stats, 8, protected), "'theirs' planned 8 experts instead of 4"),
+        (lambda stats, keep, protected: first(stats, 8, protected), "'theirs' returned no plan of this layer that keeps 4 experts"),
         (
             lambda stats, keep, protected: keep_best(stats, stats.norm_sum, keep, protected),
             "statistic 'norm_sum' was not collected",
         ),
         (ungrouped, "routing groups would keep unequal numbers"),
-        (writing, "'theirs' changed the layer's weights"),
-        (lambda stats: None, "its plan should take"),
+        (writing, "'theirs' changed the statistic 'routed_count'"),
+        (lambda stats: None, "takes 1 positional argument but 3 were given"),
     ],
 )
 def test_what_breaks_the_contract_is_reported(plan: Any, message: str) -> None:

@@ -84,9 +84,6 @@ BROKEN = {
         "is no plugin: CORRECTION should be none, ridge, tune, not 'ridgid'",
     ),
     "odd-options": ("NEEDS = frozenset()\nOptions = dict\ndef plan(*a): ...", "Options should be a frozen dataclass"),
-    "other-arguments": ("NEEDS = frozenset()\ndef plan(stats): ...", "its plan should take .statistics, keep, prot"),
-    "needs-a-list": ("NEEDS = frozenset()\ndef needs(o): return []\ndef plan(*a): ...", "should return a frozenset"),
-    "similarity-is-data": ("NEEDS = frozenset()\nsimilarity = 3\ndef plan(*a): ...", "similarity should be a function"),
     "bad-defaults": (
         "from dataclasses import dataclass\nNEEDS = frozenset()\n@dataclass(frozen=True)\nclass Options:\n"
         "    a: int = 1\n    def __post_init__(self): 1 / 0\ndef plan(*a): ...",
@@ -137,16 +134,11 @@ def test_a_name_that_two_packages_offer_is_refused_and_left_out(
 
 PLANS = {
     "too few": ("return LayerPlan.keep(stats.layer, range(1))", "1 experts are fewer than the top-k of 2"),
-    "None": ("return None", "returned NoneType instead of a LayerPlan"),
+    "None": ("return None", "returned no plan of this layer that keeps 4 experts"),
     "another layer": (
         "from dataclasses import replace\n"
         "    return LayerPlan.keep(replace(stats.layer, name='model.layers.9.mlp.experts'), range(keep))",
-        r"returned a plan of model\.layers\.9\.mlp\.experts with 8 experts",
-    ),
-    "other weights": (
-        "import torch\n    with torch.no_grad(): stats.weights.experts.down_proj.mul_(2)\n"
-        "    return LayerPlan.keep(stats.layer, range(keep))",
-        "changed the layer's weights, which are only to be read",
+        "returned no plan of this layer",
     ),
     "an exception": (
         "return stats.routed_cuont",
@@ -159,10 +151,6 @@ PLANS = {
     "scores that are no numbers": (
         "return keep_best(stats, stats.routed_count * float('nan'), keep, protected)",
         r"the score of expert 0 is not a number",
-    ),
-    "written statistics": (
-        "stats.routed_count[0] = 1e9\n    return LayerPlan.keep(stats.layer, range(keep))",
-        r"changed the statistic 'routed_count', which the next strategy reads too; clone\(\) it before writing to it",
     ),
 }
 
@@ -205,8 +193,6 @@ def test_an_exporter_is_checked_and_gets_its_options(run: Run, tmp_path: Path, m
     for number, (wrong, message) in enumerate(
         [
             ("def run(): ...", "is no plugin: it needs a function export"),
-            ("def export(checkpoint): ...", "is no plugin: it needs a function export"),
-            ("def export(*a): ...\nrequire_packages = 3", "require_packages should be a function, not int"),
             ("raise ValueError('x')", "cannot be imported: ValueError: x"),
         ]
     ):
