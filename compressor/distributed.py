@@ -94,13 +94,6 @@ class Ranks:
             dist.broadcast_object_list(value, owner)
         return value[0]
 
-    def copy_from(self, owner: int, tensors: "Sequence[Tensor]") -> None:
-        """Overwrite contiguous tensors, of the same shapes at all ranks, with the owner's values, all at once."""
-        if not self.is_alone:
-            with _connected() as dist:
-                for work in [dist.broadcast(each.detach(), owner, async_op=True) for each in tensors if each.numel()]:
-                    work.wait()
-
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, from several ranks with its tensors on the CPU."""
         values = [value] * self.size

@@ -1,26 +1,25 @@
 """One MoE layer as it was recorded, and as it was cut: what is to come back, and the float32 tensors to refit for it.
 
 T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. What is recorded stays in the computing
-dtype; past a budget it lies in unlinked mapped files.
+dtype; past a budget it lies in unlinked mapped files. Each of several ranks has its own batches' tokens.
 """
 
-import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.model.experts import ExpertsView, Parameters, Watch, apply_expert, expert_parameters, routed
+from compressor.model.experts import Parameters, Watch, apply_expert, expert_parameters, routed
 from compressor.model.loading import parent_and_name
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import allocate, as_arguments, as_call, picked, stream_weights, token_dim
 
 CHUNK = 4096  # tokens computed at once
-GROUPS = 8  # of batches, whose sums over tokens are added up first
 
 
 @dataclass(slots=True)
@@ -28,10 +27,10 @@ class Rows:
     """Rows appended batch by batch to one buffer whose final length is foreseen."""
 
     expected: int
-    buffer: torch.Tensor | None = None
+    buffer: Tensor | None = None
     used: int = 0
 
-    def append(self, rows: torch.Tensor) -> None:
+    def append(self, rows: Tensor) -> None:
         need = self.used + len(rows)
         if self.buffer is None or need > len(self.buffer):
             grown = allocate((max(self.expected, need), *rows.shape[1:]), rows.dtype, rows.device)
@@ -42,7 +41,7 @@ class Rows:
         self.used = need
 
     @property
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         return torch.zeros(0, 1) if self.buffer is None else self.buffer[: self.used]
 
 
@@ -64,7 +63,7 @@ class Recording:
     layer: MoeLayer
     expected: int  # tokens foreseen
     heldout: Collection[int] = ()  # numbers of the batches that are
-    emphasis: Sequence[torch.Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
+    emphasis: Sequence[Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
     calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
     arguments: list[_Argument] = field(default_factory=list)
     _inputs: Rows = field(init=False)
@@ -72,16 +71,17 @@ class Recording:
     _weights: Rows = field(init=False)
     _call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     _watch: Watch | None = None
-    _own: dict[int, str] = field(default_factory=dict)
+    _block_tensors: dict[int, str] = field(default_factory=dict)  # names by id
     _batch: int = 0
-    _come_out: int = 0  # rows whose batch has left the decoder layer
+    _rows_out: int = 0  # rows whose batch has left the decoder layer
 
     def __post_init__(self) -> None:
-        self._inputs, self._outputs, self._weights = (Rows(self.expected) for _ in range(3))
+        self._inputs, self._outputs, self._weights = Rows(self.expected), Rows(self.expected), Rows(self.expected)
 
     def attach(self, model: Any) -> None:
         block = model.get_submodule(self.layer.block)
-        self._own = {id(value): name for name, value in (*block.named_parameters(), *block.named_buffers())}
+        named = chain(block.named_parameters(), block.named_buffers())
+        self._block_tensors = {id(value): name for name, value in named}
         self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
@@ -95,39 +95,42 @@ class Recording:
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._call = (args, kwargs)
 
-    def _experts_ran(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
+    def _experts_ran(self, hidden: Tensor, output: Tensor) -> None:
         if self._call is None or hidden.numel() == 0:
             return
-        named = as_arguments(*self._call)
-        for keyword, value in () if self.arguments else named:
-            dim = token_dim(value, len(hidden))
-            if id(value) in self._own:
-                self.arguments.append(_Argument(keyword, key=self._own[id(value)]))
-            elif dim is None:
-                self.arguments.append(_Argument(keyword, plain=value))
-            else:
-                same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
-                self.arguments.append(_Argument(keyword, dim, None if same else Rows(self.expected)))
-        for argument, (_, value) in zip(self.arguments, named, strict=True):
+        call = as_arguments(*self._call)
+        if not self.arguments:
+            self.arguments = [self._describe(keyword, value, hidden) for keyword, value in call]
+        for argument, (_, value) in zip(self.arguments, call, strict=True):
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         self._inputs.append(hidden)
         self._outputs.append(output)
         weights = torch.ones(len(hidden), device=output.device)
         if self.emphasis:
-            seen = sum(size for batch, size in self.calls if batch == self._batch)
-            weights = self.emphasis[self._batch].flatten()[seen : seen + len(hidden)].to(output.device)
+            begin = sum(size for batch, size in self.calls if batch == self._batch)
+            weights = self.emphasis[self._batch].flatten()[begin : begin + len(hidden)].to(output.device)
         self._weights.append(weights)
         self.calls.append((self._batch, len(hidden)))
         self._call = None
 
-    def came_out(self, hidden: torch.Tensor, shift: torch.Tensor | None = None) -> None:
-        """The decoder layer has put out a batch's hidden states [B, L, H]; `shift`, alike, is added to the outputs.
+    def _describe(self, keyword: str | None, value: Any, hidden: Tensor) -> _Argument:
+        """Return how an argument of the router is recorded; one that is the experts' own input is not, once more."""
+        if id(value) in self._block_tensors:
+            return _Argument(keyword, key=self._block_tensors[id(value)])
+        dim = token_dim(value, len(hidden))
+        if dim is None:
+            return _Argument(keyword, plain=value)
+        same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
+        return _Argument(keyword, dim, None if same else Rows(self.expected))
+
+    def came_out(self, hidden: Tensor, shift: Tensor | None = None) -> None:
+        """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add to the outputs.
 
         An error counts by the inverse square of the hidden state.
         """
-        rows = slice(self._come_out, self._outputs.used)
-        self._come_out = rows.stop
+        rows = slice(self._rows_out, self._outputs.used)
+        self._rows_out = rows.stop
         if rows.start == rows.stop:
             return
         weights = self._weights.value[rows]
@@ -137,45 +140,46 @@ class Recording:
             outputs += shift.flatten(0, -2).to(outputs)
 
     @property
-    def inputs(self) -> torch.Tensor:
+    def inputs(self) -> Tensor:
         """Input of the experts module: [T, H]."""
         return self._inputs.value
 
     @property
-    def outputs(self) -> torch.Tensor:
+    def outputs(self) -> Tensor:
         """Output of the base's experts module: [T, H]."""
         return self._outputs.value
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self) -> Tensor:
         """How much each token's error counts: [T]."""
         return self._weights.value if self._weights.used else torch.zeros(0)
 
-    def positions(self, heldout: bool) -> torch.Tensor:
-        """Positions [n] of the tokens that are held out, or of the others."""
-        kept = [torch.full((size,), (batch in self.heldout) is heldout) for batch, size in self.calls]
-        return torch.cat(kept).nonzero().flatten() if kept else torch.arange(0)
+    @property
+    def batches(self) -> Tensor:
+        """The number of each token's batch: [T]."""
+        numbers, sizes = [batch for batch, _ in self.calls], [size for _, size in self.calls]
+        return torch.tensor(numbers, dtype=torch.int64).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
 
-    def gathered(self, rows: torch.Tensor) -> "Recording":
-        """Gather what all ranks have recorded at their `rows`, rank by rank."""
+    def positions(self, heldout: bool) -> Tensor:
+        """Return the positions [n] of the tokens that are held out, or of the others."""
+        is_heldout = torch.isin(self.batches, torch.tensor([*self.heldout], dtype=torch.int64))
+        return (is_heldout == heldout).nonzero().flatten()
 
-        def gather(value: torch.Tensor) -> Rows:
-            every = gathered(value, rows)
-            return Rows(len(every), every, len(every))
+    def places(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the places [n] of `rows` among those of all ranks, in the order of the batches, and their number."""
+        by_rank = ranks().all_gather(self.batches[rows])
+        places = torch.cat(by_rank).argsort(stable=True).argsort()
+        begin = sum(map(len, by_rank[: ranks().rank]))
+        return places[begin : begin + len(rows)], len(places)
 
-        whole = Recording(self.layer, 0)
-        whole._inputs, whole._outputs, whole._weights = map(gather, (self.inputs, self.outputs, self.weights))
-        described = ranks().broadcast(
-            lambda: [(own.keyword, own.dim, own.key, own.rows is not None) for own in self.arguments]
-        )
-        arguments = self.arguments or [  # of a rank that has recorded nothing
-            _Argument(keyword, dim, Rows(0) if by_rows else None, key) for keyword, dim, key, by_rows in described
-        ]
-        whole.arguments = [own if own.rows is None else replace(own, rows=gather(own.rows.value)) for own in arguments]
-        return whole
+    def chunks(self, rows: Tensor) -> Iterator[Tensor]:
+        """Split the positions `rows` [n], ascending, by the batches that they lie in, and into chunks."""
+        _, counts = torch.unique_consecutive(self.batches[rows], return_counts=True)
+        for part in rows.split(counts.tolist()):
+            yield from part.split(CHUNK)
 
-    def router_arguments(self, rows: torch.Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The router's arguments for the tokens at `rows` [n], in float32; tensors of its parent are `block`'s own."""
+    def router_arguments(self, rows: Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the router's arguments for the tokens at `rows` [n], in float32, with the tensors of `block` itself."""
 
         def value(argument: _Argument) -> Any:
             if argument.key is not None:
@@ -193,9 +197,9 @@ class Recording:
 class RefittedConstants:
     """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the experts it keeps."""
 
-    values: torch.Tensor
-    best: torch.Tensor  # as they will be stored
-    slots: torch.Tensor  # [E] of each expert that the router knows
+    values: Tensor
+    best: Tensor  # as they will be stored
+    slots: Tensor  # [E] of each expert that the router knows
 
 
 @dataclass(slots=True)
@@ -207,7 +211,7 @@ class CutLayer:
     router: Any
     block: Any
     parameters: list[Parameters]
-    typical: float = 1.0  # median of the tokens' weighted ||y||^2
+    weight_scale: float  # of the tokens' weights
     constants: RefittedConstants | None = None
 
     @classmethod
@@ -215,133 +219,79 @@ class CutLayer:
         cls, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
     ) -> Self:
         """Take float32 copies of the experts' parameters; the router's own are used as they are."""
-        wide = ExpertsView(experts, lambda name, expert, value: value.detach().to(torch.float32, copy=True))
-        copies = [expert_parameters(wide, expert) for expert in range(len(experts.down_proj))]
-        typical = _typical_energy(recording.outputs, recording.weights)
-        return cls(recording, experts, router, block, copies, typical, constants)
+        copies = list[Parameters]()
+        for expert in range(len(experts.down_proj)):
+            parameters = expert_parameters(experts, expert)
+            copies.append({name: value.detach().to(torch.float32, copy=True) for name, value in parameters.items()})
+        scale = float(1.0 / torch.tensor(_typical_energy(recording)))
+        return cls(recording, experts, router, block, copies, scale, constants)
 
-    def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Split the positions `rows` [n], ascending, by the recorded calls that they lie in."""
-        sizes = torch.tensor([0, *(size for _, size in self.recording.calls)])
-        edges = torch.searchsorted(rows, sizes.cumsum(0)).tolist()
-        return [rows[begin:end] for begin, end in pairwise(edges)]
-
-    def summed(self, like: torch.Tensor, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Add up over all ranks what `make` computes for each recorded call; `like` has its shape, dtype and device.
-
-        This rank's calls are added up in `GROUPS`, every eighth call in one.
-        """
-        total = torch.zeros_like(like)
-        for first in range(min(GROUPS, len(self.recording.calls))):
-            group = torch.zeros_like(like)
-            for call in range(first, len(self.recording.calls), GROUPS):
-                group += make(call)
-            total += group
-        return ranks().all_reduce(total)
-
-    def _ordered(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The order by batches [n] of all ranks' tokens at their `rows`, rank by rank, and where this rank's begin."""
-        calls = zip(self.recording.calls, self.split(rows), strict=True)
-        own = torch.cat([torch.full((len(part),), batch) for (batch, _), part in calls] or [rows[:0]])
-        every = ranks().all_gather(own)
-        return torch.cat(every).argsort(stable=True), sum(map(len, every[: ranks().rank]))
-
-    def every(self, rows: torch.Tensor, step: int) -> torch.Tensor:
-        """This rank's part of every step-th of all ranks' tokens at `rows`, counted in the order of the batches."""
-        order, begin = self._ordered(rows)
-        return rows[order.argsort()[begin : begin + len(rows)] % step == 0]
-
-    def gathered(self, rows: torch.Tensor) -> tuple["CutLayer", torch.Tensor]:
-        """Gather what all ranks have recorded at their `rows`; also its positions in the order of the batches.
-
-        The parameters are those of this layer.
-        """
-        layer = copy.copy(self)
-        layer.recording = self.recording.gathered(rows)
-        return layer, self._ordered(rows)[0]
-
-    def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
         positional, by_keyword = self.recording.router_arguments(rows, self.block)
         output = self.router(*positional, **by_keyword)
         weights, index = (part.reshape(len(rows), -1) for part in output[1:3])
         return weights.float(), index if self.constants is None else self.constants.slots[index.long()]
 
-    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
-        """Inputs of the experts there, in float32: [n, H]."""
+    def inputs(self, rows: Tensor) -> Tensor:
+        """Return the inputs of the experts there, in float32: [n, H]."""
         return picked(self.recording.inputs, rows).float()
 
-    def targets(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs of the base's experts there, in float32: [n, H]."""
+    def targets(self, rows: Tensor) -> Tensor:
+        """Return the outputs of the base's experts there, in float32: [n, H]."""
         return picked(self.recording.outputs, rows).float()
 
-    def token_weights(self, rows: torch.Tensor) -> torch.Tensor:
-        """How much the error of each token at `rows` [n] counts: -> [n].
+    def token_weights(self, rows: Tensor) -> Tensor:
+        """Return how much the error of each token at `rows` [n] counts: [n].
 
         1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2; times what tokens are
         emphasised by.
         """
-        return picked(self.recording.weights, rows).float() * (1.0 / torch.tensor(self.typical)).item()
+        return picked(self.recording.weights, rows).float() * self.weight_scale
 
-    def gap(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
+    def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
         x, (weights, index) = self.inputs(rows), self.route(rows)
         total = torch.zeros_like(x)
-        for slot, at, places in routed(weights, index):
-            total.index_add_(0, at, self.slot_output(slot, x.index_select(0, at)) * weights[at, places, None])
+        for slot, tokens, choices in routed(weights, index):
+            output = self.slot_output(slot, x.index_select(0, tokens))
+            total.index_add_(0, tokens, output * weights[tokens, choices, None])
         return targets - total
 
     @property
-    def choices(self) -> int:
+    def slots(self) -> int:
         return len(self.parameters) + (0 if self.constants is None else len(self.constants.values))
 
-    def slot_output(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+    def leaves_of(self, slot: int) -> Collection[Tensor]:
+        """Return the tensors to refit that a slot's output is made of."""
+        if self.constants is not None and slot >= len(self.parameters):
+            return [self.constants.values]
+        return self.parameters[slot].values()
+
+    def slot_output(self, slot: int, x: Tensor) -> Tensor:
         """Output of a slot's expert, before its gate weight, or its constant: [m, H] -> [m, H]."""
         if self.constants is not None and slot >= len(self.parameters):
             return self.constants.values[slot - len(self.parameters)].expand(*x.shape[:-1], -1)
         return apply_expert(self.experts, self.parameters[slot], x)
 
     @torch.no_grad()
-    def error(self, rows: torch.Tensor) -> float:
-        """Weighted sum of ||y - y'||^2 over that of ||y||^2 at `rows`; 0 where there is nothing to bring back.
-
-        Of several ranks it is that of all their tokens at `rows`, and all must ask at once.
-        """
-        parts = self.split(rows)
-
-        def sums(call: int) -> torch.Tensor:
-            totals = torch.zeros(2, dtype=torch.float64)
-            for chunk in parts[call].split(CHUNK) if len(parts[call]) else ():
-                target = self.targets(chunk)
-                share = as_float64(self.token_weights(chunk))
-                totals[0] += float(share @ as_float64(self.gap(chunk, target)).square().sum(-1))
-                totals[1] += float(share @ as_float64(target).square().sum(-1))
-            return totals
-
-        off, size = self.summed(torch.zeros(2, dtype=torch.float64), sums).tolist()
+    def error(self, rows: Tensor) -> float:
+        """Return the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks' `rows`; 0 if all y are 0."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for chunk in self.recording.chunks(rows):
+            targets, weights = self.targets(chunk), as_float64(self.token_weights(chunk))
+            for place, value in enumerate((self.gap(chunk, targets), targets)):
+                sums[place] += float(weights @ as_float64(value).square().sum(-1))
+        off, size = ranks().all_reduce(sums).tolist()
         return off / size if size else 0.0
 
 
-def _typical_energy(outputs: torch.Tensor, weights: torch.Tensor) -> float:
-    """Median over the tokens of all ranks of weighted ||y||^2; the mean where most are 0, and 1 where all are."""
-    energies = torch.cat([chunk.float().square().sum(-1) for chunk in outputs.split(CHUNK)] or [outputs.new_zeros(0)])
-    every = torch.cat(ranks().all_gather((energies * weights).cpu()))
-    every = every if len(every) else torch.zeros(1)
+def _typical_energy(recording: Recording) -> float:
+    """Return the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0, 1 where all are."""
+    energies = torch.zeros(len(recording.outputs))
+    for rows in torch.arange(len(energies)).split(CHUNK):
+        energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
+    every = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
+    if not len(every):
+        return 1.0
     return float(every.median()) or float(every.mean()) or 1.0
-
-
-def gathered(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Gather every rank's `values` [T, ...] at its `rows` [n], rank by rank, at all ranks.
-
-    A rank without tokens has values of any shape; they become those of rank 0.
-    """
-    counts, begin = ranks().all_gather(len(rows)), 0
-    dtype, *shape = ranks().broadcast(lambda: [values.dtype, *values.shape[1:]])
-    every = allocate((sum(counts), *shape), dtype, values.device)
-    for owner, count in enumerate(counts):
-        part = every[begin : begin + count]
-        if owner == ranks().rank and count:
-            part.copy_(values[rows])
-        ranks().copy_from(owner, [part])
-        begin += count
-    return every

@@ -85,13 +85,23 @@ class LayerWork:
 
 
 @dataclass(slots=True)
-class RecordingVisitor(LayerVisitor):
-    """Has the batches of a pass recorded in the layers that they come to, before they pass what replaces these."""
+class _InOrder(LayerVisitor):
+    """Records the batches of a pass in each layer, and has them pass the layer that it has planned and refitted."""
 
     model: OpenModel
     calibration: Calibration | None
-    active: list[Observers | Recording] = field(default_factory=list, kw_only=True)  # what watches a replay's batches
-    base_stream: BaseStream | None = field(default=None, kw_only=True)
+    work: LayerWork
+    files: CutFiles | None
+    base_stream: BaseStream | None = None
+    plans: dict[str, LayerPlan] = field(default_factory=dict)
+    active: list[Observers | Recording] = field(default_factory=list)  # what watches a replay's batches
+    smaller: SmallerModel = field(init=False)
+    routers: Routers = field(init=False)
+    counting: list[tuple[Watch, Tensor]] = field(default_factory=list)  # of routed tokens, by expert
+
+    def __post_init__(self) -> None:
+        self.smaller = SmallerModel(self.model, self.work.experts)
+        self.routers = smaller_routers(self.model.architecture)
 
     def on_batch_start(self, batch: int) -> None:
         for watching in self.active:
@@ -104,37 +114,6 @@ class RecordingVisitor(LayerVisitor):
                 watching.came_out(hidden, self.base_stream.shift(self.at.batch, hidden))
             else:
                 watching.came_out(hidden)
-
-    def record(
-        self, layers: Sequence[MoeLayer], replay: Replay, observers: Sequence[Observers] = ()
-    ) -> list[Recording]:
-        """Show the batches to the observers, and return what the loaded layers make of them."""
-        assert self.calibration is not None
-        text = self.calibration
-        recordings = [Recording(layer, text.tokens, text.heldout, text.emphasis) for layer in layers]
-        self.active = [*observers, *recordings]
-        for recording in recordings:
-            recording.attach(self.model.partial.model)
-        if self.active:
-            replay(range(len(text.batches)))
-        for recording in recordings:
-            recording.detach()
-        self.active = []
-        return recordings
-
-
-@dataclass(slots=True)
-class _InOrder(RecordingVisitor):
-    work: LayerWork
-    files: CutFiles | None
-    plans: dict[str, LayerPlan] = field(default_factory=dict)
-    smaller: SmallerModel = field(init=False)
-    routers: Routers = field(init=False)
-    counting: list[tuple[Watch, Tensor]] = field(default_factory=list)  # of routed tokens, by expert
-
-    def __post_init__(self) -> None:
-        self.smaller = SmallerModel(self.model, self.work.experts)
-        self.routers = smaller_routers(self.model.architecture)
 
     def before_layer(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
@@ -218,18 +197,25 @@ class _InOrder(RecordingVisitor):
         """Plan the layers by what the batches show of them, and return what is recorded for their correction."""
         work, calibration = self.work, self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
-        recordings = list[Recording]()
+        observers, recordings = list[Observers](), list[Recording]()
         if calibration is not None:
-            observers = list[Observers]()
-            if work.needs:
-                observers = [
-                    Observers(self.model, layer, work.needs, calibration, self.routers, work.seed) for layer in layers
-                ]
             if self.base_stream is not None:
                 self.base_stream.find_factor(layers, replay)
-            recorded = layers if work.measure or work.correction.wanted else ()
-            recordings = self.record(recorded, replay, observers)
-            statistics = [observer.finish() for observer in observers] or statistics
+            for layer in layers:
+                if work.needs:
+                    observers.append(Observers(self.model, layer, work.needs, calibration, self.routers, work.seed))
+                if work.measure or work.correction.wanted:
+                    recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis)
+                    recording.attach(self.model.partial.model)
+                    recordings.append(recording)
+            self.active = [*observers, *recordings]
+            if self.active:
+                replay(range(len(calibration.batches)))
+            self.active = []
+            for recording in recordings:
+                recording.detach()
+            if observers:
+                statistics = [observer.finish() for observer in observers]
         for layer, measured in zip(layers, statistics, strict=True):
             self.plans[layer.name] = work.decide(measured)
         return recordings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.tuning import _steps, balanced, descend, tune
+from compressor.steps.correct.tuning import _steps, descend, tune
 from tests import zoo
 from tests.cut_cases import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
@@ -84,14 +84,13 @@ def test_steps_whose_tokens_all_skip_the_experts_change_nothing() -> None:
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 20), st.integers(0, 3))
 def test_steps_take_shuffled_tokens_each_at_most_once_a_pass(count: int, tokens: int, steps: int, seed: int) -> None:
-    rows = 100 + 3 * torch.arange(count)
-    found = _steps(rows, steps=steps, tokens=tokens, seed=seed)
+    found = _steps(count, steps, tokens, seed)
     size = min(tokens, count)
     assert [len(part) for part in found] == [size] * steps
     a_pass = count // size
     for begin in range(0, steps, a_pass):
         seen = torch.cat(found[begin : begin + a_pass]).tolist()
-        assert len(set(seen)) == len(seen) and set(seen) <= set(rows.tolist())
+        assert len(set(seen)) == len(seen) and set(seen) <= set(range(count))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "zaya"])
@@ -105,7 +104,7 @@ def test_gradients_are_those_of_the_loss(name: str) -> None:
     with torch.enable_grad():
         loss = cut.token_weights(rows) @ cut.gap(rows, target).square().sum(-1) / len(rows)
         expected = torch.autograd.grad(loss, tuned, allow_unused=True)
-        descend(cut, balanced([1.0] * cut.choices), range(cut.choices), rows)
+        descend(cut, rows, len(rows), found.router, lambda values: None)
     assert sum(value is not None for value in expected) > len(tuned) / 2
     for leaf, value in zip(tuned, expected, strict=True):
         assert (leaf.grad is None) == (value is None)
