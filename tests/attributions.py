@@ -28,6 +28,7 @@ def sender(kind: str, layer: int | None, influence: Sequence[float | None], **ot
         "positive": _scaled(influence, 0.5),
         "negative": _scaled(influence, -0.75),
         "rank_change": tuple(change),
+        "covariance": tuple(None for _ in influence),
         **others,
     }
     return Sender(kind=kind, layer=layer, influence=tuple(influence), **fields)

@@ -214,13 +214,13 @@ def attributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Sequence[
             module = EXPERTS.format(layer)
             return Sender(
                 f"{module}.{expert}", "expert", layer, module, expert, 0.5,
-                (influence,), (1.0,), (-1.0,), (influence,),
+                (influence,), (1.0,), (-1.0,), (influence,), (None,),
             )  # fmt: skip
 
         def attribute(model: Any, data: Calibration, progress: Any, seed: int = 0) -> Attribution:
             seen.append(data)
             senders = tuple(sender(layer, expert) for layer in (0, 1) for expert in range(8))
-            return Attribution("model", (Receiver("head", 2, 1.0, 0.0),), senders, (), data.tokens)
+            return Attribution("model", (Receiver("head", 2, 1.0, 0.0),), senders, (), data.tokens, {}, {}, {})
 
         monkeypatch.setattr("compressor.attribution.measure.attribute", attribute)
         return seen

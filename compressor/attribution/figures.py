@@ -1,4 +1,4 @@
-"""What shapes the routing: the influence of every component on every later router, and the experts that are hubs.
+"""Figures of the influence of every component on every later router.
 
 Routing attribution: "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
 A router's logits are the sum of sub-scores, one for each earlier component that wrote to the residual stream. R
@@ -8,8 +8,8 @@ routers (receivers), T tokens, E experts.
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
 # whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream; a bias is
@@ -21,7 +21,7 @@ ZEROED = (*COMPONENTS, "shared")  # whose AARV is compared with their influence,
 
 
 def adds_up(kind: str, module: str, split: Container[str]) -> bool:
-    """Whether a sender is one of those whose sub-scores add up to the logits, so that nothing counts twice.
+    """Return True for a sender whose sub-scores add up to the logits with the others', so that nothing counts twice.
 
     `split` are the attention modules whose heads were told apart: there the heads and their bias count.
     """
@@ -40,7 +40,7 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """One component, and what its sub-scores do to each receiver: None for routers that come before it."""
+    """One component, and the figures of its sub-scores for each receiver: None for routers that come before it."""
 
     name: str
     kind: str
@@ -52,24 +52,26 @@ class Sender:
     positive: tuple[float | None, ...]  # [R] APS: mean of the positive sub-scores' sum over the experts, over E
     negative: tuple[float | None, ...]  # [R] ANS: the same of the negative ones
     rank_change: tuple[float | None, ...]  # [R] AARV; None throughout for heads and their bias
-    covariance: tuple[float | None, ...] = ()  # [R] with the logits over the experts, averaged over tokens
+    covariance: tuple[float | None, ...]  # [R] with the logits over the experts, averaged over tokens
 
     @property
     def total_influence(self) -> float:
-        return sum(value for value in self.influence if value is not None)
+        return sum(value or 0.0 for value in self.influence)
 
     @property
     def total_rank_change(self) -> float:
-        return sum(value for value in self.rank_change if value is not None)
+        return sum(value or 0.0 for value in self.rank_change)
 
     @property
     def label(self) -> str:
         """Short and unique unless a layer has several of a kind: 'token', 'L1 E9', 'L3 head 5', 'L3 attention'."""
-        if self.layer is None or self.kind == "other":
-            return self.kind if self.kind == "token" else self.name
-        if self.kind == "expert" and self.number is not None:
-            return expert_label(self.layer, self.number)
-        return f"L{self.layer} {self.kind}{'' if self.number is None else f' {self.number}'}"
+        labels = {
+            "token": "token",
+            "other": self.name,
+            "head": f"L{self.layer} head {self.number}",
+            "expert": f"L{self.layer} E{self.number}",
+        }
+        return labels.get(self.kind, f"L{self.layer} {self.kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,13 @@ class ExpertPlace:
 
     @property
     def place(self) -> tuple[int, str, int]:
-        """What sorts experts in model order, and tells them apart."""
+        """The key that sorts experts in model order, and tells them apart."""
         return self.layer, self.module, self.expert
 
     @property
     def label(self) -> str:
-        """Such as 'L1 E9'."""
-        return expert_label(self.layer, self.expert)
+        """The expert's layer and number, such as 'L1 E9'."""
+        return f"L{self.layer} E{self.expert}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class KeyInfluence:
     head: int
     sequence: int
     tokens: tuple[int, ...]  # [L] token ids
-    texts: tuple[str, ...]  # [L] what they stand for; empty if the model has no tokenizer
+    texts: tuple[str, ...]  # [L] of the tokens; empty if the model has no tokenizer
     influence: tuple[float, ...]  # [L] of each key: variance of its sub-scores, summed over routers, averaged over L
     first: float  # share of the sequence's first token
     own: float  # share of the query's own token
@@ -149,9 +151,9 @@ class Attribution:
     senders: tuple[Sender, ...]
     outputs: tuple[Output, ...]  # every routed expert
     tokens: int
-    calibration: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of each pass
+    calibration: Mapping[str, Any]  # its identity
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float]  # of each pass
     per_key: tuple[KeyInfluence, ...] = ()  # the strongest heads by key token, if requested
     score_edges: tuple[ScoreEdge, ...] = ()  # the strongest ones, if requested
     together: tuple[Together, ...] = ()
@@ -177,16 +179,11 @@ class KindShare:
 
 
 class Pair(NamedTuple):
-    """What one sender does to one receiver."""
+    """The figures of one sender for one receiver."""
 
     sender: Sender
     influence: float
     rank_change: float
-
-
-def expert_label(layer: int, expert: int) -> str:
-    """1, 9 -> 'L1 E9'."""
-    return f"L{layer} E{expert}"
 
 
 def sender_labels(senders: Iterable[Sender]) -> list[str]:
@@ -213,21 +210,27 @@ def strongest(senders: Iterable[Sender], top: int) -> tuple[Sender, ...]:
 
 
 def kind_shares(attribution: Attribution) -> tuple[KindShare, ...]:
-    """Which kinds of component shape routing; heads, experts and shared experts are parts of others."""
-    totals = {kind: [sender.total_influence for sender in attribution.of_kind(kind)] for kind in COMPONENTS}
-    whole = math.fsum(value for influences in totals.values() for value in influences)
-    return tuple(
-        KindShare(kind, len(influences), math.fsum(influences), math.fsum(influences) / whole if whole else None)
-        for kind, influences in totals.items()
-        if influences
-    )
+    """How much each kind of component shapes routing; heads, experts and shared experts are parts of others."""
+    whole = math.fsum(sender.total_influence for sender in attribution.of_kind(*COMPONENTS))
+    shares = []
+    for kind in COMPONENTS:
+        influences = [sender.total_influence for sender in attribution.of_kind(kind)]
+        if influences:
+            total = math.fsum(influences)
+            shares.append(KindShare(kind, len(influences), total, total / whole if whole else None))
+    return tuple(shares)
+
+
+def is_measured(value: float | None) -> TypeGuard[float]:
+    """Return True for a number that is neither missing nor infinite."""
+    return value is not None and math.isfinite(value)
 
 
 def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
     """Influence and AARV of each sender of these kinds on each receiver for which both were measured."""
     for sender in attribution.of_kind(*kinds):
         for influence, change in zip(sender.influence, sender.rank_change, strict=True):
-            if influence is not None and change is not None and math.isfinite(influence) and math.isfinite(change):
+            if is_measured(influence) and is_measured(change):
                 yield Pair(sender, influence, change)
 
 

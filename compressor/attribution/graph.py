@@ -18,14 +18,22 @@ router and expert j of the next one, of which n_i and n_j tokens are routed to e
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from compressor.attribution.figures import Attribution, Together, router_labels, sender_labels, spearman
+from compressor.attribution.figures import (
+    Attribution,
+    Sender,
+    Together,
+    is_measured,
+    router_labels,
+    sender_labels,
+    spearman,
+)
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
 from compressor.formatting import one_line
@@ -63,32 +71,34 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     """
     import networkx as nx
 
+    kinds, modules = dict(graph.nodes(data="kind")), dict(graph.nodes(data="module"))
     steering, routes = edges_of(graph, STEERS), edges_of(graph, ROUTES)
     strong = strong_edges(steering)
-    experts = [node for node, kind in graph.nodes(data="kind") if kind == "expert" and steering.out_degree(node)]
-    routers = [node for node, kind in graph.nodes(data="kind") if kind == "router"]
-    starts = dict.fromkeys(routers, 1.0)
+    experts = [node for node, kind in kinds.items() if kind == "expert" and steering.out_degree(node)]
+    routers = [node for node, kind in kinds.items() if kind == "router"]
     back = nx.compose(steering, routes).reverse()
-    ranks = nx.pagerank(back, personalization=starts, tol=1e-12, max_iter=1000) if routers else {}
+    visited = nx.pagerank(back, personalization=dict.fromkeys(routers, 1.0), tol=1e-12, max_iter=1000)
+    by_layer: dict[str, list[float]] = {}
+    for expert in experts:
+        by_layer.setdefault(modules[expert], []).append(visited[expert])
     paths = nx.compose(strong, routes)
-    lengths = {(start, end): 1 / weight for start, end, weight in paths.edges(data="weight")}
-    nx.set_edge_attributes(paths, lengths, "length")
+    for _, _, data in paths.edges(data=True):
+        data["length"] = 1 / data["weight"]
     between = nx.betweenness_centrality_subset(paths, routers, routers, weight="length")
     pairs = max(1, len(routers) * (len(routers) - 1) // 2)  # a later router never comes before an earlier one
-    layers: dict[str, list[float]] = {}
-    for expert in experts:
-        layers.setdefault(graph.nodes[expert]["module"], []).append(ranks[expert])
-    relative = {expert: ranks[expert] / (fmean(layers[graph.nodes[expert]["module"]]) or 1.0) for expert in experts}
     measured: dict[str, Mapping[str, float]] = {
         INFLUENCE: dict(steering.out_degree(experts, weight="influence")),
         AARV: dict(steering.out_degree(experts, weight="aarv")),
         DEGREE: dict(steering.out_degree(experts, weight="weight")),
-        PAGERANK: ranks,
-        RELATIVE: relative,
+        PAGERANK: visited,
+        RELATIVE: {expert: visited[expert] / (fmean(by_layer[modules[expert]]) or 1.0) for expert in experts},
         BETWEENNESS: {node: value / pairs for node, value in between.items()},
         CORE: nx.core_number(strong.to_undirected()),
     }
-    return {measure: {expert: float(measured[measure][expert]) for expert in experts} for measure in MEASURES}
+    centrality = {}
+    for measure in MEASURES:
+        centrality[measure] = {expert: float(measured[measure][expert]) for expert in experts}
+    return centrality
 
 
 def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
@@ -96,13 +106,13 @@ def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
     import networkx as nx
 
     kinds, strong = steering.nodes(data="kind"), nx.create_empty_copy(steering)
-    for router, kind in kinds:
-        edges = list(steering.in_edges(router, data=True)) if kind == "router" else []
-        weights: dict[str, list[float]] = {}
-        for sender, _, data in edges:
-            weights.setdefault(kinds[sender], []).append(data["weight"])
-        least = {name: fmean(own) * (1 - 1e-9) for name, own in weights.items()}
-        strong.add_edges_from(edge for edge in edges if edge[2]["weight"] >= least[kinds[edge[0]]] > 0)
+    weights: dict[tuple[str, str], list[float]] = {}
+    for sender, router, weight in steering.edges(data="weight"):
+        weights.setdefault((router, kinds[sender]), []).append(weight)
+    least = {key: fmean(alike) * (1 - 1e-9) for key, alike in weights.items()}
+    for sender, router, data in steering.edges(data=True):
+        if data["weight"] >= least[router, kinds[sender]] > 0:
+            strong.add_edge(sender, router, **data)
     return strong
 
 
@@ -110,27 +120,26 @@ def ranking(centrality: Centrality, measure: str) -> list[str]:
     """Experts above 0 by a measure, the most central first; equal ones by out-degree, then in model order."""
     experts = [*centrality[measure]]
     values, degrees = (
-        rounded(torch.tensor([centrality[name][expert] for expert in experts], dtype=torch.float64)).tolist()
-        for name in (measure, DEGREE)
+        rounded(torch.tensor([*centrality[name].values()], dtype=torch.float64)).tolist() for name in (measure, DEGREE)
     )
     order = sorted(range(len(experts)), key=lambda place: (-values[place], -degrees[place]))
     return [experts[place] for place in order if values[place] > 0]
 
 
 def agreements(centrality: Centrality) -> list[dict[str, Any]]:
-    """Of every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
+    """For every two measures, how far they order the experts alike, and how many are among the `TOP` first by both.
 
     The correlation is Spearman's, None for fewer than 3 experts or where a measure is the same for all.
     """
     tops = {measure: set(ranking(centrality, measure)[:TOP]) for measure in centrality}
     return [
         {
-            "first": one,
-            "second": other,
-            "correlation": spearman([*centrality[one].values()], [*centrality[other].values()]),
-            "shared": len(tops[one] & tops[other]),
+            "first": first,
+            "second": second,
+            "correlation": spearman([*centrality[first].values()], [*centrality[second].values()]),
+            "shared": len(tops[first] & tops[second]),
         }
-        for one, other in combinations(centrality, 2)
+        for first, second in combinations(centrality, 2)
     ]
 
 
@@ -140,50 +149,51 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
 
     graph = nx.DiGraph(model=one_line(attribution.model), tokens=attribution.tokens)
     senders, routers = attribution.parts(), router_labels(attribution.receivers)
-    labels = dict(zip([sender.name for sender in senders], sender_labels(senders), strict=True))
     numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
-    experts = {
-        (numbers[sender.module], sender.number or 0): sender
-        for sender in senders
-        if sender.kind == "expert" and sender.module in numbers
-    }
+    labels: dict[str, str] = {}  # by the sender's name
+    experts: dict[Expert, Sender] = {}
+    for sender, label in zip(senders, sender_labels(senders), strict=True):
+        labels[sender.name] = label
+        if sender.number is not None and sender.module in numbers:
+            experts[numbers[sender.module], sender.number] = sender
     groups = communities(experts, attribution.together, seed)
-    of = {sender.name: groups[expert] for expert, sender in experts.items()}
+    community = {experts[expert].name: group for expert, group in groups.items()}
     for sender in senders:
         layer, label = BEFORE if sender.layer is None else sender.layer, labels[sender.name]
-        more = _finite(share=sender.share, number=sender.number, community=of.get(sender.name))
-        graph.add_node(label, label=label, kind=sender.kind, layer=layer, module=sender.module, **more)
+        facts = _measured(share=sender.share, number=sender.number, community=community.get(sender.name))
+        graph.add_node(label, label=label, kind=sender.kind, layer=layer, module=sender.module, **facts)
     for label, receiver in zip(routers, attribution.receivers, strict=True):
-        more = _finite(variance=receiver.variance, unexplained=receiver.unexplained)
-        graph.add_node(label, label=label, kind="router", layer=receiver.layer, module=receiver.module, **more)
-    for number, label in enumerate(routers):
-        influences = [_finite(influence=sender.influence[number]) for sender in senders]
-        total = math.fsum(each["influence"] for each in influences if each)
-        for sender, each in zip(senders, influences, strict=True):
-            if each:
-                covariance = sender.covariance[number] if sender.covariance else None
-                weight = each["influence"] / total if total else 0.0
-                more = _finite(aarv=sender.rank_change[number], covariance=covariance)
-                graph.add_edge(labels[sender.name], label, kind=STEERS, weight=weight, **each, **more)
-        own = [sender for (router, _), sender in experts.items() if router == number and sender.share > 0]
-        routed = math.fsum(sender.share for sender in own)
-        for sender in own:
-            graph.add_edge(label, labels[sender.name], kind=ROUTES, weight=sender.share / routed)
+        facts = _measured(variance=receiver.variance, unexplained=receiver.unexplained)
+        graph.add_node(label, label=label, kind="router", layer=receiver.layer, module=receiver.module, **facts)
+    for number, router in enumerate(routers):
+        reaching = [sender for sender in senders if is_measured(sender.influence[number])]
+        total = math.fsum(sender.influence[number] or 0.0 for sender in reaching)
+        for sender in reaching:
+            influence = sender.influence[number] or 0.0
+            weight = influence / total if total else 0.0
+            facts = _measured(
+                influence=influence, aarv=sender.rank_change[number], covariance=sender.covariance[number]
+            )
+            graph.add_edge(labels[sender.name], router, kind=STEERS, weight=weight, **facts)
+        routed = [expert for (layer, _), expert in experts.items() if layer == number and expert.share > 0]
+        total = math.fsum(expert.share for expert in routed)
+        for expert in routed:
+            graph.add_edge(router, labels[expert.name], kind=ROUTES, weight=expert.share / total)
     for edge in attribution.score_edges:
         end = labels[experts[edge.receiver, edge.expert].name]
         graph.add_edge(labels[edge.sender], end, kind=SCORES, influence=edge.influence)
     return graph
 
 
-def _finite(**figures: float | None) -> dict[str, Any]:
-    return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+def _measured(**figures: float | None) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if is_measured(value)}
 
 
-def edges_of(graph: "nx.DiGraph", *kinds: str) -> "nx.DiGraph":
-    """The graph with the edges of these kinds alone, and all nodes."""
+def edges_of(graph: "nx.DiGraph", kind: str) -> "nx.DiGraph":
+    """The graph with the edges of this kind alone, and all nodes."""
     import networkx as nx
 
-    return nx.subgraph_view(graph, filter_edge=lambda start, end: graph.edges[start, end]["kind"] in kinds).copy()
+    return nx.subgraph_view(graph, filter_edge=lambda start, end: graph.edges[start, end]["kind"] == kind).copy()
 
 
 def measured_graph(attribution: Attribution) -> tuple["nx.DiGraph", Centrality]:
@@ -205,22 +215,24 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     routers' choices and one table [E, E].
     """
     together: list[Together] = []
-    for first, second in pairwise(range(len(valid))):
+    for first in range(len(valid) - 1):
         table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=float64_device(valid.device))
         for batch in chosen:
-            one, other = (
-                torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, number, valid[number]], 1.0)
-                for number in (first, second)
+            passed, following = (
+                torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, router, valid[router]], 1.0)
+                for router in (first, first + 1)
             )
-            table += as_float64(torch.cat([one.T @ other, one.sum(0)[None], other.sum(0)[None]]))
-        counts, routed = ranks().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
-        expected = routed[0][:, None] * routed[1] / tokens
-        excess = counts - expected
+            counts = [passed.T @ following, passed.sum(0)[None], following.sum(0)[None]]
+            table += as_float64(torch.cat(counts))
+        both, alone = ranks().all_reduce(table).split([experts, 2])  # of tokens, so exact in any order
+        expected = alone[0][:, None] * alone[1] / tokens
+        excess = both - expected
         excess[excess <= NOTABLE * expected.sqrt()] = 0
-        values, following = excess.sort(descending=True, stable=True)
-        for expert, (row, others) in enumerate(zip(values.tolist(), following.tolist(), strict=True)):
-            kept = zip(row[:FOLLOWING], others, strict=False)
-            together += [Together(first, expert, other, value / tokens) for value, other in kept if value > 0]
+        values, order = excess.sort(descending=True, stable=True)
+        for expert in range(experts):
+            for value, other in zip(values[expert, :FOLLOWING].tolist(), order[expert].tolist(), strict=False):
+                if value > 0:
+                    together.append(Together(first, expert, other, value / tokens))
     return tuple(together)
 
 
@@ -231,13 +243,13 @@ def communities(experts: Iterable[Expert], together: Sequence[Together], seed: i
     """
     import networkx as nx
 
-    order = {expert: number for number, expert in enumerate(experts)}
+    order = [*experts]
+    numbers = {expert: number for number, expert in enumerate(order)}
     graph = nx.Graph()
-    graph.add_nodes_from(order.values())  # numbers: sets of them are walked through in the same order in every process
+    graph.add_nodes_from(range(len(order)))  # numbers: sets of them have the same order in every process
     for pair in together:
-        ends = (pair.receiver, pair.expert), (pair.receiver + 1, pair.following)
-        graph.add_edge(*(order[end] for end in ends), weight=pair.excess)
+        start, end = (pair.receiver, pair.expert), (pair.receiver + 1, pair.following)
+        graph.add_edge(numbers[start], numbers[end], weight=pair.excess)
     groups = [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)] if order else []
     groups.sort(key=lambda members: (-len(members), members))
-    place = {member: number for number, members in enumerate(groups) for member in members}
-    return {expert: place[number] for expert, number in order.items()}
+    return {order[member]: number for number, members in enumerate(groups) for member in members}

@@ -7,7 +7,9 @@ Mixture-of-Experts Large Language Models", arXiv:2507.23279. An expert can be ei
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender
@@ -56,19 +58,35 @@ def find_hubs(attribution: Attribution, threshold: float = THRESHOLD) -> tuple[H
         layers.setdefault(sender.module, []).append(sender)
     hubs = []
     for experts in layers.values():
-        influence = outlier_scores([sender.total_influence for sender in experts])
-        aarv = outlier_scores([sender.total_rank_change for sender in experts])
-        for sender, first, second in zip(experts, influence, aarv, strict=True):
+        influence_scores = outlier_scores([sender.total_influence for sender in experts])
+        aarv_scores = outlier_scores([sender.total_rank_change for sender in experts])
+        for sender, influence_score, aarv_score in zip(experts, influence_scores, aarv_scores, strict=True):
+            assert sender.layer is not None and sender.number is not None
             reached = zip(attribution.receivers, sender.influence, strict=True)
             variance = sum(receiver.variance for receiver, value in reached if value is not None)
-            least = LEAST_SHARE * variance  # of the logits of the routers that come after the sender
-            if exceeds(min(first, second), threshold) and not exceeds(least, sender.total_influence):
-                assert sender.layer is not None and sender.number is not None
-                totals = sender.total_influence, sender.total_rank_change
-                hubs.append(Hub(sender.module, sender.layer, sender.number, *totals, first, second, sender.share))
-    strengths = _equal_where_tied([hub.influence for hub in hubs])
-    order = sorted(zip(strengths, hubs, strict=True), key=lambda pair: (-pair[0], *pair[1].place))
-    return tuple(hub for _, hub in order)
+            is_noise = exceeds(LEAST_SHARE * variance, sender.total_influence)
+            if exceeds(min(influence_score, aarv_score), threshold) and not is_noise:
+                hub = Hub(
+                    sender.module,
+                    sender.layer,
+                    sender.number,
+                    sender.total_influence,
+                    sender.total_rank_change,
+                    influence_score,
+                    aarv_score,
+                    sender.share,
+                )
+                hubs.append(hub)
+    return _strongest_first(hubs, [hub.influence for hub in hubs])
+
+
+Expert = TypeVar("Expert", bound=ExpertPlace)
+
+
+def _strongest_first(experts: Sequence[Expert], strengths: Sequence[float]) -> tuple[Expert, ...]:
+    """Sort experts by strength; those that differ by rounding alone come in model order."""
+    keys = zip(_equal_where_tied(strengths), experts, strict=True)
+    return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].place)))
 
 
 def _equal_where_tied(values: Sequence[float]) -> list[float]:
@@ -83,17 +101,16 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     of the largest one. Some expert always meets that, so here the entry must be an outlier of the model's experts too.
     Up to 200 experts the percentile leaves room for one alone. Experts that no token reached do not count.
     """
-    import numpy as np
-
     reached = [output for output in attribution.outputs if output.tokens > 0]
     if not reached:
         return ()
     entries = _equal_where_tied([output.max_entry for output in reached])
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
-    massive = [
-        (-entry, *output.place, output)
-        for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True)
-        if exceeds(score, THRESHOLD) and entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
-    ]
-    return tuple(output for *_, output in sorted(massive, key=lambda entry: entry[:4]))
+    massive, strengths = list[Output](), list[float]()
+    for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True):
+        is_large = entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
+        if is_large and exceeds(score, THRESHOLD):
+            massive.append(output)
+            strengths.append(entry)
+    return _strongest_first(massive, strengths)

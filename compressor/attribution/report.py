@@ -55,11 +55,12 @@ class Findings:
     @property
     def overlap(self) -> dict[str, list[ExpertPlace]]:
         """Experts that are hub and super expert, and those that are one of them alone; the strongest first."""
-        massive, steering = ({each.place for each in own} for own in (self.supers, self.hubs))
+        massive = {output.place for output in self.supers}
+        steering = {hub.place for hub in self.hubs}
         return {
-            "both": [each for each in self.hubs if each.place in massive],
-            "only_hubs": [each for each in self.hubs if each.place not in massive],
-            "only_super_experts": [each for each in self.supers if each.place not in steering],
+            "both": [hub for hub in self.hubs if hub.place in massive],
+            "only_hubs": [hub for hub in self.hubs if hub.place not in massive],
+            "only_super_experts": [output for output in self.supers if output.place not in steering],
         }
 
     @property
@@ -71,8 +72,10 @@ class Findings:
     @property
     def correlations(self) -> dict[str, float | None]:
         """Rank correlation of influence and AARV, of components and of single experts."""
-        kinds = {"components": ZEROED, "experts": ("expert",)}
-        return {name: rank_correlation([*pairs(self.attribution, *own)]) for name, own in kinds.items()}
+        return {
+            "components": rank_correlation([*pairs(self.attribution, *ZEROED)]),
+            "experts": rank_correlation([*pairs(self.attribution, "expert")]),
+        }
 
 
 def findings(attribution: Attribution, threshold: float = THRESHOLD, top: int = 10) -> Findings:
@@ -88,43 +91,41 @@ def rounded(content: Any) -> Any:
 
 
 def brief_content(found: Findings) -> dict[str, Any]:
-    """What can be read at a glance, as plain JSON types."""
+    """The facts that can be read at a glance, as plain JSON types."""
     attribution = found.attribution
+    content: dict[str, Any] = {
+        "model": attribution.model,
+        "tokens": attribution.tokens,
+        "hubs": tuple(found.hubs),
+        "super_experts": [_content(output, "max_entry", "max_norm", "mean_norm") for output in found.supers],
+        "overlap": {name: [*map(_content, experts)] for name, experts in found.overlap.items()},
+        "receivers": attribution.receivers,
+        "kinds": kind_shares(attribution),
+        "seconds": attribution.seconds,
+    }
+    content["overlap"]["jaccard"] = found.jaccard
+    plain: dict[str, Any] = rounded(content)
+    return plain
 
-    def some(experts: Sequence[ExpertPlace], *figures: str) -> list[dict[str, Any]]:
-        return [{name: getattr(each, name) for name in ("module", "layer", "expert", *figures)} for each in experts]
 
-    content: dict[str, Any] = rounded(
-        {
-            "model": attribution.model,
-            "tokens": attribution.tokens,
-            "hubs": tuple(found.hubs),
-            "super_experts": some(found.supers, "max_entry", "max_norm", "mean_norm"),
-            "overlap": {**{name: some(own) for name, own in found.overlap.items()}, "jaccard": found.jaccard},
-            "receivers": attribution.receivers,
-            "kinds": kind_shares(attribution),
-            "seconds": attribution.seconds,
-        }
-    )
-    return content
+def _content(expert: ExpertPlace, *figures: str) -> dict[str, Any]:
+    return {name: getattr(expert, name) for name in ("module", "layer", "expert", *figures)}
 
 
 def full_content(found: Findings) -> dict[str, Any]:
     """Everything but the graph, as plain JSON types; calibration sources without folders."""
-    attribution = found.attribution
+    attribution, senders = found.attribution, []
+    for sender in attribution.senders:
+        # totals are not rounded
+        change = None if sender.kind in UNRANKED else float(sender.total_rank_change)
+        totals = {"total_influence": float(sender.total_influence), "total_rank_change": change}
+        senders.append({**rounded(sender), **totals})
     more = {
         "threshold": found.threshold,
         "rank_correlation": found.correlations,
-        "senders": [
-            {
-                **rounded(sender),
-                "total_influence": float(sender.total_influence),
-                "total_rank_change": None if sender.kind in UNRANKED else float(sender.total_rank_change),
-            }
-            for sender in attribution.senders
-        ],
+        "senders": senders,
         "outputs": attribution.outputs,
-        "calibration": without_folders(attribution.calibration) if attribution.calibration else {},
+        "calibration": without_folders(attribution.calibration),
         "versions": attribution.versions,
         "per_key": attribution.per_key,
     }
@@ -147,8 +148,7 @@ def _one_line_each(content: Mapping[str, Any]) -> str:
     for name, value in content.items():
         text = _json(value)
         if isinstance(value, list) and value:
-            items = ",\n    ".join(map(_json, value))
-            text = f"[\n    {items}\n  ]"
+            text = "[\n    " + ",\n    ".join(map(_json, value)) + "\n  ]"
         parts.append(f"  {_json(name)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -161,9 +161,9 @@ def write_graph(graph: "nx.DiGraph", folder: Path) -> None:
     """Save the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi open."""
     import networkx as nx
 
-    texts = "\n".join(nx.generate_graphml(graph, named_key_ids=True)), _json(nx.node_link_data(graph, edges="edges"), 0)
-    for name, text in zip(GRAPH, texts, strict=False):
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+    graphml = "\n".join(nx.generate_graphml(graph, named_key_ids=True))
+    (folder / GRAPH[0]).write_text(graphml + "\n", encoding="utf-8")
+    (folder / GRAPH[1]).write_text(_json(nx.node_link_data(graph, edges="edges"), 0) + "\n", encoding="utf-8")
 
 
 def write_attribution(found: Findings, folder: Path, overwrite: bool) -> list[Path]:
@@ -191,28 +191,20 @@ def write_attribution(found: Findings, folder: Path, overwrite: bool) -> list[Pa
 
 def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
     """The method, hubs, kinds, the strongest senders, super experts, key tokens and the graph."""
-    attribution, columns = found.attribution, ("expert", "largest entry", "largest norm", "mean norm")
+    attribution = found.attribution
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
-    made_with = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
     method = (
-        f"The logits of the routers of layers {layers or 'none'} are sums of sub-scores, one for each earlier "
+        f"The logits of the routers of layers {layers} are sums of sub-scores, one for each earlier "
         "component. Influence is the variance of a component's sub-scores over the experts, averaged over tokens; "
         "AARV is how far the ranks of the top-k experts change, on average, without the component. Both are summed "
         "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs, "
         "ICLR 2026."
     )
-    supers = tuple(
-        (each.label, short(each.max_entry), short(each.max_norm), short(each.mean_norm)) for each in found.supers
-    )
     components, experts = map(short, found.correlations.values())
     correlation = (
         f"Spearman rank correlation of influence and AARV: {components} for components, {experts} for routed experts."
     )
-    whole = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), " hold the whole graph: who steers which router, how strongly.")
-    of_graph: Blocks = ()
-    if any(centrality.values()):  # some expert comes before a router
-        tables = (table for table in graph_tables(graph, centrality) if table.rows)
-        of_graph = Heading("The routing graph"), Text(whole), *tables
+    versions = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
     return (
         Heading(f"{attribution.model}: routing attribution", 1),
         Text(method),
@@ -222,18 +214,18 @@ def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -
         *_sender_blocks(found),
         Heading("Super experts"),
         Text("Experts with massive activations (Su et al. 2025, arXiv:2507.23279)."),
-        Table("Super experts", columns, supers) if supers else Text("None were found."),
+        _super_table(found),
         Text(_overlap_line(found)),
         *_key_blocks(attribution),
-        *of_graph,
+        *_graph_blocks(graph, centrality),
         Heading("Does influence change the choice?"),
         Text(correlation),
-        *([Text(f"Made with {made_with}.")] if made_with else []),
+        Text(f"Made with {versions}."),
     )
 
 
 def brief_blocks(found: Findings) -> Blocks:
-    """What a terminal shows: hubs, the strongest senders, the kinds, and how exact it all is."""
+    """The blocks that a terminal shows: hubs, the strongest senders, the kinds, and how exact it all is."""
     return (
         *_hub_blocks(found),
         *_sender_blocks(found),
@@ -245,24 +237,21 @@ def brief_blocks(found: Findings) -> Blocks:
 
 def exactness(attribution: Attribution) -> str:
     """How far the sub-scores miss the logits, and on how many tokens, as a sentence."""
-    worst = max(attribution.receivers, key=lambda receiver: receiver.unexplained, default=None)
-    source = without_folders(attribution.calibration)["source"] if attribution.calibration else "unknown data"
-    tokens = f"{attribution.tokens:,} tokens of {source}"
-    if worst is None:
-        return f"No router was read; {tokens}."
+    worst = max(attribution.receivers, key=lambda receiver: receiver.unexplained)
+    source = without_folders(attribution.calibration)["source"]
     return (
         f"Sub-scores add up to the router's logits within {short(worst.unexplained)} of the largest logit "
-        f"(layer {worst.layer}), on {tokens}."
+        f"(layer {worst.layer}), on {attribution.tokens:,} tokens of {source}."
     )
 
 
 def _overlap_line(found: Findings) -> str:
     if found.jaccard is None:
         return "Neither hubs nor super experts were found."
-    both, *alone = found.overlap.values()
+    both, hubs, supers = found.overlap.values()
     return (
-        f"Both hub and super expert: {', '.join(each.label for each in both) or 'none'}; "
-        f"hubs alone: {len(alone[0])}, super experts alone: {len(alone[1])} (Jaccard index {found.jaccard:.2f})."
+        f"Both hub and super expert: {', '.join(expert.label for expert in both) or 'none'}; "
+        f"hubs alone: {len(hubs)}, super experts alone: {len(supers)} (Jaccard index {found.jaccard:.2f})."
     )
 
 
@@ -270,86 +259,94 @@ def _hub_blocks(found: Findings) -> Blocks:
     rule = f"modified z-scores of influence and of AARV among its layer's experts both above {found.threshold:g}"
     if not found.hubs:
         return Heading("Hubs"), Text(f"No expert is a hub: {rule}.")
-    rows = tuple(
-        (
-            hub.label,
-            *map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)),
-            percent(hub.share),
-            "yes" if hub in found.overlap["both"] else "no",
-        )
-        for hub in found.hubs
-    )
+    rows = []
+    for hub in found.hubs:
+        figures = map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score))
+        is_super = "yes" if hub in found.overlap["both"] else "no"
+        rows.append((hub.label, *figures, percent(hub.share), is_super))
     columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
     keep = ("Keep them when the model is made smaller: ", Code("moe-compress compress ... --protect hubs.json"))
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
-        Table(f"{found.attribution.model}: routing hubs", columns, rows, frozenset({"super expert"})),
+        Table(f"{found.attribution.model}: routing hubs", columns, tuple(rows), frozenset({"super expert"})),
         Text(keep),
     )
 
 
 def _kind_blocks(attribution: Attribution) -> Blocks:
+    title, columns = "What shapes routing", ("kind", "senders", "influence", "share of all")
     rows = tuple(
-        (each.kind, str(each.senders), short(each.influence), percent(each.share)) for each in kind_shares(attribution)
+        (kind.kind, str(kind.senders), short(kind.influence), percent(kind.share)) for kind in kind_shares(attribution)
     )
-    title = "What shapes routing"
-    return Heading(title), Table(title, ("kind", "senders", "influence", "share of all"), rows)
+    return Heading(title), Table(title, columns, rows)
 
 
 def _sender_blocks(found: Findings) -> Blocks:
-    senders = strongest(found.attribution.senders, found.top)
-    rows = tuple(
-        (
-            label,
-            sender.kind,
-            short(sender.total_influence),
-            "-" if sender.kind in UNRANKED else short(sender.total_rank_change),
-            percent(sender.share),
-        )
-        for label, sender in zip(sender_labels(senders), senders, strict=True)
-    )
-    title = "Strongest senders"
+    senders, rows = strongest(found.attribution.senders, found.top), []
+    for label, sender in zip(sender_labels(senders), senders, strict=True):
+        change = "-" if sender.kind in UNRANKED else short(sender.total_rank_change)
+        rows.append((label, sender.kind, short(sender.total_influence), change, percent(sender.share)))
+    title, columns = "Strongest senders", ("sender", "kind", "influence", "AARV", "tokens")
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."
-    columns = ("sender", "kind", "influence", "AARV", "tokens")
-    return (Heading(title), Table(title, columns, rows, frozenset({"kind"})), Text(note)) if rows else ()
+    return Heading(title), Table(title, columns, tuple(rows), frozenset({"kind"})), Text(note)
+
+
+def _super_table(found: Findings) -> Block:
+    columns = ("expert", "largest entry", "largest norm", "mean norm")
+    rows = []
+    for output in found.supers:
+        figures = map(short, (output.max_entry, output.max_norm, output.mean_norm))
+        rows.append((output.label, *figures))
+    return Table("Super experts", columns, tuple(rows)) if rows else Text("None were found.")
 
 
 def _key_blocks(attribution: Attribution) -> Blocks:
-    """Where the strongest heads read what they carry to the routers, for the sequences that were split by key."""
+    """The key tokens by which the strongest heads influence routers, for the sequences that were split by key."""
     rows = []
-    for each in attribution.per_key:
-        order = sorted(range(len(each.influence)), key=lambda key: -each.influence[key])[:STRONGEST_KEYS]
-        names = each.texts or tuple(map(str, each.tokens))
+    for split in attribution.per_key:
+        order = sorted(range(len(split.influence)), key=lambda key: -split.influence[key])[:STRONGEST_KEYS]
+        names = split.texts or tuple(map(str, split.tokens))
         keys = ", ".join(f"{_json(names[key])} at {key}" for key in order)
-        shares = map(percent, (each.first, each.own, each.previous))
-        rows.append((f"L{each.layer} head {each.head}", str(each.sequence), *shares, keys))
+        shares = map(percent, (split.first, split.own, split.previous))
+        rows.append((f"L{split.layer} head {split.head}", str(split.sequence), *shares, keys))
     note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
     return (Heading(title), Table(title, columns, tuple(rows), frozenset({columns[-1]})), Text(note)) if rows else ()
 
 
+def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
+    if not any(centrality.values()):  # no expert comes before a router
+        return ()
+    files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), " hold the whole graph: who steers which router, how strongly.")
+    tables = (table for table in graph_tables(graph, centrality) if table.rows)
+    return Heading("The routing graph"), Text(files), *tables
+
+
 def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ...]:
     """The central experts, how the measures agree, and the groups of experts."""
-    central = [
-        (expert, *(f"{centrality[measure][expert]:.3g}" for measure in MEASURES))
-        for expert in ranking(centrality, RELATIVE)[:TOP]
-    ]
+    central = []
+    for expert in ranking(centrality, RELATIVE)[:TOP]:
+        figures = [f"{centrality[measure][expert]:.3g}" for measure in MEASURES]
+        central.append((expert, *figures))
     cells: dict[tuple[str, str], str] = {}
-    for each in agreements(centrality):
-        one, other, value = each["first"], each["second"], each["correlation"]
-        cells[one, other] = cells[other, one] = f"{'-' if value is None else f'{value:.2f}'}, {each['shared']}"
-    agreed = [(one, *(cells.get((one, other), "") for other in MEASURES)) for one in MEASURES]
+    for pair in agreements(centrality):
+        first, second, value = pair["first"], pair["second"], pair["correlation"]
+        cells[first, second] = cells[second, first] = f"{'-' if value is None else f'{value:.2f}'}, {pair['shared']}"
+    agreed = []
+    for measure in MEASURES:
+        row = [cells.get((measure, other), "") for other in MEASURES]
+        agreed.append((measure, *row))
     members: dict[int, list[str]] = {}  # of each community, those that most tokens are routed to first
     for node, data in sorted(graph.nodes(data=True), key=lambda entry: -entry[1].get("share", 0.0)):
         if "community" in data:
             members.setdefault(data["community"], []).append(node)
-    several = [own for _, own in sorted(members.items()) if len(own) > 1]
-    groups = [
-        (str(number), str(len(own)), str(len({graph.nodes[each]["layer"] for each in own})), ", ".join(own[:4]))
-        for number, own in enumerate(several[:GROUPS])
-    ]
+    several = [members[community] for community in sorted(members) if len(members[community]) > 1]
+    groups = []
+    for number, experts in enumerate(several[:GROUPS]):
+        layers = {graph.nodes[expert]["layer"] for expert in experts}
+        groups.append((str(number), str(len(experts)), str(len(layers)), ", ".join(experts[:4])))
     title = "The most central experts, by relative PageRank: PageRank over the mean of their layer's experts"
     agreement = f"Spearman's rank correlation between measures, and how many experts are among the first {TOP} by both"
     together = f"Experts that are routed to together over layers: {counted(len(several), 'group')} of several"
