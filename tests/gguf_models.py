@@ -1,6 +1,5 @@
 """GGUF files as llama.cpp's converter and its llama-imatrix lay them out, written by the package gguf; test support."""
 
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,18 +126,6 @@ def imatrix(path: Path, entries: Mapping[str, tuple[Array, Array]]) -> Path:
         writer.add_tensor(f"{name}.in_sum2", squares.astype(np.float32))
         writer.add_tensor(f"{name}.counts", counts.astype(np.float32)[:, None])
     _finish(writer)
-    return path
-
-
-def old_imatrix(path: Path, entries: Mapping[str, tuple[Array, Array]], calls: int = 3) -> Path:
-    """The same in the old format: means times the number of calls, 1 where an expert was not visited."""
-    found = struct.pack("<i", len(entries))
-    for name, (squares, counts) in entries.items():
-        means = np.where(counts[:, None] > 0, squares / np.maximum(counts, 1)[:, None], 1.0)
-        values = (means * calls).astype("<f4")
-        found += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, values.size)
-        found += values.tobytes()
-    path.write_bytes(found + struct.pack("<ii", calls, 8) + b"text.txt")
     return path
 
 

@@ -232,7 +232,7 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
         for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
             points = [at[node] for node in at if nodes[node]["kind"] == kind]
             if points:
-                look = {"marker": MARKERS[place], "color": colour(place), "markersize": 7, "zorder": 3}
+                look: Any = {"marker": MARKERS[place], "color": colour(place), "markersize": 7, "zorder": 3}
                 axes.plot(*zip(*points, strict=True), linestyle="none", label=kind, markeredgecolor="#222222", **look)
         for node in named:
             style: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "weight": "bold"}

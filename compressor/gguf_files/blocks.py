@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from compressor.checkpoint.reader import Size
@@ -47,7 +47,8 @@ def find_blocks(model: Gguf) -> Blocks:
     experts = first.number(f"{arch}.expert_count")
     homes = dict[str, int]()
     for name in model.tensors:
-        if match := EXPERTS.fullmatch(name) or ROUTER.fullmatch(name):
+        match = EXPERTS.fullmatch(name) or ROUTER.fullmatch(name)
+        if match:
             homes[name] = int(match[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
             remedy = "compress the checkpoint that the file was made of and convert the result"
@@ -58,11 +59,12 @@ def find_blocks(model: Gguf) -> Blocks:
     tensors = model.tensors
     for name in homes:
         if tensors[name].shape[:1] != (experts,):
-            fault = f"has the shape {list(tensors[name].shape)}, which does not begin with the {experts} experts"
-            raise CompressionError(f"{where}: {name} {fault}; convert the model with a newer llama.cpp")
+            shape = f"the shape {list(tensors[name].shape)}, which does not begin with the {experts} experts"
+            raise CompressionError(f"{where}: {name} has {shape}; convert the model with a newer llama.cpp")
     for number in numbers:
-        if missing := [name for form in (GATE, DOWN) if (name := form.format(number)) not in homes]:
-            raise CompressionError(f"{where}: blk.{number} has experts but no {missing[0]}; it is not supported")
+        for name in (GATE.format(number), DOWN.format(number)):
+            if name not in homes:
+                raise CompressionError(f"{where}: blk.{number} has experts but no {name}; it is not supported")
     layers = tuple(_layer(model, arch, number) for number in numbers)
     last = first.number(f"{arch}.block_count")
     heads = frozenset(range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)) & {*numbers}
@@ -75,11 +77,7 @@ def find_blocks(model: Gguf) -> Blocks:
 def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
     first, name = model.first, f"blk.{number}"
     groups = max(1, first.number(f"{arch}.expert_group_count"))
-    key = f"{arch}.expert_used_count"
-    used = first.values[key].content if key in first.values else None
-    by_layer = used if isinstance(used, tuple) else None  # hybrids have one for each block
-    if by_layer is not None and number >= len(by_layer):
-        raise CompressionError(f"{first.path.name}: {key} tells of {counted(len(by_layer), 'block')}, not of {name}")
+    used = first.content(f"{arch}.expert_used_count")  # hybrids have one for each block
     layer = MoeLayer(
         name=name,
         block=name,
@@ -87,7 +85,7 @@ def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
         unit=name,
         index=number,
         experts=first.number(f"{arch}.expert_count"),
-        top_k=first.number(key) if by_layer is None else by_layer[number],
+        top_k=used[number] if isinstance(used, tuple) else int(used or 0),
         routing_groups=groups,
         chosen_groups=max(1, first.number(f"{arch}.expert_group_used_count", groups)),
         experts_per_group=PER_GROUP if groups > 1 else 1,
@@ -132,14 +130,16 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     routing = f"top-{layer.top_k} of {layer.experts}"
     if layer.routing_groups > 1:
         routing += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"
-    kinds: dict[str, Counter[str]] = {}  # of each kind of expert weights
-    for tensor in tensors:
-        if EXPERTS.fullmatch(tensor.name) and tensor.name.endswith("_exps.weight"):
-            kinds.setdefault(tensor.name.split(".")[2], Counter())[type_name(tensor.kind)] += 1
     total = Size.of(tensors)
-    parts = {part: Size.of(each for each in tensors if _part_of(each.name, blocks) == part) for part in PARTS}
-    counts = candidates(blocks.layers, experts)
-    left = {count: Size.of(cut(tensor, blocks, count) for tensor in tensors) for count in counts}
+    parts = []
+    for part in PARTS:
+        size = Size.of(tensor for tensor in tensors if _part_of(tensor.name, blocks) == part)
+        if size.parameters:
+            parts.append(Part(part, size.parameters, size.bytes))
+    outcomes = []
+    for count in candidates(blocks.layers, experts):
+        size = Size.of(cut(tensor, blocks, count) for tensor in tensors)
+        outcomes.append(Outcome(count, size.parameters, size.bytes))
     return GgufInspection(
         model=path,
         name=first.text("general.name"),
@@ -152,19 +152,27 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
         routing=routing,
         shared_experts=first.number(f"{blocks.arch}.expert_shared_count"),
         heads=tuple(sorted(blocks.heads)),
-        quantization={
-            name: joined([f"{kind} in {counted(number, 'block')}" for kind, number in counted_kinds.most_common()])
-            if len(counted_kinds) > 1
-            else next(iter(counted_kinds))
-            for name, counted_kinds in kinds.items()
-        },
+        quantization=_quantization(tensors),
         parameters=total.parameters,
         bytes=total.bytes,
-        parts=tuple(Part(name, size.parameters, size.bytes) for name, size in parts.items() if size.parameters),
-        outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
+        parts=tuple(parts),
+        outcomes=tuple(outcomes),
         pruned_before=PLANS in first.values,
         module_of_layers=tuple(layer.name for layer in blocks.layers),
     )
+
+
+def _quantization(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12 blocks'."""
+    kinds: dict[str, Counter[str]] = {}
+    for tensor in tensors:
+        if EXPERTS.fullmatch(tensor.name) and tensor.name.endswith("_exps.weight"):
+            kinds.setdefault(tensor.name.split(".")[2], Counter())[type_name(tensor.kind)] += 1
+    words = {}
+    for name, blocks in kinds.items():
+        several = [f"{kind} in {counted(count, 'block')}" for kind, count in blocks.most_common()]
+        words[name] = joined(several) if len(blocks) > 1 else next(iter(blocks))
+    return words
 
 
 def _part_of(name: str, blocks: Blocks) -> str:

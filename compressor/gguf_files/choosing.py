@@ -1,17 +1,14 @@
 """Plans for GGUF models: made from an importance matrix of llama.cpp, or made elsewhere and fitted to the file.
 
 `llama-imatrix` writes GGUF files, in which each weight W that was multiplied has `W.in_sum2` [E, in], the sums of the
-squares of its inputs, and `W.counts` [E, 1], the rows that were seen. The older format, `.dat`, has means in their
-place and no counts.
+squares of its inputs, and `W.counts` [E, 1], the rows that were seen.
 """
 
 import logging
-import struct
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +19,7 @@ from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
-from compressor.gguf_files.header import (
-    MOST_LETTERS,
-    MOST_TENSORS,
-    Gguf,
-    Tensor,
-    has_magic,
-    read_header,
-    type_name,
-    type_sizes,
-)
+from compressor.gguf_files.header import Gguf, Tensor, read_header, type_name, type_sizes
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model
 from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
@@ -45,10 +33,6 @@ from compressor.steps.prune.protecting import given_protected, listed, with_list
 logger = logging.getLogger(__name__)
 
 HEAD = "down_projection_norm"  # what decides in a head for further tokens, which no imatrix has seen
-OLD = (
-    "is of the old format, which has means in place of sums and counts, and experts that are seldom visited pass for "
-    "important ones; make it anew with a llama-imatrix that writes GGUF"
-)
 ROUNDING = 2.0**-7  # of the largest entry: a router that was stored in bfloat16
 SAME = "The routers are those of the plan's source"
 DIFFERENT = (
@@ -70,67 +54,28 @@ class Imatrix:
     """An importance matrix on disk."""
 
     path: Path
-    tensors: Mapping[str, Tensor]  # W.in_sum2 and W.counts; of an old file W.in_sum2 alone, which has means
-    calls: Mapping[str, int]  # of an old file, by weight: by what its means are multiplied; empty of a new one
-
-    def squares(self, weight: str, experts: int, width: int) -> Numbers:
-        """Sums over the rows of each input's square: [E, in]; of an old file, means over an expert's rows."""
-        sums = self.read(f"{weight}.in_sum2", experts, width)
-        if not self.calls:
-            return sums
-        sums = sums / self.calls[weight]
-        unseen = np.asarray(np.isclose(sums, 1.0, rtol=1e-6, atol=0)).all(1)  # the format has no other word for it
-        sums[unseen] = 0.0
-        return sums
+    tensors: Mapping[str, Tensor]  # W.in_sum2 and W.counts
 
     def read(self, name: str, experts: int, width: int) -> Numbers:
         """The numbers of a tensor as [E, width]."""
-        if (place := self.tensors.get(name)) is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             raise CompressionError(f"{self.path} has no {name}; make an imatrix of this very model")
-        if place.parameters != experts * width:
-            counts = f"{name} has {place.parameters:,} numbers, {experts} experts need {experts * width:,}"
+        if tensor.parameters != experts * width:
+            counts = f"{name} has {tensor.parameters:,} numbers, {experts} experts need {experts * width:,}"
             raise CompressionError(f"{self.path}: {counts}; make an imatrix of this very model")
-        with self.path.open("rb") as stream:
-            stream.seek(place.begin)
-            raw = stream.read(place.nbytes)
-        found = np.frombuffer(raw, "<f4").astype(np.float64)
-        if found.size != place.parameters or not (np.isfinite(found).all() and (found >= 0).all()):
+        numbers = np.fromfile(self.path, "<f4", tensor.parameters, offset=tensor.begin).astype(np.float64)
+        if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
             raise CompressionError(f"{self.path}: {name} has numbers that are no sums of squares; make it again")
-        return found.reshape(experts, width)
+        return numbers.reshape(experts, width)
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Find the tensors of an importance matrix of either format; raises `CompressionError` for what is none."""
-    try:
-        if not has_magic(path):
-            with path.open("rb") as stream:
-                return _read_old(path, stream)
-    except OSError as error:
-        raise CompressionError(f"--imatrix {path} cannot be read ({error.strerror}); name a file") from error
+    """Find the tensors of an importance matrix; raises `CompressionError` for a file that is none."""
     header = read_header(path)
     if header.text("general.type") != "imatrix":
         raise CompressionError(f"--imatrix {path} is a GGUF file, but no importance matrix; make one by llama-imatrix")
-    return Imatrix(path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32}, {})
-
-
-def _read_old(path: Path, stream: BinaryIO) -> Imatrix:
-    """The old format: a number of entries, and for each a name, a number of calls and so many float32 numbers."""
-
-    def number(least: int, most: int) -> int:
-        raw = stream.read(4)
-        value = struct.unpack("<i", raw)[0] if len(raw) == 4 else -1
-        if not least <= value <= most:
-            raise CompressionError(f"{path} is no importance matrix, or is cut off; make one by llama-imatrix")
-        return int(value)
-
-    size, tensors, calls = path.stat().st_size, dict[str, Tensor](), dict[str, int]()
-    for _ in range(number(1, MOST_TENSORS)):
-        name = stream.read(number(1, MOST_LETTERS)).decode("utf-8", "replace")
-        calls[name] = number(1, 2**31 - 1)
-        count = number(0, max(0, size - stream.tell() - 4) // 4)
-        tensors[f"{name}.in_sum2"] = Tensor(name, FLOAT32, (count,), stream.tell(), 4 * count)
-        stream.seek(4 * count, 1)
-    return Imatrix(path, tensors, calls)
+    return Imatrix(path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32})
 
 
 def count_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
@@ -142,11 +87,11 @@ def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tenso
     """Energy of each expert's outputs, its neurons taken as uncorrelated: [E].
 
     score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e of the square of
-    neuron n's input to the down projection W_e [out, n] (of an old file, the mean): the outputs' squared norms without
-    products of different neurons, the projection's bias, and gate weights, which an imatrix does not have.
+    neuron n's input to the down projection W_e [out, n]: the outputs' squared norms without products of different
+    neurons, the projection's bias, and gate weights, which an imatrix does not have.
     """
     down = model.tensors[DOWN.format(layer.index)]
-    squares = imatrix.squares(down.name, layer.experts, down.shape[-1])
+    squares = imatrix.read(f"{down.name}.in_sum2", layer.experts, down.shape[-1])
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
 
 
@@ -176,13 +121,9 @@ def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dt
 
     block, nbytes = type_sizes()[tensor.kind]
     row = tensor.shape[-1] // block * nbytes
-    stored = np.frombuffer(raw, np.uint8)
-    if stored.size % row:
-        raise CompressionError(f"{tensor.name} was cut off while it was read; run the command again")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of scales that overflow: the caller refuses infinite weights
-            values = dequantize(stored.reshape(-1, row), GGMLQuantizationType(tensor.kind))
+        with np.errstate(over="ignore", invalid="ignore"):  # of scales: the caller refuses infinite weights
+            values = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, row), GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
         kind = f"{type_name(tensor.kind)}, which the package gguf does not dequantise"
         raise CompressionError(f"{tensor.name} is {kind}; choose --strategy {COUNTS}") from error
@@ -211,10 +152,6 @@ def imatrix_plan(
             f"that was made on the checkpoint: moe-compress apply plan.json --model {model.first.path.name}"
         )
     imatrix = read_imatrix(Path(matrix))
-    if imatrix.calls:
-        if strategy != ENERGY:
-            raise CompressionError(f"{imatrix.path} {OLD}, or name --strategy {ENERGY} to go without")
-        logger.warning("%s %s", imatrix.path.name, OLD)
     keep = resolve_count(blocks.layers, experts, ratio)
     check_llama_cpp(model, blocks, keep)
     if protector_of(protect) is not None:
@@ -232,10 +169,9 @@ def imatrix_plan(
         layers.append(replace(made, figures={"kept_share": kept_share(made, scores)}))
     source = Source(model.first.path.name, None, blocks.fingerprint)
     data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
-    made_of = versions((*PACKAGES[:2], "gguf"))
     decision = ExpertPlan(keep, tuple(layers), listed(protected))
     step = PlannedStep(PRUNE, {"strategy": name, "experts": keep}, decision)
-    return Plan(source, (step,), data, versions=made_of)
+    return Plan(source, (step,), data, versions=versions((*PACKAGES[:2], "gguf")))
 
 
 def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
@@ -271,24 +207,31 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     if len(by_number) != len(expert_plan.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
     known, file = {layer.index for layer in blocks.layers}, model.first.path.name
-    if strange := sorted(set(by_number) - known):
-        raise CompressionError(f"the plan speaks of layer {strange[0]}, which has no experts in {file}; {MATCH}")
-    if missing := sorted(known - set(by_number) - blocks.heads):
-        raise CompressionError(f"the plan has no entry for blk.{missing[0]} of {file}; {MATCH}")
+    for number in by_number.keys() - known:
+        raise CompressionError(f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}")
     check_llama_cpp(model, blocks, expert_plan.experts)
     layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
-        if (planned := by_number.get(layer.index)) is None:
+        planned = by_number.get(layer.index)
+        if planned is None:
+            if layer.index not in blocks.heads:
+                raise CompressionError(f"the plan has no entry for {layer.name} of {file}; {MATCH}")
             layers.append(head_plan(model, layer, expert_plan.experts))
             continue
         for fact in ("experts", "top_k"):
-            if (stated := getattr(planned, fact)) != (actual := getattr(layer, fact)):
-                what = f"the plan says {fact} {stated}, {layer.name} has {actual}"
-                raise CompressionError(f"{planned.module}: {what}; {MATCH}")
-        details = {name: getattr(planned, name) for name in ("upstream", "decided_by", "figures")}
-        layers.append(LayerPlan.keep(layer, [group.members[0] for group in planned.groups], **details))
-        if named := expert_plan.protected.get(planned.module):
-            protected[layer.name] = named
+            stated, actual = getattr(planned, fact), getattr(layer, fact)
+            if stated != actual:
+                raise CompressionError(
+                    f"{planned.module}: the plan says {fact} {stated}, {layer.name} has {actual}; {MATCH}"
+                )
+        kept = [group.members[0] for group in planned.groups]
+        layers.append(
+            LayerPlan.keep(
+                layer, kept, upstream=planned.upstream, decided_by=planned.decided_by, figures=planned.figures
+            )
+        )
+        if planned.module in expert_plan.protected:
+            protected[layer.name] = expert_plan.protected[planned.module]
     fitted = replace(expert_plan, layers=tuple(layers), protected=protected)
     return replace(plan, steps=(replace(plan.of(PRUNE)[-1], decision=fitted, stage=0),))
 
@@ -326,8 +269,10 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
     largest, worst = 0.0, ""
     for layer in source.architecture.layers:
         name = GATE.format(layer.index)
-        routers = [key for key, role in source.layout.roles.items() if role.is_router and role.layer == layer.name]
-        weights = [key for key in routers if len(source.checkpoint.tensors[key].shape) == 2]
+        weights = []
+        for key, role in source.layout.roles.items():
+            if role.is_router and role.layer == layer.name and len(source.checkpoint.tensors[key].shape) == 2:
+                weights.append(key)
         if len(weights) != 1:  # by which the experts are scored
             return UNCHECKED
         wanted = source.checkpoint.read(weights[0]).double().numpy()

@@ -39,9 +39,6 @@ def test_the_energy_is_that_of_the_outputs_where_columns_are_orthogonal(tmp_path
     torch.testing.assert_close(energy_scores(model, layer, new), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5,
                                atol=0)  # fmt: skip
     assert count_scores(model, layer, new).tolist() == counts.tolist()
-    old = read_imatrix(gguf_models.old_imatrix(tmp_path / "i.dat", {NAME: (squares, counts)}))
-    means = torch.tensor(wanted, dtype=torch.float64) / torch.tensor(counts).clamp(min=1)
-    torch.testing.assert_close(energy_scores(model, layer, old), means, rtol=1e-5, atol=0)
 
 
 def test_quantised_weights_count_as_they_are_dequantised(tmp_path: Path) -> None:
