@@ -54,7 +54,7 @@ def choosing(flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
 
 def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
     """The report of `inspect` on a GGUF file."""
-    from compressor.cli.rendering import inspected_sizes
+    from compressor.cli.inspection import inspected_sizes
 
     facts = {
         "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",

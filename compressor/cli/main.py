@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import compress, evaluate, gate, items, measure, outputs, text, traces
+from compressor.cli import compress, evaluate, gate, inspection, items, measure, outputs, text, traces
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
@@ -124,7 +124,7 @@ def about(
 
 REST = "All other options: --set step.option=value; see `moe-compress list steps`."
 for command in (
-    alone(measure.inspect),
+    alone(inspection.inspect),
     on_ranks(compress.plan),
     on_ranks(compress.apply),
     on_ranks(compress.compress),

@@ -1,4 +1,4 @@
-"""The commands that change no model: `inspect`, `compare`, `attribute`, `list` and `demo`."""
+"""The commands that change no model: `compare`, `attribute`, `list` and `demo`."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ import compressor
 from compressor.cli.options import (
     CALIBRATION,
     KEEP,
-    RUNNING,
     SIZES,
     Model,
     Printing,
@@ -24,7 +23,6 @@ from compressor.cli.options import (
     flag,
     listed,
     numbers,
-    options_of,
 )
 from compressor.cli.settings import MONE
 from compressor.cli.sizes import Bytes, For, size_options
@@ -37,26 +35,10 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import human_bytes, human_count, known_names
 from compressor.model.serving import server_line
+from compressor.recipe.recipe import step_class
 from compressor.steps.prune.options import protecting_packages
 
 LISTS = ("steps", "strategies", "exporters", "optimizers")
-
-
-def inspect(
-    context: typer.Context,
-    model: Model,
-    running: Annotated[Running, options_of(Running, RUNNING, ("revision", "as_json"))],
-    experts: Annotated[int | None, flag("Show the sizes with this many experts left.")] = None,
-) -> None:
-    """Show what a model is made of and what compressing it would take; reads no weight."""
-    from compressor.cli.gguf_files import show_gguf_inspection, takes_gguf
-
-    of_gguf = takes_gguf(context, model, None, ("experts",))
-    from compressor.cli import rendering
-
-    if of_gguf:
-        return show_gguf_inspection(compressor.inspect_gguf(model, experts), running.as_json)
-    rendering.show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
 
 def compare(
@@ -189,53 +171,68 @@ def installed(
     """List what is installed, built-in and third-party, with the type, default and meaning of every option."""
     if kind not in LISTS:
         raise CompressionError(f"there is no list {kind!r}; {known_names(kind, LISTS)}")
-    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
-    columns: tuple[str, ...] = ("name", "option", "type", "default", "meaning")
     if needs:
-        from compressor.statistics.statistics import STATISTICS
+        return _list_statistics(running.as_json)
+    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
+    for name, summary, options, *needed in _entries(kind):
+        known = described(options) if options else {}
+        rows.append((name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary))
+        for option, field in known.items():
+            default = field.default if isinstance(field.default, str) else json.dumps(field.default, default=str)
+            shown = "-" if field.default in (None, {}) else default
+            rows.append(("", option, field.type_name, shown, field.text))
+        content.append(
+            {
+                "name": name,
+                "summary": summary,
+                "needs": needed,
+                "options": {option: field.default for option, field in known.items()},
+                "types": {option: field.type_name for option, field in known.items()},
+                "help": {option: field.text for option, field in known.items()},
+            }
+        )
+    columns = ("name", "option", "type", "default", "meaning")
+    print_report(running.as_json, content, [Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))])
 
-        content = [{"name": name, "shape": each.shape, "meaning": each.meaning} for name, each in STATISTICS.items()]
-        columns = ("name", "shape", "meaning")
-        rows = [(entry["name"], entry["shape"] or "-", entry["meaning"]) for entry in content]
-    else:
-        for name, summary, options, *needed in _entries(kind):
-            rows.append((name, "", "", "", f"{summary} Needs {', '.join(needed)}." if needed else summary))
-            known = described(options) if options else {}
-            for option, each in known.items():
-                shown = each.default if isinstance(each.default, str) else json.dumps(each.default, default=str)
-                rows.append(("", option, each.type_name, "-" if each.default in (None, {}) else shown, each.text))
-            entry = {"name": name, "summary": summary, "needs": needed}
-            for key, fact in (("options", "default"), ("types", "type_name"), ("help", "text")):
-                entry[key] = {option: getattr(each, fact) for option, each in known.items()}
-            content.append(entry)
-    title = "Statistics" if needs else kind.capitalize()
-    print_report(running.as_json, content, [Table(title, columns, tuple(rows), frozenset(columns))])
+
+def _list_statistics(as_json: bool) -> None:
+    from compressor.statistics.statistics import STATISTICS
+
+    content, rows = list[dict[str, Any]](), list[tuple[str, ...]]()
+    for name, statistic in STATISTICS.items():
+        content.append({"name": name, "shape": statistic.shape, "meaning": statistic.meaning})
+        rows.append((name, statistic.shape or "-", statistic.meaning))
+    columns = ("name", "shape", "meaning")
+    print_report(as_json, content, [Table("Statistics", columns, tuple(rows), frozenset(columns))])
 
 
 def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
     """Name, summary and class of options of what is installed, and the statistics that a strategy needs."""
-    from compressor.recipe.recipe import step_class
-    from compressor.recipe.registry import exporter_options, load_exporter, working_strategies
-
-    def first_line(text: str | None) -> str:
-        return (text or "").strip().partition("\n")[0]
-
     if kind == "steps":
         for step in working(STEPS, step_class):
-            yield step.name, first_line(step.__doc__), step
+            yield step.name, _first_line(step.__doc__), step
     elif kind == "strategies":
-        for each in working_strategies():
-            yield each.name, each.summary, each.options and type(each.options), *sorted(each.needs)
+        from compressor.recipe.registry import working_strategies
+
+        for strategy in working_strategies():
+            options = strategy.options and type(strategy.options)
+            yield strategy.name, strategy.summary, options, *sorted(strategy.needs)
     elif kind == "exporters":
+        from compressor.recipe.registry import exporter_options, load_exporter
+
         yield "safetensors", "A checkpoint of transformers, as `compress` writes it.", None
         yield MONE, "Constants in the place of dropped experts, as vLLM serves them; `compress` writes it.", None
         for name, options in working(EXPORTERS, lambda name: (name, exporter_options(name))):
-            yield name, first_line(load_exporter(name).__doc__), options and type(options)
+            yield name, _first_line(load_exporter(name).__doc__), options and type(options)
     else:
         for name in described(step_class("distill"))["optimizer"].type_name.split(" | "):
             yield name, "distill, as distill.optimizer: adam by default, with distill.stream adafactor.", None
         yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", None
         yield "adamw", "comoe train; --learning-rate is its learning rate.", None
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
 
 
 def demo(

@@ -13,8 +13,7 @@ from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import heldout_blocks
 from compressor.formatting import counted, human_bytes, human_count, share, span
 from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.inspection import Inspection
-from compressor.model.serving import Breach, server_line
+from compressor.model.serving import server_line
 from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
@@ -25,58 +24,9 @@ from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
     from compressor.attribution.report import Findings
-    from compressor.gguf_files.blocks import GgufInspection
     from compressor.hub.push import PushSummary
     from compressor.pipeline.dry_run import DryRun
     from compressor.pipeline.outcome import Attempt, Outcome
-
-
-def show_inspection(report: Inspection, as_json: bool) -> None:
-    """The report of `inspect`."""
-    outcomes, left_out = report.outcomes, report.left_out
-    written = f"{human_bytes(report.bytes_written)} ({outcomes[0].experts} experts)" if outcomes else "-"
-    facts = {
-        "architecture": f"{report.model_class} ({report.family})",
-        "MoE layers": f"{report.moe_layers} of {report.layers}",
-        "experts": f"{report.experts} in each, top-{report.top_k}",
-        "routing": report.routing,
-        "quantization": report.quantization or "none",
-        **({"stock loading": report.loader_fault} if report.loader_fault else {}),
-        **({"constants": report.constants} if report.constants else {}),
-        "parameters": human_count(report.parameters),
-        "bytes": human_bytes(report.bytes),
-        "largest layer, loaded": human_bytes(report.largest_layer_bytes),
-        "peak memory to compress": f"at most {human_bytes(report.peak_memory)} and the calibration activations",
-        "memory to export to ONNX": f"two layers; {human_bytes(report.export_memory)} to verify it in one piece",
-        "bytes read, at most": human_bytes(report.bytes_read),
-        "bytes written": written,
-        **({"not loaded by stock transformers": f"{len(left_out)} tensors, {left_out[0]} ..."} if left_out else {}),
-    }
-    blocks: list[Block] = [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
-    if advices := report.servers:
-        against: dict[Breach, list[str]] = {}
-        for advice in advices:
-            for breach in advice.breaches:  # which names the number, where it depends on it
-                against.setdefault(breach, []).append(str(advice.experts))
-        columns = ("experts", "server", "effect", "what it does")
-        rows = tuple((", ".join(counts), each.server, each.effect, each.says) for each, counts in against.items())
-        blocks += [Table("Servers", columns, rows, frozenset(columns))] if rows else []
-        suits = ", ".join(str(one.experts) for one in advices if one.nearest == one.experts) or "none of these"
-        near = [f"nearest to {one.experts}: {one.nearest}" for one in advices if one.nearest not in (None, one.experts)]
-        blocks.append(Text("; ".join([f"Numbers of experts that suit all servers: {suits}", *near])))
-    print_report(as_json, asdict(report), blocks)
-
-
-def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table]:
-    """Sizes of the parts of a model, and of what would be left with fewer experts."""
-
-    def row(name: object, size: Any) -> tuple[str, ...]:
-        return str(name), human_count(size.parameters), human_bytes(size.bytes), share(size.bytes, report.bytes)
-
-    sizes = ("parameters", "bytes", "share")
-    parts = tuple(row(part.name, part) for part in report.parts)
-    left = tuple(row(each.experts, each) for each in report.outcomes)
-    return Table("By part", ("part", *sizes), parts), Table("What would be left", ("experts", *sizes), left)
 
 
 def show_dry_run(run: "DryRun", as_json: bool) -> None:
@@ -271,9 +221,9 @@ def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Pat
     print_report(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
 
 
-def show_sizes(made: SizeComparison, as_json: bool, written: Sequence[Path] = ()) -> None:
+def show_sizes(sizes: SizeComparison, as_json: bool, written: Sequence[Path] = ()) -> None:
     """Every share in every format by bytes, and the best that fits."""
-    print_report(as_json, made.to_dict(), [*size_brief(made), *written_line(written)])
+    print_report(as_json, sizes.to_dict(), [*size_brief(sizes), *written_line(written)])
 
 
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:

@@ -97,6 +97,31 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     assert found.stdout.count("Usage:") == 1 + len(COMMANDS) and found.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    ("command", "unwanted"),
+    [
+        ("list steps", {"torch", "transformers", "numpy", "scipy"}),
+        ("list optimizers", {"torch", "transformers", "numpy", "scipy"}),
+        (
+            "inspect compressor/demo/checkpoint",
+            {"scipy.stats", "lm_eval", "matplotlib", "compressor.steps.quantize.step", "compressor.pipeline"},
+        ),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(command: str, unwanted: set[str]) -> None:
+    code = (
+        "import sys; from compressor.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        cwd=Path(cli.__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not unwanted & {*done.stdout.splitlines()[-1].split()}
+
+
 @pytest.mark.usefixtures("offline")
 def test_warnings_of_a_plugin_are_text_on_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loud = REAP.replace(

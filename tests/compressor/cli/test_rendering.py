@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from compressor.checkpoint.reader import Size
-from compressor.cli import rendering
+from compressor.cli import inspection, rendering
 from compressor.document.terminal import show
 from compressor.model.inspection import Inspection, Part
 from compressor.model.inspection import Outcome as OfSize
@@ -104,16 +104,16 @@ def test_an_inspection_tells_every_figure(out: Any) -> None:
         HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 8, 2, "softmax", None, 2000, 8000,
         (Part("routed experts", 1500, 6000),), (OfSize(4, 1250, 5000),), 11, 12, 13, 14, 15, (f"{HOSTILE}.w",), (),
     )  # fmt: skip
-    rendering.show_inspection(report, False)
+    inspection.show_inspection(report, False)
     text = out()
     assert text.splitlines()[0].strip() == HOSTILE
     found = {row[0]: row[1:] for row in cells(text)}
     assert found["routed experts"] == ["1.5k", "6 kB", "75.0%"] and found["4"] == ["1.25k", "5 kB", "62.5%"]
     assert found["not loaded by stock transformers"] == [f"1 tensors, {HOSTILE}.w ..."]
     assert found["bytes written"] == ["15 B (4 experts)"] and found["quantization"] == ["none"]
-    rendering.show_inspection(replace(report, loader_fault=HOSTILE), False)
+    inspection.show_inspection(replace(report, loader_fault=HOSTILE), False)
     assert ["stock loading", HOSTILE] in cells(out())
-    rendering.show_inspection(replace(report, left_out=(), outcomes=()), False)
+    inspection.show_inspection(replace(report, left_out=(), outcomes=()), False)
     text = out()
     assert "not loaded" not in text and ["bytes written", "-"] in cells(text)
 
@@ -125,14 +125,14 @@ def test_servers_are_told_with_what_they_do_and_the_nearest_number(out: Any) -> 
         HOSTILE, None, "mixtral", "MixtralForCausalLM", 2, 3, 60, 2, "softmax", None, 2000, 8000, (), (), 11, 12, 13,
         14, 15, (), (), advices,
     )  # fmt: skip
-    rendering.show_inspection(report, False)
+    inspection.show_inspection(report, False)
     text = out()
     assert ["48", "vLLM", "slower", "routes among 48 experts by a slower kernel"] in cells(text)
     can = "cannot spread 60 experts over 8 GPUs with expert parallelism (over 2 and 4 it can)"
     assert ["60", "SGLang", "fails", can] in cells(text) and not [row for row in cells(text) if row[:1] == ["32"]]
     assert "suit all servers: 32; nearest to 60: 56" not in text  # which aiter does not take
     assert "Numbers of experts that suit all servers: 32; nearest to 60: 32; nearest to 48: 32" in text
-    rendering.show_inspection(report, True)
+    inspection.show_inspection(report, True)
     told = json.loads(out())["servers"]
     assert [(entry["experts"], entry["nearest"]) for entry in told] == [(60, 32), (48, 32), (32, 32)]
     assert told[1]["breaches"][0]["source"] == "csrc/libtorch_stable/moe/topk_softmax_kernels.cu"
