@@ -8,10 +8,10 @@ ceil(log2 S) bits each, row by row, in base64.
 
 import base64
 import copy
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from compressor.formatting import joined
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
-from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.model.serving import LLAMA_CPP, SERVERS, Rule, broken, said
@@ -62,53 +61,46 @@ def energy_of_weights(experts: Any) -> Tensor:
     return energy
 
 
-class Meter:
-    """Sums the energies of one loaded layer's neurons while batches pass it.
+class Metering(LayerVisitor):
+    """Sums the energies of all neurons, one loaded layer after the other, while batches pass.
 
     The energy of neuron i is the sum over its expert's tokens of g^2 z_i^2 |down_i|^2: g is the token's gate weight, z
-    enters the down projection, so it is the squared norm of what the neuron adds to the output.
+    enters the down projection, so it is the squared norm of what the neuron adds to the output. An expert that no token
+    reached has the energies of its weights.
     """
 
-    def __init__(self, model: Any, layer: MoeLayer) -> None:
-        self.layer = layer
-        self.experts = model.get_submodule(layer.name)
-        device = float64_device(self.experts.down_proj.device)
-        self.sums = torch.zeros(layer.experts, width_of(self.experts), dtype=torch.float64, device=device)
-        self.watch = Watch(model, layer, on_experts=self._called).attach()
-
-    @torch.no_grad()
-    def _called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        for expert, rows, slots in routed(weights, index):
-            inner = intermediate(self.experts, expert_parameters(self.experts, expert), hidden[rows])
-            gated = as_float64(inner) * as_float64(weights[rows, slots, None])
-            self.sums[expert] += gated.square().sum(0)
-
-    @torch.no_grad()
-    def finish(self) -> Tensor:
-        """Return the energies [E, I] float64; an expert that no token reached has those of its weights."""
-        self.watch.detach()
-        energy = self.sums.cpu()
-        for expert in range(len(energy)):
-            lengths = as_float64(projections(self.experts, expert).down).norm(dim=0).cpu()
-            energy[expert] *= lengths.square()
-        reached = energy.sum(1, keepdim=True) > 0
-        return torch.where(reached, energy, energy_of_weights(self.experts))
-
-
-class _Metering(LayerVisitor):
-    """Collects the energies of every layer, by its name."""
-
     def __init__(self) -> None:
-        self.energies = dict[str, Tensor]()
-        self.meters = list[Meter]()
+        self.energies = dict[str, Tensor]()  # [E, I] float64, by layer
+        self.watches = list[Watch]()
 
     def on_layer_loaded(self, unit: str) -> None:
-        self.meters = [Meter(self.at.model, layer) for layer in self.at.moe_layers]
+        for layer in self.at.moe_layers:
+            experts = self.at.model.get_submodule(layer.name)
+            device = float64_device(experts.down_proj.device)
+            shape = (layer.experts, width_of(experts))
+            self.energies[layer.name] = torch.zeros(shape, dtype=torch.float64, device=device)
+            self.watches.append(Watch(self.at.model, layer, on_experts=partial(self._called, layer.name)).attach())
 
+    @torch.no_grad()
+    def _called(self, name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        experts = self.at.model.get_submodule(name)
+        for expert, rows, slots in routed(weights, index):
+            inner = intermediate(experts, expert_parameters(experts, expert), hidden[rows])
+            gated = as_float64(inner) * as_float64(weights[rows, slots, None])
+            self.energies[name][expert] += gated.square().sum(0)
+
+    @torch.no_grad()
     def on_layer_end(self, unit: str) -> None:
-        for meter in self.meters:
-            self.energies[meter.layer.name] = meter.finish()
-        self.meters = []  # before their layer's memory is given back
+        for watch in self.watches:
+            watch.detach()
+        self.watches.clear()
+        for layer in self.at.moe_layers:
+            experts = self.at.model.get_submodule(layer.name)
+            energy = self.energies[layer.name].cpu()
+            for expert in range(layer.experts):
+                energy[expert] *= as_float64(projections(experts, expert).down).norm(dim=0).cpu().square()
+            reached = energy.sum(1, keepdim=True) > 0
+            self.energies[layer.name] = torch.where(reached, energy, energy_of_weights(experts))
 
 
 def measured(
@@ -116,7 +108,7 @@ def measured(
 ) -> dict[str, Tensor]:
     """The energies [E, I] of every MoE layer's neurons, a layer in memory at a time; without text, of weights alone."""
     if batches is not None:
-        metering = _Metering()
+        metering = Metering()
         Pass(model, batches, progress, "measure neurons", seed).run(metering)
         return metering.energies
     energies = dict[str, Tensor]()
@@ -159,8 +151,8 @@ def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenM
     """
     if parts == 1:
         return with_top_k(model, top_k)
-    if parts > MOST_PARTS:
-        raise CompressionError(f"--split {parts} is more than {MOST_PARTS} parts; give fewer")
+    if not 1 <= parts <= MOST_PARTS:
+        raise CompressionError(f"--split {parts} is not 1 to {MOST_PARTS}; give another number of parts")
     known = f"split in {parts}"
     if known not in model.found:  # once, for blocks are run for that
         model.found[known] = split_shape(model.architecture, parts)
@@ -302,21 +294,17 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     if model.stored_parts:
         model.stored_parts.check(orders)
         entry["block"] = model.stored_parts.block
-    digest = hashlib.sha256()
-    for name, order in orders.items():
-        digest.update(name.encode() + b"\0" + order.int().contiguous().numpy().tobytes())
     entry |= {
         "output_factor": factors.output,
         "selection_factor": factors.selection,
         **facts,
-        "order_sha256": digest.hexdigest(),
         "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
     }
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
-    """The model split as a plan's entry says, and with this top-k; refuses a split that was edited or does not fit."""
+    """The model split as a plan's entry says, and with this top-k; refuses a split that does not fit."""
     if (model.split, model.top_k) == (split, top_k):
         return model
     stored = model.whole or model
@@ -333,13 +321,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         text = split["neurons"].get(layer.name)
         orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width_by_name[layer.name], parts, layer.name))
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
-    planned = in_order(seen, orders, facts)
-    entry = dict(planned.split or {})
-    differing = [name for name in entry.keys() | split.keys() if entry.get(name) != split.get(name)]
-    if differing:
-        names = ", ".join(sorted(differing))
-        raise CompressionError(f"the plan's split is not what the model asks for: {names} differ; {REMEDY}")
-    return planned
+    return in_order(seen, orders, facts)
 
 
 def packed(parts_of_neurons: Tensor, parts: int) -> str:

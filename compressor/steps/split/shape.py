@@ -9,7 +9,8 @@ weights to choose experts, it shrinks with them.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -36,7 +37,6 @@ PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
 ROUNDING = 1e-5  # of the largest output: what sums of the same float32 numbers in another order may differ by
 
 Fields = dict[str, Any]  # of a config, by dotted path
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,7 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     Raises `CompressionError` for a number of parts that the width cannot be divided by, where no field of the config
     sets the width, or the top-k, alone, and where no factors are exact.
     """
-    config, family = architecture.config, architecture.family
-    if parts < 2:
-        raise CompressionError(f"--split {parts} leaves every expert whole; give at least 2 parts")
+    config = architecture.config
     model = build_meta(config)
     for name, width in widths(model).items():
         if width % parts:
@@ -65,11 +63,11 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
                 f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; give one of "
                 f"{', '.join(divisors)}"
             )
-    fields = _width_fields(config, model, parts, family)
+    fields = _width_fields(config, model, parts, architecture.family)
     width_field = next(iter(fields))
-    fields |= {architecture.count_field: architecture.experts * parts}
+    fields[architecture.count_field] = architecture.experts * parts
     wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
-    top_k, seen = top_k_fields(with_fields(config, fields), architecture, wanted, lambda each: each * parts)
+    top_k, seen = top_k_fields(with_fields(config, fields), architecture, wanted, lambda count: count * parts)
     fields |= top_k
     return SplitShape(fields, seen, _factors(architecture, parts, fields, width_field))
 
@@ -84,19 +82,21 @@ def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             yield from _numbers(value, f"{prefix}{key}.")
-        elif type(value) is int or (isinstance(value, list) and value and all(type(each) is int for each in value)):
+        elif type(value) is int or (isinstance(value, list) and value and {*map(type, value)} == {int}):
             yield f"{prefix}{key}", value
 
 
 def _each(value: Any, change: Callable[[int], int]) -> Any:
-    return [change(each) for each in value] if isinstance(value, list) else change(value)
+    """A config's number, or all numbers of its list, changed."""
+    return [change(number) for number in value] if isinstance(value, list) else change(value)
 
 
-def _candidates(config: Any, values: set[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
+def _candidates(config: Any, values: Iterable[int], order: Callable[[str], Any]) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`, then by depth."""
-    named = [
-        (path, held) for path, held in _numbers(config) if values & {*(held if isinstance(held, list) else [held])}
-    ]
+    named = list[tuple[str, Any]]()
+    for path, value in _numbers(config):
+        if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
+            named.append((path, value))
     return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))
 
 
@@ -108,12 +108,12 @@ def top_k_fields(
     `config` may differ from the architecture's own in other fields; `wanted` is the top-k of each layer. Raises
     `CompressionError` where no field does.
     """
-    counts = {layer.top_k for layer in architecture.layers}
+    counts = [layer.top_k for layer in architecture.layers]
     for path, value in _candidates(config, counts, lambda path: "per_tok" not in path and "top" not in path):
         fields = {path: _each(value, change)}
         with suppress(CompressionError, ValueError, TypeError):
             seen = discover(with_fields(config, fields))
-            if {layer.name: layer.top_k for layer in seen.layers} == dict(wanted):
+            if {layer.name: layer.top_k for layer in seen.layers} == wanted:
                 return fields, seen
     raise CompressionError(
         f"{architecture.family}: no field of the config sets how many experts a token is routed to, so that cannot be "
@@ -121,38 +121,43 @@ def top_k_fields(
     )
 
 
-def _outside(model: nn.Module) -> Shapes:
+def _outside(model: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the tensors beside the experts."""
     inside = tuple(f"{name}." for name, _ in experts_modules(model))
-    return {key: tuple(value.shape) for key, value in model.state_dict().items() if not key.startswith(inside)}
+    return {key: value.shape for key, value in model.state_dict().items() if not key.startswith(inside)}
 
 
 def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fields:
     """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
-    before, others = widths(model), _outside(model)
+    before, outside = widths(model), _outside(model)
     wanted = {name: width // parts for name, width in before.items()}
 
-    def changed_by(fields: Fields) -> str | None:
-        """A tensor beside the experts that these fields change, too; raises ValueError for another width."""
-        built = build_meta(with_fields(config, fields))
+    def changed_by(fields: Fields) -> list[str] | None:
+        """Return the tensors beside the experts that these fields change, too; None for another width."""
+        try:
+            built = build_meta(with_fields(config, fields))
+        except (CompressionError, ValueError, TypeError):
+            return None
         if widths(built) != wanted:
-            raise ValueError
+            return None
         after = _outside(built)
-        return next((key for key in (*others, *after) if others.get(key) != after.get(key)), None)
+        return [key for key in {**outside, **after} if outside.get(key) != after.get(key)]
 
     reason = "no field of the config sets the width of its experts"
-    order = lambda path: ("intermediate" not in path, "vision" in path)  # noqa: E731
-    for path, value in _candidates(config, set(before.values()), order):
-        fields = {path: _each(value, lambda each: each // parts)}
-        with suppress(CompressionError, ValueError, TypeError):
-            if (changed := changed_by(fields)) is None:
-                return fields
-            for shared, count in _numbers(config):
-                more = fields | {shared: _each(count, lambda each: each * parts)}
-                if "shared" in shared and more[shared] != count:
-                    with suppress(CompressionError, ValueError, TypeError):
-                        if changed_by(more) is None:
-                            return more
-            reason = f"{path} sets the width of {changed.rpartition('.')[0]} as well as that of the experts"
+    for path, value in _candidates(
+        config, before.values(), lambda path: ("intermediate" not in path, "vision" in path)
+    ):
+        fields = {path: _each(value, lambda width: width // parts)}
+        changed = changed_by(fields)
+        if changed is None:
+            continue
+        if not changed:
+            return fields
+        for shared, count in _numbers(config):
+            more = {**fields, shared: _each(count, lambda number: number * parts)}
+            if "shared" in shared and changed_by(more) == []:
+                return more
+        reason = f"{path} sets the width of {changed[0].rpartition('.')[0]} as well as that of the experts"
     raise CompressionError(f"{family} cannot be split: {reason}")
 
 
@@ -160,12 +165,10 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
 def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
     """The parts' output factor: S where they share an expert's weight, 1 where not; refuses what neither fits."""
     config = architecture.config
-
-    def narrow(more: Fields, width: int) -> Any:
-        narrowed = _each(attrgetter(width_field)(config), lambda _: width)
-        return build_meta(with_fields(config, {**more, width_field: narrowed}), torch.float32)
-
-    model, after = narrow({}, PART * parts), narrow(fields, PART)
+    width = attrgetter(width_field)(config)
+    narrow = {width_field: _each(width, lambda _: PART * parts)}
+    narrow_split = {**fields, width_field: _each(width, lambda _: PART)}
+    model, after = (build_meta(with_fields(config, each), torch.float32) for each in (narrow, narrow_split))
     kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
     for layer in reversed(architecture.layers):
         modules = map(type, (model.get_submodule(layer.block), model.get_submodule(layer.router)))
@@ -177,25 +180,27 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
 
 
 def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
-    generator, inside = torch.Generator().manual_seed(0), len(f"{layer.block}.")
+    generator = torch.Generator().manual_seed(0)
+    inside = len(f"{layer.block}.")
     block = copy.deepcopy(model.get_submodule(layer.block)).to_empty(device="cpu")
     _fill(block, layer, generator)
     experts = block.get_submodule(layer.name[inside:])
     state = {f"{layer.block}.{key}": value for key, value in block.state_dict().items()}
     order = torch.stack([torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)])
     hidden = torch.randn(1, TOKENS, int(model.config.get_text_config().hidden_size), generator=generator)
-    wanted, least = _output(block, layer, hidden), float("inf")
+    wanted = _output(block, layer, hidden)
+    least = math.inf
     # the factors that routers are known to need, the plainest first
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
         factors = Factors(parts, output, selection)
-        split = split_experts(experts, layer, order, factors)
+        split = state | split_experts(experts, layer, order, factors)
         split |= split_beside(state, layer, divided(layer)[1], factors)
         other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
         for name, value in other.named_buffers():
             whole = block.get_buffer(name)
             value.copy_(whole) if value.shape == whole.shape else value.zero_()
         with suppress(RuntimeError):  # a tensor has not the shape that the config asks for
-            other.load_state_dict({key[inside:]: value for key, value in (state | split).items()})
+            other.load_state_dict({key[inside:]: value for key, value in split.items()})
             least = min(least, float((_output(other, layer, hidden) - wanted).abs().max() / wanted.abs().max()))
         if least <= ROUNDING:
             return factors

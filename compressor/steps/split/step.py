@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from compressor.document.blocks import Block, Text
-from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.recipe.plan import MOST_PARTS, describe_split
+from compressor.recipe.plan import describe_split
 from compressor.recipe.step import WEIGHTS, Requirements, Step, StepOptions
 from compressor.steps.split.opening import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.split.options import Split
@@ -28,8 +27,6 @@ class SplitStep(Step[Split]):
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self | None:
         """Return the step with the number of parts that `auto` comes to; None where nothing is split."""
         if self.options.parts != "auto":
-            if not 1 <= self.parts <= MOST_PARTS:
-                raise CompressionError(f"--split {self.parts} is not 1 to {MOST_PARTS}; give another number of parts")
             return None if self.parts == 1 else self
         parts, why = chosen_parts(model, stage)
         return replace(self.with_options(parts=parts), why=why) if why else None
