@@ -63,11 +63,11 @@ def checksum(value: Tensor, before: int = 0) -> int:
 
 def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
     """Largest absolute weight among those that servers fuse, by `Matrix.together`."""
-    found = dict[str, Tensor]()
+    largest = dict[str, Tensor]()
     for matrix in matrices:
-        own = read(matrix).abs().amax().float()[None]
-        found[matrix.together] = torch.maximum(found.get(matrix.together, own), own)
-    return found
+        weight = read(matrix).abs().amax().float()[None]
+        largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
+    return largest
 
 
 def rounded(
@@ -84,13 +84,16 @@ def round_to_nearest(
     scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
 ) -> tuple[dict[str, Tensor], int]:
     """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
-    pieces, total = list[dict[str, Tensor]](), 0
+    pieces = dict[str, list[Tensor]]()
+    total = 0
     for codes, scales in rounded(scheme, weight, dtype, largest):
-        pieces.append({name: value[0] for name, value in scheme.pack(codes, scales, dtype).items()})
+        for name, value in scheme.pack(codes, scales, dtype).items():
+            pieces.setdefault(name, []).append(value[0])
         total = checksum(scheme.values(codes, scales).to(dtype), total)
-    stored = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0] if name not in WHOLE}
-    stored |= {name: pieces[0][name] for name in WHOLE if name in pieces[0]}
-    return stored | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in stored else {}), total
+    stored = {name: values[0] if name in WHOLE else torch.cat(values) for name, values in pieces.items()}
+    if "weight_shape" in stored:
+        stored["weight_shape"] = torch.tensor(weight.shape)
+    return stored, total
 
 
 def packed_size(
@@ -105,11 +108,12 @@ def packed_size(
     dtypes = dict[str, str]()
     if matrices.stored and not model.is_split:
         dtypes = {key: model.checkpoint.tensors[name].dtype for name, key in partial.plain_keys.targets.items()}
-    own = [matrix for matrix in matrices.every if matrix.expert is None or matrix.expert < experts]
-    shapes = [(matrix.rows, matrix.columns) for matrix in own]
-    stored = [dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype]) for matrix in own]
-    plain = sum(tensor_bytes(dtype, shape) for dtype, shape in zip(stored, shapes, strict=True))
-    packed = sum(scheme.nbytes(*shape, partial.dtype) for shape in shapes)
+    plain = packed = 0
+    for matrix in matrices.every:
+        if matrix.expert is None or matrix.expert < experts:
+            dtype = dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype])
+            plain += tensor_bytes(dtype, (matrix.rows, matrix.columns))
+            packed += scheme.nbytes(matrix.rows, matrix.columns, partial.dtype)
     return Size(size.parameters, size.bytes - plain + packed), packed
 
 
@@ -128,43 +132,38 @@ class Writer:
         return stored_partial(self.model).dtype
 
     def job(self, plan: ExpertPlan) -> OutputJob:
-        model, units = self.model, self.model.architecture.units
-        partial = stored_partial(model)
-        inner = make_job(model, plan, through=None if self.matrices.stored else partial)
-        own = list[OutputTensor]()
+        units = self.model.architecture.units
+        partial = stored_partial(self.model)
+        inner = make_job(self.model, plan, through=None if self.matrices.stored else partial)
+        outputs = [output for output in inner.outputs if output.name not in self.matrices.replaced]
+        heads = [output for output in outputs if output.unit and output.unit not in units]  # of further tokens
+        dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items():
                 each = Fraction(weights, math.prod(shape))
-                own.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
+                outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
                 weights = 0
-        outputs = [each for each in inner.outputs if each.name not in self.matrices.replaced]
-        others = [unit for unit in inner.units if unit and unit not in units]  # of multi-token-prediction heads
         config = json.loads(bytes(inner.files["config.json"]))
-        config["quantization_config"] = self.scheme.config([*self.matrices.ignored, *self._of_heads(inner, units)])
-        files = {**inner.files, "config.json": files_with(model, config)["config.json"]}
+        ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]
+        config["quantization_config"] = self.scheme.config(ignored)
         return replace(
             inner,
-            outputs=tuple(in_order_of([*units, *others], [*outputs, *own])),
+            outputs=tuple(in_order_of([*units, *dict.fromkeys(output.unit for output in heads)], outputs)),
             produce=bind(self._produce, inner, partial),
-            files=files,
+            files={**inner.files, "config.json": files_with(self.model, config)["config.json"]},
             verify=bind(self._verify, inner, partial),
         )
 
-    def _of_heads(self, inner: OutputJob, units: Sequence[str]) -> list[str]:
-        """Modules of multi-token-prediction heads, which stay as they are."""
-        heads = [each for each in inner.outputs if each.unit and each.unit not in units and len(each.shape) == 2]
-        return sorted(each.name.removesuffix(".weight") for each in heads if each.name.endswith(".weight"))
-
     def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
-        kept = self.kept.tensors(unit) if self.kept.sums(unit) is not None else {}
-        for name, value in kept.items():
+        tensors = self.kept.tensors(unit) if self.kept.sums(unit) is not None else {}
+        for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
-        if not kept and self.matrices.of(unit):
+        if not tensors and self.matrices.of(unit):
             sums = dict[str, int]()
-            for matrix, tensors, total in self._rounded(partial, unit):
+            for matrix, stored, total in self._rounded(partial, unit):
                 sums[matrix.module] = total
-                for name, value in tensors.items():
+                for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
             self.kept.save(unit, sums)
         for name, pieces in inner.produce(unit):
@@ -175,40 +174,44 @@ class Writer:
         """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
         if not self.matrices.stored:
             partial.load(partial.keys_under(unit))
-        own, read, scheme = self.matrices.of(unit), bind(self._read, partial), self.scheme
-        largest = largest_weights(own, read) if scheme.name == "nvfp4" else {}
+        matrices = self.matrices.of(unit)
+        read = bind(self._read, partial)
+        largest = largest_weights(matrices, read) if self.scheme.name == "nvfp4" else {}
 
         def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
-            return round_to_nearest(scheme, read(matrix), partial.dtype, largest.get(matrix.together))
+            return round_to_nearest(self.scheme, read(matrix), partial.dtype, largest.get(matrix.together))
 
         with one_thread_each() as pool:
-            for matrix, (tensors, total) in zip(own, pool.map(packed, own), strict=True):
+            for matrix, (tensors, total) in zip(matrices, pool.map(packed, matrices), strict=True):
                 yield matrix, tensors, total
 
     def _read(self, partial: Any, matrix: Matrix) -> Tensor:
         """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
         if not self.matrices.stored:
             return matrix.of(partial.model)
-        keys, checkpoint = partial.plain_keys, self.model.checkpoint
-        if keys.targets.get(f"{matrix.module}.weight") == matrix.key:
+        checkpoint = self.model.checkpoint
+        if partial.plain_keys.targets.get(f"{matrix.module}.weight") == matrix.key:
             return checkpoint.read_checked(f"{matrix.module}.weight")
-        name, tensor = self.matrices.names[matrix.key], matrix.key.rpartition(".")[2]
-        experts, fused = partial.model.get_submodule(matrix.owner), checkpoint.read(name)
-        refuse_nan(name, checkpoint.tensors[name].file, fused[matrix.expert])  # this expert's alone
-        return matrix_of(experts, tensor, fused[matrix.expert], matrix.part)
+        name = self.matrices.names[matrix.key]
+        weight = checkpoint.read(name)[matrix.expert]
+        refuse_nan(name, checkpoint.tensors[name].file, weight)  # this expert's alone
+        experts = partial.model.get_submodule(matrix.owner)
+        return matrix_of(experts, matrix.key.rpartition(".")[2], weight, matrix.part)
 
     def _verify(self, inner: OutputJob, partial: Any, folder: Path) -> None:
         """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
         inner.verify(folder)
         written = open_model(ModelSource(str(folder), None, folder), str(partial.dtype).removeprefix("torch."), "cpu")
+        live = written.partial.model
         for unit in self.model.architecture.units:
-            own, sums = self.matrices.of(unit), self.kept.sums(unit)
+            matrices = self.matrices.of(unit)
+            sums = self.kept.sums(unit)
             if sums is None:  # lost with power, before it was on disk like the layer
                 sums = {matrix.module: total for matrix, _, total in self._rounded(partial, unit)}
-            written.partial.load({matrix.key for matrix in own})
+            written.partial.load({matrix.key for matrix in matrices})
             with one_thread_each() as pool:
-                found = pool.map(lambda matrix: checksum(matrix.of(written.partial.model).detach()), own)
-                for matrix, total in zip(own, found, strict=True):
+                totals = pool.map(lambda matrix: checksum(matrix.of(live).detach()), matrices)
+                for matrix, total in zip(matrices, totals, strict=True):
                     if total != sums.get(matrix.module):
                         raise CompressionError(
                             f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please report "

@@ -56,7 +56,7 @@ def test_values_and_packing_are_those_of_compressed_tensors(
     for number, matrix in enumerate(weight):
         groups, overall = parts(scales, number)
         state = {"weight": matrix, "weight_scale": groups}
-        wanted = fake_quantize(matrix, groups, None, scheme.args, overall)
+        wanted = fake_quantize(matrix, groups, None, scheme.described.weights, overall)
         if scheme.name in ("mxfp4", "nvfp4"):
             wanted = wanted.bfloat16()  # the dtype that it loads them in
         if overall is not None:
