@@ -45,8 +45,6 @@ class Routed:
 
     def to(self, expert: int) -> Tensor:
         """Hidden states [n, H] of an expert's tokens, in float32."""
-        if not self.hidden.used:
-            return torch.zeros(0, 1)
         rows = (self.index.value == expert).any(1).nonzero().flatten()
         return self.hidden.value.index_select(0, rows).float()
 

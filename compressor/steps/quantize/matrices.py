@@ -75,8 +75,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
     """
     partial, architecture = model.partial, model.architecture
-    own = _experts_keys(partial.model, architecture.layers)
-    in_experts = {key: layer for key, layer in own.items() if key not in partial.tied}
+    experts = _experts_keys(partial.model, architecture.layers)
+    in_experts = {key: layer for key, layer in experts.items() if key not in partial.tied}
     by_itself = model.layout.regular and not model.layout.quantized
     stored = by_itself and all(_as_it_lies(partial, key) for key in in_experts)
     shapes = {name: info.shape for name, info in model.checkpoint.tensors.items()}
@@ -85,27 +85,26 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
         plain = build_meta(architecture.config, partial.dtype)
         shapes = {name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))}
         keys = map_keys(shapes, partial.model, partial.plain_conversions)
-    names = _names_of_experts(partial, keys, in_experts)
-    dense = _dense(model, keys, shapes) if targets == ALL else {}
-    every = [
-        *(_of_experts(partial.model, in_experts, names)),
-        *(_of_dense(model, key, name) for key, name in dense.items()),
-    ]
+    every = [*_of_experts(partial.model, in_experts, _names_of_experts(partial, keys, in_experts))]
+    if targets == ALL:
+        every += _dense(model, keys, shapes)
     order = {unit: number for number, unit in enumerate(architecture.units)}
+    every.sort(key=lambda matrix: order[matrix.unit])
     quantized = {matrix.key for matrix in every}
-    replaced = frozenset(name for name, key in keys.targets.items() if key in quantized)
-    linear = {  # and routers, which are no linear modules in transformers, but in servers
-        name
-        for name, module in partial.model.named_modules()
-        if getattr(getattr(module, "weight", None), "ndim", 0) == 2
-        and not isinstance(module, nn.Embedding)
-        and f"{name}.weight" not in quantized
-    }
-    by_key = {key: name for name, key in keys.targets.items()}
-    ignored = linear | {by_key.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in linear}
-    every.sort(key=lambda each: order[each.unit])
-    as_they_are = {key: name for name, key in keys.targets.items() if keys.patterns[name] is None}
-    return Matrices(tuple(every), replaced, tuple(sorted(ignored)), as_they_are, stored)
+    names = {key: name for name, key in keys.targets.items()}
+    ignored = set[str]()
+    for name, module in partial.model.named_modules():
+        # routers, too, which are no linear modules in transformers, but in servers
+        is_linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
+        if is_linear and f"{name}.weight" not in quantized:
+            ignored |= {name, names.get(f"{name}.weight", name).removesuffix(".weight")}
+    return Matrices(
+        every=tuple(every),
+        replaced=frozenset(name for name, key in keys.targets.items() if key in quantized),
+        ignored=tuple(sorted(ignored)),
+        names={key: name for name, key in keys.targets.items() if keys.patterns[name] is None},
+        stored=stored,
+    )
 
 
 def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
@@ -128,23 +127,28 @@ def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix
 
 def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, MoeLayer]:
     """State-dict keys of the weights of all routed experts, and their layers."""
-    names = ((layer, parameter_names(model.get_submodule(layer.name))[:2]) for layer in layers)
-    return {f"{layer.name}.{tensor}": layer for layer, tensors in names for tensor in tensors}
+    keys = dict[str, MoeLayer]()
+    for layer in layers:
+        for tensor in parameter_names(model.get_submodule(layer.name))[:2]:
+            keys[f"{layer.name}.{tensor}"] = layer
+    return keys
 
 
-def _operations(partial: Any, pattern: str | None) -> list[Any]:
-    found = (each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
-    return [operation for each in found for operation in getattr(each, "operations", ())]
+def _converter(partial: Any, pattern: str) -> Any:
+    """What makes tensors whose names match the pattern into those of the model."""
+    return next(
+        (entry for entry in partial.plain_conversions if pattern in getattr(entry, "source_patterns", ())), None
+    )
 
 
 def _as_it_lies(partial: Any, key: str) -> bool:
-    """Whether an experts tensor is stored as it is, or as matrices [rows, columns] of single experts."""
-    patterns = {partial.plain_keys.patterns[name] for name, into in partial.plain_keys.targets.items() if into == key}
-    return all(
-        pattern is None or ("*" in pattern and not any("Transpose" in type(each).__name__ for each in operations))
-        for pattern in patterns
-        for operations in [_operations(partial, pattern)]
-    )
+    """Return True if an experts tensor is stored as it is, or as matrices [rows, columns] of single experts."""
+    keys = partial.plain_keys
+    for pattern in {keys.patterns[name] for name, target in keys.targets.items() if target == key} - {None}:
+        operations = getattr(_converter(partial, pattern), "operations", ())
+        if "*" not in pattern or any("Transpose" in type(operation).__name__ for operation in operations):
+            return False
+    return True
 
 
 def _names_of_experts(
@@ -156,16 +160,22 @@ def _names_of_experts(
         pattern = keys.patterns[name]
         if key in in_experts and pattern is not None and "*" in pattern:
             families.setdefault((key, pattern), []).append(name)
-    found = dict[tuple[str, int, str], str]()
+    stored = dict[tuple[str, int, str], str]()
     for (key, pattern), names in families.items():
-        converter = next(each for each in partial.plain_conversions if pattern in getattr(each, "source_patterns", ()))
-        targets = [key, *(key.replace(converter.target_patterns[0], each) for each in converter.target_patterns[1:])]
-        place = converter.source_patterns.index(pattern)
-        part = {"down_proj": "down", "up_proj": "up"}.get(key.rpartition(".")[2], ("gate", "up")[min(place, 1)])
+        converter = _converter(partial, pattern)
+        first, *others = converter.target_patterns
+        targets = [key, *(key.replace(first, other) for other in others)]
+        parts = _parts_of(key)
+        part = parts[min(converter.source_patterns.index(pattern), len(parts) - 1)]
         experts = in_experts[key].experts
         for number, name in enumerate(sorted(names, key=dot_natural_key)):  # of a second target after the first's
-            found[targets[number // experts], number % experts, part] = name.removesuffix(".weight")
-    return found
+            stored[targets[number // experts], number % experts, part] = name.removesuffix(".weight")
+    return stored
+
+
+def _parts_of(key: str) -> tuple[str, ...]:
+    """The projections that a weight of fused experts holds."""
+    return {"down_proj": ("down",), "up_proj": ("up",)}.get(key.rpartition(".")[2], ("gate", "up"))
 
 
 def _of_experts(
@@ -174,35 +184,25 @@ def _of_experts(
     for key, layer in in_experts.items():
         module = model.get_submodule(layer.name)
         tensor = key.rpartition(".")[2]
-        parts = {"down_proj": ("down",), "up_proj": ("up",)}.get(tensor, ("gate", "up"))
-        for expert, part in product(range(layer.experts), parts):
+        for expert, part in product(range(layer.experts), _parts_of(key)):
             rows, columns = matrix_of(module, tensor, getattr(module, tensor)[expert], part).shape
             name = names.get((key, expert, part), f"{layer.name}.{expert}.{part}_proj")
             yield Matrix(name, key, layer.unit, rows, columns, layer.name, expert, part)
 
 
-def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Stored names of dense layers' weights in decoder layers, by key."""
+def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) -> Iterator[Matrix]:
+    """The weights of dense layers in decoder layers, where they are stored by themselves."""
     routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
-    inside = tuple(f"{unit}." for unit in model.architecture.units)
     modules = dict(model.partial.model.named_modules())
-    return {
-        key: name
-        for name, key in keys.targets.items()
-        if key.startswith(inside)
-        and not key.startswith(routers)
-        and key.endswith(".weight")
-        and name.endswith(".weight")
-        and isinstance(module := modules[key.removesuffix(".weight")], nn.Linear)
-        and module.out_features > 1
-        and keys.patterns[name] is None
-        and tuple(shapes[name]) == tuple(module.weight.shape)
-        and key not in model.partial.tied
-        and "weight" not in key.removesuffix(".weight")  # loaders would take that for the tensor's own name
-    }
-
-
-def _of_dense(model: OpenModel, key: str, name: str) -> Matrix:
-    rows, columns = model.partial.model.get_parameter(key).shape
-    unit = max((unit for unit in model.architecture.units if key.startswith(f"{unit}.")), key=len)
-    return Matrix(name.removesuffix(".weight"), key, unit, rows, columns, key.removesuffix(".weight"))
+    for name, key in keys.targets.items():
+        owner = key.removesuffix(".weight")
+        module = modules.get(owner)
+        if not isinstance(module, nn.Linear) or module.out_features == 1 or key.startswith(routers):
+            continue
+        units = [unit for unit in model.architecture.units if key.startswith(f"{unit}.")]
+        by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(module.weight.shape)
+        # with "weight" in the module's name, loaders would take that for the tensor's own name
+        named = name.endswith(".weight") and "weight" not in owner
+        if units and by_itself and named and key not in model.partial.tied:
+            rows, columns = module.weight.shape
+            yield Matrix(name.removesuffix(".weight"), key, max(units, key=len), rows, columns, owner)
