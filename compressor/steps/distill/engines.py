@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,10 +40,9 @@ from compressor.steps.tensors import refuse_overflow
 MOST_NORM = 1.0  # of a decoder layer's gradients
 MOMENTS = "of "  # begins the name of a tensor of the optimiser's state in a file
 
-Values = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 Moments = dict[str, dict[str, Tensor]]  # the optimiser's state by master
 Masters = dict[str, Tensor]  # by name: a state-dict key, or one of a key's factors
-FACTORS = ("lora_A", "lora_B")
 SCALE = 2.0  # LoRA's alpha / r
 
 
@@ -59,40 +58,44 @@ class TrainedLayer:
     def keys(self) -> tuple[str, ...]:
         return (*self.whole, *self.factored)
 
-    def begin(self, own: Mapping[str, Tensor], rank: int, seed: int) -> Masters:
-        """Masters that leave the layer's `own` tensors as they are."""
-        masters = {key: own[key].detach().to(torch.float32, copy=True) for key in self.whole}
+    def begin(self, stored: Tensors, rank: int, seed: int) -> Masters:
+        """Masters that leave the layer's `stored` tensors as they are."""
+        masters = {key: stored[key].detach().to(torch.float32, copy=True) for key in self.whole}
         for key in self.factored:
             digest = hashlib.sha256(f"{seed} {key}".encode()).digest()  # no factor hangs on which others there are
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
-            pair = begin_factors(tuple(own[key].shape), rank, generator)
-            masters.update(zip(_names(key), (value.to(own[key].device) for value in pair), strict=True))
+            factors = begin_factors(tuple(stored[key].shape), rank, generator)
+            for name, factor in zip(_names(key), factors, strict=True):
+                masters[name] = factor.to(stored[key].device)
         return masters
 
-    def values(self, own: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The layer's tensors in float32 that these masters stand for; `own` are those that it was read with."""
-        whole = {key: masters[key] for key in self.whole}
-        return whole | {key: merged(own[key], *(masters[name] for name in _names(key))) for key in self.factored}
-
-    def gradients(self, masters: Mapping[str, Tensor], dense: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The masters' gradients of those of the layer's tensors, of which None is nothing."""
-        gradients = dict[str, Tensor]()
-        for key in self.whole:
-            gradient = dense[key]
-            gradients[key] = torch.zeros_like(masters[key]) if gradient is None else gradient.detach().float()
+    def values(self, stored: Tensors, masters: Tensors) -> dict[str, Tensor]:
+        """The layer's tensors in float32 that these masters stand for; `stored` are those that it was read with."""
+        values = {key: masters[key] for key in self.whole}
         for key in self.factored:
             first, second = _names(key)
-            if (gradient := dense[key]) is None:
-                gradients |= {name: torch.zeros_like(masters[name]) for name in (first, second)}
+            values[key] = merged(stored[key], masters[first], masters[second])
+        return values
+
+    def gradients(self, model: nn.Module, masters: Tensors) -> dict[str, Tensor]:
+        """The masters' gradients, from those of the layer's tensors in the live `model`."""
+        gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
+        for key in self.keys:
+            gradient = model.get_parameter(key).grad
+            if gradient is None:
+                continue
+            wide = gradient.detach().float()
+            if key in self.whole:
+                gradients[key] = wide
             else:  # dL/dA = (alpha / r) B^T dL/dW, [..., r, N], and dL/dB = (alpha / r) dL/dW A^T, [..., M, r]
-                wide = gradient.detach().float()
+                first, second = _names(key)
                 gradients[first] = SCALE * (masters[second].mT @ wide)
                 gradients[second] = SCALE * (wide @ masters[first].mT)
         return gradients
 
 
-def _names(key: str) -> tuple[str, ...]:
-    return tuple(f"{key}.{name}" for name in FACTORS)
+def _names(key: str) -> tuple[str, str]:
+    return f"{key}.lora_A", f"{key}.lora_B"
 
 
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
@@ -103,28 +106,35 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
     parameter. What lies outside the decoder layers (embeddings, head, the last norm) is never trained. Raises
     `CompressionError` for a tensor that another layer shares.
     """
-    by_unit, whole, method = layers_by_unit(model.architecture.layers), model.partial.model, options.train
-    parameters = {key for key, value in whole.named_parameters() if value.is_floating_point()}
-    linear = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    live = model.partial.model
+    by_unit = layers_by_unit(model.architecture.layers)
+    parameters = {key for key, value in live.named_parameters() if value.is_floating_point()}
+    linear = {f"{name}.weight" for name, module in live.named_modules() if isinstance(module, nn.Linear)}
     shared = {*model.partial.tied, *model.partial.tied.values()}
     trained = list[TrainedLayer]()
     for unit in model.architecture.units:
-        own, layers = [key for key in model.partial.keys_under(unit) if key in parameters], by_unit.get(unit, [])
-        experts, routers = tuple(f"{each.name}." for each in layers), tuple(f"{each.router}." for each in layers)
-        in_routers = tuple(key for key in own if key.startswith(routers))
-        layer = TrainedLayer(unit, tuple(own) if method == "all" else in_routers)
-        if method == "experts":
-            layer = TrainedLayer(unit, (*(key for key in own if key.startswith(experts)), *in_routers))
-        elif method == "lora":
-            modules = [(each.name, whole.get_submodule(each.name)) for each in layers]
-            matrices = {f"{name}.{part}" for name, module in modules for part in parameter_names(module)[:2]}
-            matrices |= {key for key in linear if not key.startswith((*routers, *experts))}
-            layer = TrainedLayer(unit, in_routers, tuple(key for key in own if key in matrices))
-        for key in layer.keys:
+        keys = [key for key in model.partial.keys_under(unit) if key in parameters]
+        layers = by_unit.get(unit, [])
+        experts = tuple(f"{layer.name}." for layer in layers)
+        in_experts = [key for key in keys if key.startswith(experts)]
+        in_routers = [key for key in keys if key.startswith(tuple(f"{layer.router}." for layer in layers))]
+        factored = list[str]()
+        if options.train == "all":
+            whole = keys
+        elif options.train == "experts":
+            whole = [*in_experts, *in_routers]
+        else:
+            whole = in_routers
+        if options.train == "lora":
+            matrices = linear - {*in_experts, *in_routers}
+            for layer in layers:
+                matrices |= {f"{layer.name}.{part}" for part in parameter_names(live.get_submodule(layer.name))[:2]}
+            factored = [key for key in keys if key in matrices]
+        for key in (*whole, *factored):
             if key in shared:
                 raise CompressionError(f"{key} is shared by two layers, so it cannot be trained as one of them")
-        if layer.keys:
-            trained.append(layer)
+        if whole or factored:
+            trained.append(TrainedLayer(unit, tuple(whole), tuple(factored)))
     return tuple(trained)
 
 
@@ -149,41 +159,38 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
     """The dtype in which each trained tensor is stored, by state-dict key; refuses one that cannot be written back."""
     dtypes = dict[str, torch.dtype]()
     for layer in layers:
-        direct, others = _divided(model, layer.keys)
-        empty = model.partial.empty
-        dtypes |= {key: _plain_dtype(model, key, name, empty[key]) for key, name in direct.items()}
-        converted = _converted(model, {key: empty[key] for key in others})
-        kinds = {_plain_dtype(model, others[0], *each) for each in converted}
+        empty = {key: model.partial.empty[key] for key in layer.keys}
+        direct, converted = _stored(model, empty)
+        for key, name in direct.items():
+            dtypes[key] = _plain_dtype(model, key, name, empty[key])
+        others = [key for key in layer.keys if key not in direct]
+        kinds = {_plain_dtype(model, others[0], name, value) for name, value in converted}
         if len(kinds) > 1:
             raise CompressionError(f"{others[0]} is stored in several dtypes, so it cannot be written back; convert it")
         dtypes |= dict.fromkeys(others, *kinds)
     return dtypes
 
 
-def stored_tensors(
-    model: OpenModel, values: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, Tensor]:
+def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """A decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
     rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
-    direct, others = _divided(model, rounded)
-    converted = _converted(model, {key: rounded[key] for key in others})
-    return {name: rounded[key] for key, name in direct.items()} | {
-        name: value.contiguous() for name, value in converted
-    }
+    direct, converted = _stored(model, rounded)
+    tensors = {name: rounded[key] for key, name in direct.items()}
+    tensors.update((name, value.contiguous()) for name, value in converted)
+    return tensors
 
 
-def _divided(model: OpenModel, keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """The stored tensor of each key that is stored as the model has it, and the keys that are stored otherwise."""
-    known = model.partial.keys
-    direct = {key: name for name, key in known.targets.items() if key in keys and known.patterns[name] is None}
-    return direct, [key for key in keys if key not in direct]
-
-
-def _converted(model: OpenModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _stored(model: OpenModel, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[tuple[str, Tensor]]]:
+    """The stored name of each tensor that is stored as the model has it, and all that the others are stored as."""
+    keys = model.partial.keys
+    direct = {key: name for name, key in keys.targets.items() if key in tensors and keys.patterns[name] is None}
+    others = {key: value for key, value in tensors.items() if key not in direct}
+    if not others:
+        return direct, []
     try:
-        return list(saved_names(model.partial.model, tensors)) if tensors else []
+        return direct, list(saved_names(model.partial.model, others))
     except Exception as error:  # a conversion that takes more than these raises what it likes
-        raise _unknown_storage(next(iter(tensors))) from error
+        raise _unknown_storage(next(iter(others))) from error
 
 
 def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.dtype:
@@ -222,20 +229,21 @@ def update(state: LayerState, gradients: Mapping[str, Tensor], optimizer: str, r
     norm = math.sqrt(sum(float(as_float64(value).square().sum()) for value in gradients.values()))
     if not math.isfinite(norm):
         raise NotFiniteError
-    for name, leaf in state.masters.items():
-        leaf.grad = gradients[name] * (min(1.0, MOST_NORM / norm) if norm else 1.0)
-    leaves = list(state.masters.values())
-    chosen: torch.optim.Optimizer
+    scale = min(1.0, MOST_NORM / norm) if norm else 1.0
+    masters = list(state.masters.values())
+    stepping: torch.optim.Optimizer
     if optimizer == "adam":
-        chosen = torch.optim.Adam(leaves, lr=rate)
+        stepping = torch.optim.Adam(masters, lr=rate)
     else:  # a floor of 1 under a tensor's size: rate as is
-        chosen = torch.optim.Adafactor(leaves, lr=rate, eps=(None, 1.0))
-    for name, leaf in state.masters.items():
+        stepping = torch.optim.Adafactor(masters, lr=rate, eps=(None, 1.0))
+    for name, master in state.masters.items():
+        master.grad = gradients[name] * scale
         if name in state.moments:
-            chosen.state[leaf] = state.moments[name]
-    chosen.step()
-    for name, leaf in state.masters.items():
-        state.moments[name], leaf.grad = dict(chosen.state[leaf]), None
+            stepping.state[master] = state.moments[name]
+    stepping.step()
+    for name, master in state.masters.items():
+        state.moments[name] = dict(stepping.state[master])
+        master.grad = None
 
 
 def file_of(folder: Path, unit: str) -> Path:
@@ -243,8 +251,10 @@ def file_of(folder: Path, unit: str) -> Path:
 
 
 def keep_state(folder: Path, unit: str, state: LayerState) -> None:
-    moments = {f"{MOMENTS}{name} {kind}": value for name, own in state.moments.items() for kind, value in own.items()}
-    keep_tensors(file_of(folder, unit), {**state.masters, **moments}, {"unit": unit})
+    tensors = dict(state.masters)
+    for name, moments in state.moments.items():
+        tensors |= {f"{MOMENTS}{name} {kind}": value for kind, value in moments.items()}
+    keep_tensors(file_of(folder, unit), tensors, {"unit": unit})
 
 
 def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = True) -> LayerState:
@@ -255,8 +265,8 @@ def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = Tr
             state.masters[name] = value.to(device, copy=True)
         elif moments:
             key, _, kind = name.removeprefix(MOMENTS).rpartition(" ")
-            own = value.clone() if kind == "step" else value.to(device, copy=True)
-            state.moments.setdefault(key, {})[kind] = own
+            moment = value.clone() if kind == "step" else value.to(device, copy=True)
+            state.moments.setdefault(key, {})[kind] = moment
     return state
 
 
@@ -272,17 +282,14 @@ class _Engine:
     def loaded(self, layer: TrainedLayer) -> dict[str, Tensor]:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
-    def gradients(self, layer: TrainedLayer, masters: Masters) -> dict[str, Tensor]:
-        whole = self.model.partial.model
-        return layer.gradients(masters, {key: whole.get_parameter(key).grad for key in layer.keys})
-
-    def put(self, layer: TrainedLayer, own: Values, masters: Values, train: bool) -> None:
+    def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:
         """Have a loaded layer compute with its masters: asking for gradients, or rounded as they would be stored."""
         partial = self.model.partial
-        for key, value in layer.values(own, masters).items():
-            as_is = value if train else value.to(self.stored[key]).float()
+        for key, value in layer.values(stored, masters).items():
+            if not train:
+                value = value.to(self.stored[key]).float()
             # what is loaded may be the checkpoint's own file, mapped: it is replaced, never written
-            computed = as_is.detach().to(partial.device, partial.empty[key].dtype)
+            computed = value.detach().to(partial.device, partial.empty[key].dtype)
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
 
@@ -302,26 +309,26 @@ class InMemory(_Engine):
         """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a gradient is no number."""
         for unit, layer in self.layers.items():
             self.put(layer, self.read, self.states[unit].masters, train=True)
+        failed = 0.0
         try:
             self._backward(objective)
-            fault = 0.0
         except NotFiniteError:
-            fault = 1.0
-        sums = torch.tensor([fault, *objective.parts.values()], dtype=torch.float64)
-        faults, *parts = ranks().all_reduce(sums).tolist()
+            failed = 1.0
+        sums = torch.tensor([failed, *objective.parts.values()], dtype=torch.float64)
+        failures, *parts = ranks().all_reduce(sums).tolist()
         objective.parts = dict(zip(objective.parts, parts, strict=True))
-        if faults:  # at one rank, so at all
+        if failures:  # at one rank, so at all
             raise NotFiniteError
         for unit, layer in self.layers.items():
             state = self.states[unit]
-            gradients = self.gradients(layer, state.masters)
-            gradients = {name: ranks().all_reduce(value.float()) for name, value in gradients.items()}
+            gradients = layer.gradients(self.model.partial.model, state.masters)
+            gradients = {name: ranks().all_reduce(value) for name, value in gradients.items()}
             update(state, gradients, self.options.optimiser, rate)
 
     def _backward(self, objective: Objective) -> None:
         """Take the gradients of all batches' losses, the layers' forwards as the objective has them."""
-        model, device = self.model.partial.model, self.model.partial.device
-        modules = {unit: model.get_submodule(unit) for unit in self.model.architecture.units}
+        partial = self.model.partial
+        modules = {unit: partial.model.get_submodule(unit) for unit in self.model.architecture.units}
         try:
             for unit, module in modules.items():
                 module.forward = objective.wrap_forward(unit, module.forward)
@@ -329,10 +336,8 @@ class InMemory(_Engine):
                 for number, batch in enumerate(objective.batches):
                     if len(batch.tokens):
                         objective.on_batch_start(number)
-                        output = model(
-                            **forward_inputs(batch.tokens, device, self.model.partial.dtype), use_cache=False
-                        )
-                        objective.loss(number, output).backward()
+                        inputs = forward_inputs(batch.tokens, partial.device, partial.dtype)
+                        objective.loss(number, partial.model(**inputs, use_cache=False)).backward()
         finally:
             for module in modules.values():
                 module.__dict__.pop("forward", None)
@@ -351,7 +356,7 @@ class InMemory(_Engine):
     def load(self, folder: Path) -> None:
         self.states = {unit: kept_state(folder, unit, self.model.partial.device) for unit in self.layers}
 
-    def values(self, folder: Path, unit: str) -> Values:
+    def values(self, folder: Path, unit: str) -> Tensors:
         """A layer's trained tensors in float32 in a kept state, by state-dict key."""
         masters = kept_state(folder, unit, self.model.partial.device, moments=False).masters
         return self.layers[unit].values(self.read, masters)
@@ -383,12 +388,12 @@ class Streamed(_Engine):
     def load(self, folder: Path) -> None:
         _linked(folder, self.now, self.layers)
 
-    def values(self, folder: Path, unit: str) -> Values:
+    def values(self, folder: Path, unit: str) -> Tensors:
         layer, partial = self.layers[unit], self.model.partial
         partial.load(layer.keys)
-        found = layer.values(self.loaded(layer), kept_state(folder, unit, partial.device, moments=False).masters)
+        values = layer.values(self.loaded(layer), kept_state(folder, unit, partial.device, moments=False).masters)
         partial.release(unit)
-        return found
+        return values
 
 
 Engine = InMemory | Streamed
@@ -410,7 +415,8 @@ class _Masters(ReverseVisitor):
         engine = self.engine
         if self.rate is not None and (layer := engine.layers.get(unit)) is not None:
             state = kept_state(engine.now, unit, engine.model.partial.device)
-            update(state, engine.gradients(layer, state.masters), engine.options.optimiser, self.rate)
+            gradients = layer.gradients(engine.model.partial.model, state.masters)
+            update(state, gradients, engine.options.optimiser, self.rate)
             keep_state(engine.now, unit, state)
 
 

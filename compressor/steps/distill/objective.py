@@ -53,18 +53,28 @@ class Text:
         epoch, place = divmod(step, len(self.fit) // sequences)
         generator = torch.Generator().manual_seed((seed + 1000003 * epoch) % 2**63)
         order = torch.randperm(len(self.fit), generator=generator).tolist()
-        chosen = [self.fit[number] for number in order[place * sequences : (place + 1) * sequences]]
-        alone = [[place] for place in chosen if isinstance(self.batches[place[0]].tokens, Inputs)]
-        plain = [place for place in chosen if [place] not in alone]
-        together = [plain[begin : begin + self.most] for begin in range(0, len(plain), self.most)]
-        return [*map(self._joined, together), *(self.batches[batch] for [(batch, _)] in alone)]
+        plain = list[tuple[Batch, int]]()
+        alone = list[Batch]()
+        for number in order[place * sequences : (place + 1) * sequences]:
+            batch, row = self.fit[number]
+            if isinstance(self.batches[batch].tokens, Inputs):
+                alone.append(self.batches[batch])
+            else:
+                plain.append((self.batches[batch], row))
+        together = [_joined(plain[begin : begin + self.most]) for begin in range(0, len(plain), self.most)]
+        return [*together, *alone]
 
-    def _joined(self, places: Sequence[tuple[int, int]]) -> Batch:
-        rows = [(self.batches[batch], row) for batch, row in places]
-        names = rows[0][0].base.tensors
-        base = {name: torch.stack([batch.base.tensors[name][row] for batch, row in rows]) for name in names}
-        tokens = torch.stack([batch.tokens[row] for batch, row in rows])
-        return Batch(tokens, Distributions(**base), torch.stack([batch.weights[row] for batch, row in rows]))
+
+def _joined(rows: Sequence[tuple[Batch, int]]) -> Batch:
+    """One batch of these rows of others."""
+    base = dict[str, Tensor]()
+    for name in rows[0][0].base.tensors:
+        base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
+    return Batch(
+        tokens=torch.stack([batch.tokens[row] for batch, row in rows]),
+        base=Distributions(**base),
+        weights=torch.stack([batch.weights[row] for batch, row in rows]),
+    )
 
 
 def training_text(
@@ -78,18 +88,21 @@ def training_text(
 
     Of sequences with pictures only those tokens count whose next one is text.
     """
-    plain = [batch.shape[1] for batch in batches if not isinstance(batch, Inputs)]
-    longest = max(plain, default=0)  # those that were cut shorter are left out
-    whole = (n for n, batch in enumerate(batches) if isinstance(batch, Inputs) or batch.shape[1] == longest)
-    fit = tuple((number, row) for number in whole for row in range(len(batches[number])))
+    longest = max((batch.shape[1] for batch in batches if not isinstance(batch, Inputs)), default=0)
+    fit = list[tuple[int, int]]()
+    for number, batch in enumerate(batches):
+        if isinstance(batch, Inputs) or batch.shape[1] == longest:  # those that were cut shorter are left out
+            fit += [(number, row) for row in range(len(batch))]
     if len(fit) < options.sequences:
         raise CompressionError(
             f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, and a step takes "
             f"{options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
-    weighed = (Batch(*pair, emphasis.loss_weights(pair[0])) for pair in zip(batches, answers, strict=True))
-    return Text(tuple(weighed), fit, rows)
+    weighed = [
+        Batch(tokens, base, emphasis.loss_weights(tokens)) for tokens, base in zip(batches, answers, strict=True)
+    ]
+    return Text(tuple(weighed), tuple(fit), rows)
 
 
 class Objective(ReverseVisitor):
@@ -110,23 +123,25 @@ class Objective(ReverseVisitor):
 
     def loss(self, number: int, output: Any) -> Tensor:
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
-        batch, logits, options = self.batches[number], output.logits, self.options
+        batch, logits = self.batches[number], output.logits
         weights = batch.weights.to(logits.device)
         loss = logits.new_zeros((), dtype=torch.float32)
-        if options.kl:
-            loss = loss + self._part("kl", (top_divergence(batch.base, logits) * weights).sum() / self.counted)
-        if options.cross_entropy:
-            scores, following = logits[:, :-1].float().transpose(1, 2), batch.tokens[:, 1:].to(logits.device)
-            losses = cross_entropy(scores, following, reduction="none")  # of each token after those before it, in nats
+        if self.options.kl:
+            divergences = top_divergence(batch.base, logits)
+            loss = loss + self._part("kl", (divergences * weights).sum() / self.counted)
+        if self.options.cross_entropy:
+            following = batch.tokens[:, 1:].to(logits.device)
+            losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), following, reduction="none")
             loss = loss + self._part("cross_entropy", (losses * weights[:, :-1]).sum() / self.predicted)
         nothing: Tensor = 0.0 * logits.float().sum()  # through which what layers add still comes back
         return loss if loss.requires_grad else nothing
 
     def _part(self, name: str, value: Tensor) -> Tensor:
         """A part times its weight; its mean is added up in `parts`."""
-        if not math.isfinite(number := float(value.detach())):
+        share = float(value.detach())
+        if not math.isfinite(share):
             raise NotFiniteError
-        self.parts[name] += number
+        self.parts[name] += share
         weight: float = getattr(self.options, name)
         return weight * value
 
@@ -142,9 +157,9 @@ class Objective(ReverseVisitor):
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
             output = own(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return output
             hidden, *others = (output,) if isinstance(output, Tensor) else output
             hidden = Added.apply(hidden, self._part("hidden_states", self._distance(hidden)))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
@@ -157,7 +172,8 @@ class Objective(ReverseVisitor):
         assert batch.base.hidden is not None
         wanted = batch.base.hidden.to(hidden.device).float()
         weights = batch.weights.to(hidden.device)
-        off, size = ((value.square() * weights[..., None]).sum((1, 2)) for value in (hidden.float() - wanted, wanted))
+        off = ((hidden.float() - wanted).square() * weights[..., None]).sum((1, 2))
+        size = (wanted.square() * weights[..., None]).sum((1, 2))
         return (off / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
 
 
