@@ -125,8 +125,10 @@ def fake_statistics(
         architecture = discover(config)
         layer = dataclasses.replace(architecture.layers[0], routing_groups=routing_groups, chosen_groups=routing_groups)
 
+        routers = functools.partial(smaller_routers(architecture), layer)
+
         def observed(needs: frozenset[str]) -> Collector:
-            collector = Collector(layer, model, needs, seed)
+            collector = Collector(layer, model, needs, seed, routers)
             if tokens:
                 collector.enter(tokens, sample_positions(tokens, sampled, seed))
                 with torch.no_grad():
@@ -134,9 +136,8 @@ def fake_statistics(
                 collector.detach()
             return collector
 
-        routers = functools.partial(smaller_routers(architecture), layer)
-        heldout = observed(RECONSTRUCTION).finish(routers)
-        stats = observed(ALL).finish(routers, heldout)
+        heldout = observed(RECONSTRUCTION).finish()
+        stats = observed(ALL).finish(heldout)
         return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
 
 

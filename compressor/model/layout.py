@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from transformers.core_model_loading import dot_natural_key
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
@@ -47,7 +48,7 @@ class Layout:
 
 def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
     """(target, pattern, suffix) of stored tensors, a weight's scales beside it, and what the stock model leaves out."""
-    keys, left_out = partial.plain_keys, list[str]()
+    keys = partial.plain_keys
     placed: dict[str, Key] = {name: (keys.targets[name], keys.patterns[name], "") for name in keys.targets}
     if not quantized:
         return placed, list(keys.unknown)
@@ -57,6 +58,7 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
         cuts = range(1, last.count("_") + 1)
         weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
     mapped = map_keys(chain.from_iterable(weights.values()), partial.model, partial.plain_conversions)
+    left_out = list[str]()
     for name, candidates in weights.items():
         weight = next((candidate for candidate in candidates if candidate in mapped.targets), None)
         if weight is None:
@@ -67,21 +69,24 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
 
 
 def _converter(partial: Any, pattern: str | None) -> Any:
-    converters = (entry for entry in partial.plain_conversions if hasattr(entry, "operations"))
-    return next((entry for entry in converters if pattern in entry.source_patterns), None)
+    for entry in partial.plain_conversions:
+        if hasattr(entry, "operations") and pattern in entry.source_patterns:
+            return entry
+    return None
 
 
 def _fused_dim(checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int) -> int:
     """The stored dimension that counts experts: growing it makes the converted tensor fit a model with twice them."""
     keys = partial.plain_keys
-    siblings = sorted((other for other, into in keys.targets.items() if into == target), key=lambda n: n != name)
+    siblings = [name, *(other for other, into in keys.targets.items() if into == target and other != name)]
     wanted, shape = doubled.state_dict()[target].shape, list(checkpoint.tensors[name].shape)
     for dim in range(len(shape)):
         trial = copy.deepcopy(_converter(partial, keys.patterns[name]))
         trial.collected_tensors.clear()
         for sibling in siblings:
             larger = list(checkpoint.tensors[sibling].shape)
-            larger[dim : dim + 1] = [size + grown_by for size in larger[dim : dim + 1]]
+            if dim < len(larger):
+                larger[dim] += grown_by
             trial.add_tensor(target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta"))
         try:
             converted = trial.convert(target, model=doubled, config=doubled.config)
@@ -106,19 +111,15 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     for name, key in placed.items():
         families.setdefault(key, []).append(name)
     roles: dict[str, Role] = {}
+    doubled = cache(lambda: build_meta(architecture.with_experts(2 * experts)))
     regular = True
-
-    @cache
-    def doubled() -> Any:
-        return build_meta(architecture.with_experts(2 * experts))
-
     for (target, pattern, suffix), names in families.items():
         unit = max((unit for unit in architecture.units if target.startswith(f"{unit}.")), key=len, default="")
         if target in tables:
             roles.update(dict.fromkeys(names, Role("table", unit, tables[target].name)))
         elif target not in owners:
             roles.update(dict.fromkeys(names, Role("plain", unit)))
-        elif (converter := _converter(partial, pattern)) is not None and len(converter.target_patterns) > 1:
+        elif len(getattr(_converter(partial, pattern), "target_patterns", ())) > 1:
             regular = False
         else:
             layer, tensor = owners[target]
@@ -136,25 +137,25 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
 
 def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLayer) -> dict[str, Role]:
     """Roles of tensors stored one for each expert, in the order in which the loader stacks them."""
-    from transformers.core_model_loading import dot_natural_key
-
     if len(names) != layer.experts:
         raise CompressionError(
             f"{layer.name}: the checkpoint holds {len(names)} tensors like {min(names)!r} for {layer.experts} experts"
         )
     ordered = sorted(names, key=dot_natural_key)
-    columns = [set(column) for column in zip(*(name.split(".") for name in ordered), strict=False)]
+    parts = [name.split(".") for name in ordered]
+    columns = [set(column) for column in zip(*parts, strict=False)]
     numbers = [column for column in columns if len(column) > 1 and all(part.isdecimal() for part in column)]
     if len(numbers) == 1 and (absent := set(range(layer.experts)) - {int(part) for part in numbers[0]}):
         raise CompressionError(
             f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
         )
-    shapes = {checkpoint.tensors[name].shape: name for name in reversed(ordered)}
-    if len(shapes) > 1:
-        (usual, _), (other, odd) = sorted(shapes.items(), key=lambda item: item[1] != ordered[0])[:2]
-        raise CompressionError(
-            f"tensor {odd!r} has shape {list(other)}, {ordered[0]!r} has {list(usual)}; download it again"
-        )
+    usual = checkpoint.tensors[ordered[0]].shape
+    for name in ordered:
+        shape = checkpoint.tensors[name].shape
+        if shape != usual:
+            raise CompressionError(
+                f"tensor {name!r} has shape {list(shape)}, {ordered[0]!r} has {list(usual)}; download it again"
+            )
     return {name: replace(kind, expert=expert) for expert, name in enumerate(ordered)}
 
 

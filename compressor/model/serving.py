@@ -65,10 +65,10 @@ class Rule:
     source: str  # a path in the server's repository, or an issue
     effect: Effect
     about: About
-    evidence: Evidence
     whom: Condition
     needs: Condition
     says: str  # after the server's name, with {experts}, {top_k}, {width}, {uneven}, {even}
+    evidence: Evidence = "read"
 
 
 def said(rule: Rule, model: Served) -> str:
@@ -76,10 +76,6 @@ def said(rule: Rule, model: Served) -> str:
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
     even = f" (over {dividing} it can)" if dividing else ""
     return rule.says.format(**asdict(model), uneven=joined([str(size) for size in model.uneven]), even=even)
-
-
-def _even_groups(model: Served) -> bool:
-    return model.experts % model.groups == 0 and model.experts // model.groups >= 2
 
 
 def _families(names: str) -> Condition:
@@ -105,11 +101,11 @@ AITER_ROUTER = Condition(
 LLAMA_ROUTER = Condition("no routing groups, on CUDA", lambda model: model.groups == 1)
 GPT_OSS = Condition("gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4")
 TRTLLM = Condition("not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization)
-AMD = Condition("not quantised, on AMD", lambda model: not model.quantization)
+AMD = TRTLLM._replace(words="not quantised, on AMD")
 FP8_BLOCKS = Condition("FP8 in blocks of 128", lambda model: model.quantization == "fp8")
-FP8_KERNEL = Condition("FP8 (TRT-LLM kernel)", lambda model: model.quantization == "fp8")
-MARLIN = Condition("Marlin kernels (4-bit weights)", lambda model: True)
-K_QUANTS = Condition("K-quants and I-quants", lambda model: True)
+FP8_KERNEL = FP8_BLOCKS._replace(words="FP8 (TRT-LLM kernel)")
+MARLIN = ALL._replace(words="Marlin kernels (4-bit weights)")
+K_QUANTS = ALL._replace(words="K-quants and I-quants")
 DEEPSEEK_V4 = _families("deepseek_v4")
 TENSOR_PARALLEL = _families("cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe")
 VLLM_TIES = _families(
@@ -120,16 +116,17 @@ LLAMA_HEADS = _families(
 )
 
 # what it needs
-TWO_A_GROUP = Condition("E is a multiple of n_group and at least two experts a group", _even_groups)
-ABOVE_GROUPS = Condition("E is a multiple of n_group and above it", _even_groups)
+TWO_A_GROUP = Condition(
+    "E is a multiple of n_group and at least two experts a group",
+    lambda model: model.experts % model.groups == 0 and model.experts >= 2 * model.groups,
+)
+ABOVE_GROUPS = TWO_A_GROUP._replace(words="E is a multiple of n_group and above it")
 DIVISIBLE = Condition("E is a multiple of the size of expert parallelism", lambda model: not model.uneven)
 SPREAD = Condition("E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES))
 VLLM_COUNTS = Condition(
     "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576", lambda model: model.experts in VLLM_KERNELS
 )
-V4_COUNTS = Condition(
-    "E is a power of two up to 512, or 192, 320, 384, 448 or 576", lambda model: model.experts in VLLM_KERNELS
-)
+V4_COUNTS = VLLM_COUNTS._replace(words="E is a power of two up to 512, or 192, 320, 384, 448 or 576")
 AITER_COUNTS = Condition("E is a power of two up to 512", lambda model: model.experts in TO_512)
 LLAMA_COUNTS = Condition("E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA)
 LLAMA_MOST = Condition("E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024)
@@ -155,88 +152,201 @@ WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
 UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
 
 
-def _rule(
-    server: str, version: str, source: str, effect: Effect, about: About, evidence: Evidence = "read"
-) -> Callable[[Condition, Condition, str], Rule]:
-    return partial(Rule, server, version, source, effect, about, evidence)
-
-
-_vllm, _sglang = partial(_rule, "vLLM", "0.32.0"), partial(_rule, "SGLang", "0.5.23")
-_flashinfer, _llama = partial(_rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(_rule, LLAMA_CPP, "0c1e57098")
+_vllm, _sglang = partial(Rule, "vLLM", "0.32.0"), partial(Rule, "SGLang", "0.5.23")
+_flashinfer, _llama = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)"), partial(Rule, LLAMA_CPP, "0c1e57098")
 
 RULES = (
-    _vllm("vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py", "wrong", "experts")(
-        GROUPS, TWO_A_GROUP, "chooses among {experts} experts without their routing groups, in silence"
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
+        "wrong",
+        "experts",
+        GROUPS,
+        TWO_A_GROUP,
+        "chooses among {experts} experts without their routing groups, in silence",
     ),
-    _rule("vLLM", "085c812b2", "csrc/libtorch_stable/moe/topk_softmax_kernels.cu", "slower", "experts")(
-        VLLM_ROUTER, VLLM_COUNTS, "routes among {experts} experts by a slower kernel"
+    Rule(
+        "vLLM",
+        "085c812b2",
+        "csrc/libtorch_stable/moe/topk_softmax_kernels.cu",
+        "slower",
+        "experts",
+        VLLM_ROUTER,
+        VLLM_COUNTS,
+        "routes among {experts} experts by a slower kernel",
     ),
-    _rule(
+    Rule(
         "vLLM",
         "0d8909899",
         "csrc/libtorch_stable/moe/topk_softplus_sqrt_kernels.cu; issue 51521, PR 50982 (open)",
         "fails",
         "experts",
-    )(DEEPSEEK_V4, V4_COUNTS, "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error"),
-    _vllm("vllm/model_executor/models/gpt_oss.py", "wrong", "experts")(
-        GPT_OSS, DIVISIBLE, "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}"
+        DEEPSEEK_V4,
+        V4_COUNTS,
+        "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
     ),
-    _vllm("vllm/model_executor/models/qwen3_moe.py and others", "fails", "experts")(
-        TENSOR_PARALLEL, SPREAD, "takes no tensor parallelism over more GPUs than the {experts} experts"
+    _vllm(
+        "vllm/model_executor/models/gpt_oss.py",
+        "wrong",
+        "experts",
+        GPT_OSS,
+        DIVISIBLE,
+        "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
     ),
-    _vllm("vllm/model_executor/layers/fused_moe/oracle/unquantized.py", "slower", "width")(
-        TRTLLM, WIDTH_128, "pads experts of {width} neurons to a multiple of 128"
+    _vllm(
+        "vllm/model_executor/models/qwen3_moe.py and others",
+        "fails",
+        "experts",
+        TENSOR_PARALLEL,
+        SPREAD,
+        "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
-    _vllm("vllm/model_executor/layers/quantization/utils/fp8_utils.py", "fails", "width")(
-        FP8_BLOCKS, WIDTH_128, "refuses experts of {width} neurons in FP8 blocks of 128"
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
+        "slower",
+        "width",
+        TRTLLM,
+        WIDTH_128,
+        "pads experts of {width} neurons to a multiple of 128",
     ),
-    _vllm("vllm/model_executor/layers/quantization/utils/marlin_utils.py", "slower", "width")(
-        MARLIN, WIDTH_64, "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin"
+    _vllm(
+        "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
+        "fails",
+        "width",
+        FP8_BLOCKS,
+        WIDTH_128,
+        "refuses experts of {width} neurons in FP8 blocks of 128",
     ),
-    _vllm("vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py", "slower", "top-k")(
-        BIASED_GROUPS, TOP_32, "routes a grouped top-{top_k} by slower code"
+    _vllm(
+        "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
+        "slower",
+        "width",
+        MARLIN,
+        WIDTH_64,
+        "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
     ),
-    _vllm("vllm/model_executor/models/olmoe.py and others", "wrong", "head", "run")(
-        VLLM_TIES, UNTIED, "does not know that the head is tied to the embeddings and answers uniformly, in silence"
+    _vllm(
+        "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
+        "slower",
+        "top-k",
+        BIASED_GROUPS,
+        TOP_32,
+        "routes a grouped top-{top_k} by slower code",
     ),
-    _sglang("python/sglang/srt/layers/moe/fused_moe_triton/layer.py", "fails", "experts")(
-        ALL, DIVISIBLE, "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}"
+    _vllm(
+        "vllm/model_executor/models/olmoe.py and others",
+        "wrong",
+        "head",
+        VLLM_TIES,
+        UNTIED,
+        "does not know that the head is tied to the embeddings and answers uniformly, in silence",
+        evidence="run",
     ),
-    _sglang("python/sglang/srt/models/qwen3_moe.py and others", "fails", "experts")(
-        TENSOR_PARALLEL, SPREAD, "takes no tensor parallelism over more GPUs than the {experts} experts"
+    _sglang(
+        "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
+        "fails",
+        "experts",
+        ALL,
+        DIVISIBLE,
+        "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
     ),
-    _sglang("python/sglang/srt/layers/moe/topk.py", "slower", "experts")(
-        BIASED_GROUPS, SGLANG_COUNTS, "does not use FlashInfer's router kernel for {experts} experts, but its own"
+    _sglang(
+        "python/sglang/srt/models/qwen3_moe.py and others",
+        "fails",
+        "experts",
+        TENSOR_PARALLEL,
+        SPREAD,
+        "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
-    _sglang("python/sglang/srt/layers/moe/topk.py", "slower", "top-k")(
-        BIASED_GROUPS, TOP_8, "does not use FlashInfer's router kernel for a top-{top_k}, but its own"
+    _sglang(
+        "python/sglang/srt/layers/moe/topk.py",
+        "slower",
+        "experts",
+        BIASED_GROUPS,
+        SGLANG_COUNTS,
+        "does not use FlashInfer's router kernel for {experts} experts, but its own",
     ),
-    _sglang("python/sglang/srt/layers/quantization/unquant.py", "slower", "width")(
-        AMD, WIDTH_128, "does not use aiter's kernels for experts of {width} neurons on AMD"
+    _sglang(
+        "python/sglang/srt/layers/moe/topk.py",
+        "slower",
+        "top-k",
+        BIASED_GROUPS,
+        TOP_8,
+        "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
+    ),
+    _sglang(
+        "python/sglang/srt/layers/quantization/unquant.py",
+        "slower",
+        "width",
+        AMD,
+        WIDTH_128,
+        "does not use aiter's kernels for experts of {width} neurons on AMD",
     ),
     _flashinfer(
-        "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py", "fails", "experts"
-    )(FP8_KERNEL, FP8_COUNTS, "takes no {experts} experts in its FP8 kernel"),
-    _flashinfer("csrc/trtllm_fused_moe_kernel_launcher.cu", "fails", "top-k")(
-        FP8_KERNEL, FP8_TOP_K, "takes no top-{top_k} of {experts} experts in its FP8 kernel"
+        "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
+        "fails",
+        "experts",
+        FP8_KERNEL,
+        FP8_COUNTS,
+        "takes no {experts} experts in its FP8 kernel",
     ),
-    _rule("aiter", "0.1.20 (e4048607a)", "csrc/kernels/topk_softmax_kernels.cu", "slower", "experts")(
-        AITER_ROUTER, AITER_COUNTS, "routes among {experts} experts by a slower kernel"
+    _flashinfer(
+        "csrc/trtllm_fused_moe_kernel_launcher.cu",
+        "fails",
+        "top-k",
+        FP8_KERNEL,
+        FP8_TOP_K,
+        "takes no top-{top_k} of {experts} experts in its FP8 kernel",
     ),
-    _llama("src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp", "fails", "experts")(
-        ALL, LLAMA_MOST, "loads no more than 1,024 experts a layer"
+    Rule(
+        "aiter",
+        "0.1.20 (e4048607a)",
+        "csrc/kernels/topk_softmax_kernels.cu",
+        "slower",
+        "experts",
+        AITER_ROUTER,
+        AITER_COUNTS,
+        "routes among {experts} experts by a slower kernel",
     ),
-    _llama("src/llama-model.cpp", "fails", "experts")(
-        GROUPS, ABOVE_GROUPS, "refuses {experts} experts in this many routing groups"
+    _llama(
+        "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
+        "fails",
+        "experts",
+        ALL,
+        LLAMA_MOST,
+        "loads no more than 1,024 experts a layer",
     ),
-    _llama("ggml/src/ggml-cuda/topk-moe.cu", "slower", "experts")(
-        LLAMA_ROUTER, LLAMA_COUNTS, "routes among {experts} experts by slower kernels on CUDA"
+    _llama(
+        "src/llama-model.cpp",
+        "fails",
+        "experts",
+        GROUPS,
+        ABOVE_GROUPS,
+        "refuses {experts} experts in this many routing groups",
     ),
-    _llama("src/llama-quant.cpp (tensor_type_fallback)", "larger", "width")(
-        K_QUANTS, WIDTH_256, "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants"
+    _llama(
+        "ggml/src/ggml-cuda/topk-moe.cu",
+        "slower",
+        "experts",
+        LLAMA_ROUTER,
+        LLAMA_COUNTS,
+        "routes among {experts} experts by slower kernels on CUDA",
     ),
-    _llama("src/models/olmoe.cpp and others", "fails", "head", "run")(
-        LLAMA_HEADS, UNTIED, "wants a head of its own, where this model ties it to the embeddings"
+    _llama(
+        "src/llama-quant.cpp (tensor_type_fallback)",
+        "larger",
+        "width",
+        K_QUANTS,
+        WIDTH_256,
+        "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
+    ),
+    _llama(
+        "src/models/olmoe.cpp and others",
+        "fails",
+        "head",
+        LLAMA_HEADS,
+        UNTIED,
+        "wants a head of its own, where this model ties it to the embeddings",
+        evidence="run",
     ),
 )
 # Formats of compressed-tensors in which servers load experts; checkpoint/loader_fault.py asks transformers itself.
@@ -317,14 +427,13 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
 
 def server_line(advice: Advice) -> str:
     """In a line: the servers that run a model at full speed, and those that do not, by the worst that they do."""
-    effects = [*IN_WORDS]
-    worst = dict[str, Effect]()
-    for breach in sorted(advice.breaches, key=lambda breach: effects.index(breach.effect)):
-        worst.setdefault(breach.server, breach.effect)
-    fast = f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"
-    parts = [fast]
-    for effect, words in IN_WORDS.items():
-        servers = [server for server in worst if worst[server] == effect]
-        parts += [f"{words} in {', '.join(servers)}"] if servers else []
+    by_effect: dict[Effect, list[str]] = {}
+    known = set[str]()
+    for effect in IN_WORDS:
+        servers = dict.fromkeys(breach.server for breach in advice.breaches if breach.effect == effect)
+        by_effect[effect] = [server for server in servers if server not in known]
+        known |= servers.keys()
+    parts = [f"at full speed in {', '.join(advice.full_speed)}" if advice.full_speed else "in no server at full speed"]
+    parts += [f"{IN_WORDS[effect]} in {', '.join(servers)}" for effect, servers in by_effect.items() if servers]
     near = f"nearest number for all: {advice.nearest}; " if advice.nearest not in (None, advice.experts) else ""
-    return f"Servers: {'; '.join(parts)}" + (f" ({near}see moe-compress inspect)" if worst else "")
+    return f"Servers: {'; '.join(parts)}" + (f" ({near}see moe-compress inspect)" if known else "")

@@ -424,7 +424,7 @@ class _Watched:
             collector.detach()
 
     def measures(self, similarity: Similarity) -> LayerMeasures:
-        *before, after = [collector.finish(None) for collector in self.collectors]
+        *before, after = [collector.finish() for collector in self.collectors]
         found = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
         if not before:
             return found

@@ -55,6 +55,7 @@ class Observed:
     block: Any
     config: Any
     seed: int
+    smaller_router: Any = None  # a `SmallerRouter`, where weights are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class Meter:
     def all_reduce(self) -> None:
         """Add up the sums of all ranks."""
 
-    def finish(self, smaller_router: SmallerRouter) -> Any:
+    def finish(self) -> Any:
+        """Return the value of the statistic."""
         raise NotImplementedError
 
 
@@ -126,7 +128,7 @@ class Sum(Meter):
     def all_reduce(self) -> None:
         self.total = ranks().all_reduce(self.total)
 
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+    def finish(self) -> Tensor:
         return self.total
 
 
@@ -153,18 +155,16 @@ class ModalityCount(Sum):
         used = (call.weights != 0).cpu()
         kinds = call.media[:, None].expand_as(used)[used].long()
         index = call.index.cpu()[used]
-        self.total += torch.zeros_like(self.total).index_put_(
-            (index, kinds), torch.ones(len(index), dtype=torch.float64), accumulate=True
-        )
+        ones = torch.ones(len(index), dtype=torch.float64)
+        self.total += torch.zeros_like(self.total).index_put_((index, kinds), ones, accumulate=True)
 
 
 class ProbabilitySum(Sum):
     """Softmax of the router's logits."""
 
     def router_called(self, call: RouterCall) -> None:
-        if len(call.logits):
-            shares = as_float64(call.logits.softmax(-1)).sum(0)
-            self.total += shares[: len(self.total)].cpu()
+        shares = as_float64(call.logits.softmax(-1)).sum(0)
+        self.total += shares[: len(self.total)].cpu()
 
 
 class NormSum(Sum):
@@ -277,8 +277,7 @@ class DeletionSum(TokenSum):
         gates, index = call.weights.float(), call.index
         whole, total = gates.sum(1, keepdim=True), (gates[..., None] * outputs).sum(1)
         following, weight, normalised = self._next(call)
-        refill = torch.zeros_like(total)
-        experts = self.observed.experts
+        refill, experts = torch.zeros_like(total), self.observed.experts
         for expert, rows, _ in routed(weight[:, None], following[:, None]):
             refill[rows] = apply_expert(experts, expert_parameters(experts, expert), call.hidden[rows]).float()
         refill *= weight[:, None]
@@ -292,24 +291,26 @@ class DeletionSum(TokenSum):
     @torch.no_grad()
     def _next(self, call: ExpertsCall) -> tuple[Tensor, Tensor, bool]:
         """The expert [T] that each token would get next, its gate weight [T] beside those in use, and `normalised`."""
-        (tokens, top_k), device = call.index.shape, call.index.device
-        nothing = torch.zeros(tokens, dtype=torch.long, device=device), torch.zeros(tokens, device=device), False
-        observed, asked = self.observed, self.routed
-        if asked is None or observed.layer.experts <= top_k:
+        tokens, top_k = call.index.shape
+        none = torch.zeros(tokens, dtype=torch.long, device=call.index.device)
+        nothing = none, none.float(), False
+        observed = self.observed
+        if self.routed is None or observed.layer.experts <= top_k:
             return nothing
-        positional, by_keyword = as_call(asked.arguments)
+        positional, by_keyword = as_call(self.routed.arguments)
         with another_top_k(observed.router, observed.block, observed.config, top_k + 1):
             output = observed.router.forward(*positional, **by_keyword)  # past the hooks of those who watch
         weights, index = (part.reshape(-1, part.shape[-1]) for part in output[1:3])
         if index.shape != (tokens, top_k + 1):  # a router that looks its experts up
             return nothing
-        more = (index[:, :, None] != call.index[:, None]).all(-1)
-        place = more.int().argmax(1, keepdim=True)
-        following, weight = index.gather(1, place)[:, 0].long(), weights.float().gather(1, place)[:, 0]
+        added = (index[:, :, None] != call.index[:, None]).all(-1)
+        slot = added.int().argmax(1, keepdim=True)
+        following, weight = index.gather(1, slot)[:, 0].long(), weights.float().gather(1, slot)[:, 0]
         before, after = call.weights.float().sum(1), weights.float().sum(1) - weight
-        known = (more.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
+        known = (added.sum(1) == 1) & (following < observed.layer.experts) & weight.isfinite()
         normalised = bool(((after - before).abs()[known] > NORMALISED * before.abs()[known]).any())
-        weight = weight * before / after.masked_fill(after == 0, 1.0) if normalised else weight
+        if normalised:
+            weight = weight * before / after.masked_fill(after == 0, 1.0)
         return following.where(known, 0), weight.where(known, 0), normalised
 
 
@@ -344,7 +345,7 @@ class CallSample(Sample):
     def experts_called(self, call: ExpertsCall) -> None:
         self.take(call, getattr(call, self.part))
 
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+    def finish(self) -> Tensor:
         dtype = torch.long if self.part == "index" else torch.float32
         return self.joined(1 if self.part == "hidden" else self.observed.layer.top_k, dtype)
 
@@ -355,7 +356,7 @@ class RouterLogits(Sample):
     def router_called(self, call: RouterCall) -> None:
         self.take(call, call.logits[:, : self.observed.layer.experts])
 
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+    def finish(self) -> Tensor:
         return self.joined(self.observed.layer.experts)
 
 
@@ -366,7 +367,7 @@ class RouterOrders(Sample):
         order = call.logits[:, : self.observed.layer.experts].argsort(dim=-1, descending=True, stable=True)
         self.parts.append((call.batch, order.to(torch.int16).cpu()))
 
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+    def finish(self) -> Tensor:
         return self.joined(self.observed.layer.experts, torch.int16)
 
 
@@ -395,12 +396,13 @@ class RouterArgumentsSample(Sample):
         taken = by_token[rows.to(value.device)].detach().clone()
         return dim, taken if dim == 0 else taken[None]
 
-    def finish(self, smaller_router: SmallerRouter) -> RouterArguments:
+    def finish(self) -> RouterArguments:
         joined, dims = list[tuple[str | None, Any]](), dict[int | str, int | None]()
-        for place, column in enumerate(zip(*(part for _, part in self.parts), strict=True)):
-            (name, dim, first), values = column[0], [value for _, _, value in column]
+        calls = [arguments for _, arguments in self.parts]
+        for position, (name, dim, first) in enumerate(calls[0] if calls else ()):
+            values = [arguments[position][2] for arguments in calls]
             joined.append((name, first if dim is None else torch.cat(values, dim)))
-            dims[place if name is None else name] = dim
+            dims[position if name is None else name] = dim
         return RouterArguments(*as_call(joined), dims)
 
 
@@ -416,7 +418,7 @@ class ExpertOutputs(Sample):
             self.parts.append((call.batch, call.hidden[call.rows.to(call.hidden.device)].detach()))
 
     @torch.no_grad()
-    def finish(self, smaller_router: SmallerRouter) -> Tensor:
+    def finish(self) -> Tensor:
         experts, count = self.observed.experts, self.observed.layer.experts
         if not self.parts:
             return torch.zeros(count, 0, 1)
@@ -441,5 +443,6 @@ def mix_tokens(hidden: Tensor, seed: int) -> Tensor:
 class Weights(Meter):
     """The live modules, for which nothing need be seen."""
 
-    def finish(self, smaller_router: SmallerRouter) -> LayerWeights:
-        return LayerWeights(self.observed.experts, self.observed.router, self.observed.block, smaller_router)
+    def finish(self) -> LayerWeights:
+        observed = self.observed
+        return LayerWeights(observed.experts, observed.router, observed.block, observed.smaller_router)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from compressor.checkpoint.reader import is_finite
 from compressor.data.batches import Calibration, sample_rows
 from compressor.devices import as_float64
 from compressor.distributed import ranks
@@ -62,7 +63,6 @@ from compressor.statistics.meters import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Part = tuple[int, bool]  # number of the source, whether held out
 Routers = Callable[[MoeLayer, int], Any]  # the router module of a layer in a model with so many experts
 
 SAMPLE_TOKENS = 512  # tokens of the dense statistics, per layer
@@ -175,13 +175,13 @@ STATISTICS = {name: value for name, value in vars(LayerStatistics).items() if is
 ALL = frozenset(STATISTICS)
 
 
-def _measured_by(kind: type[Meter]) -> frozenset[str]:
-    return frozenset(name for name, each in STATISTICS.items() if each.meter and issubclass(each.meter, kind))
+def _measured_by(*kinds: type[Meter]) -> frozenset[str]:
+    """Names of the statistics that meters of these kinds measure."""
+    return frozenset(name for name, entry in STATISTICS.items() if entry.meter and issubclass(entry.meter, kinds))
 
 
-ROUTED_OUTPUTS = frozenset[str]().union(
-    *map(_measured_by, (NormSum, StreamEnergySum, SquaredGateOutputSum, TokenSum))
-)  # need every output: a slower forward
+# need every output of an expert: a slower forward
+ROUTED_OUTPUTS = _measured_by(NormSum, StreamEnergySum, SquaredGateOutputSum, TokenSum)
 ROUTED = _measured_by(Sum) - ROUTED_OUTPUTS
 DENSE = _measured_by(ExpertOutputs)
 SAMPLED = _measured_by(Sample) - DENSE
@@ -204,22 +204,28 @@ def check_needs(needs: frozenset[str], strategy: str) -> None:
 class Collector:
     """Has the meters of `needs` observe one layer while batches pass it."""
 
-    def __init__(self, layer: MoeLayer, model: Any, needs: frozenset[str], seed: int) -> None:
-        self.layer, self.model, self.needs, self.seed = layer, model, needs - HELDOUT - ATTRIBUTED, seed
-        self.tokens = 0
-        experts, router, block = (model.get_submodule(name) for name in (layer.name, layer.router, layer.block))
-        observed = Observed(layer, experts, router, block, model.config, seed)
+    def __init__(
+        self,
+        layer: MoeLayer,
+        model: Any,
+        needs: frozenset[str],
+        seed: int,
+        smaller_router: Any = None,
+    ) -> None:
+        self.layer, self.model, self.needs, self.tokens = layer, model, needs, 0
+        experts, router, block = map(model.get_submodule, (layer.name, layer.router, layer.block))
+        self.observed = Observed(layer, experts, router, block, model.config, seed, smaller_router)
         self.meters = {
-            name: each.meter(observed, **each.options)
-            for name, each in STATISTICS.items()
-            if name in self.needs and each.meter is not None
+            name: entry.meter(self.observed, **entry.options)
+            for name, entry in STATISTICS.items()
+            if name in needs and entry.meter is not None
         }
         self.watch = Watch(
             model,
             layer,
             on_router=self._router_ran,
             on_experts=self._experts_called,
-            on_expert_output=self._expert_ran if self.needs & ROUTED_OUTPUTS else None,
+            on_expert_output=self._expert_ran if needs & ROUTED_OUTPUTS else None,
         )
 
     def enter(self, tokens: int, rows: Tensor, batch: int = 0, ids: Tensor | None = None) -> None:
@@ -239,16 +245,17 @@ class Collector:
         batch, rows, media = self.batch
         if tokens == len(media):
             return batch, rows, media
-        own = [part for part in self.parts if int(part.sum()) == tokens]
-        if len(own) != 1:
+        parts = [part for part in self.parts if int(part.sum()) == tokens]
+        if len(parts) != 1:
             return batch, torch.arange(0), torch.zeros(tokens, dtype=torch.bool)
-        places = own[0].cumsum(0) - 1
-        return batch, places[rows[own[0][rows]]], media[own[0]]
+        part = parts[0]
+        positions = part.cumsum(0) - 1
+        return batch, positions[rows[part[rows]]], media[part]
 
     def _experts_called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         if hidden.numel() == 0:
             return
-        if not bool(torch.isfinite(hidden.sum(dtype=torch.float32))) and not bool(torch.isfinite(hidden).all()):
+        if not is_finite(hidden):
             raise CompressionError(
                 f"{self.layer.name}: its inputs are not finite on the calibration data; try --dtype float32"
             )
@@ -262,7 +269,8 @@ class Collector:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
         if len(logits) and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
             logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # they are probabilities: same softmax
-        call = RouterCall(*self._seen(len(logits))[:2], logits, as_arguments(args, kwargs))
+        batch, rows, _ = self._seen(len(logits))
+        call = RouterCall(batch, rows, logits, as_arguments(args, kwargs))
         for meter in self.meters.values():
             meter.router_called(call)
 
@@ -287,7 +295,7 @@ class Collector:
         self.tokens = int(ranks().all_reduce(torch.tensor(self.tokens)))
         samples = {name: meter for name, meter in self.meters.items() if isinstance(meter, Sample)}
         parts = {name: meter.parts for name, meter in samples.items()}
-        device = self.model.get_submodule(self.layer.name).down_proj.device
+        device = self.observed.experts.down_proj.device
         every_rank = ranks().all_gather(parts)
         for name, sample in samples.items():
             others = [rank[name] for number, rank in enumerate(every_rank) if number != ranks().rank]
@@ -297,7 +305,7 @@ class Collector:
             meter.all_reduce()
 
     def finish(
-        self, smaller_router: Any, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
+        self, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
@@ -306,10 +314,10 @@ class Collector:
             logger.warning(
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
-        values = {name: meter.finish(smaller_router) for name, meter in self.meters.items()}
+        values = {name: meter.finish() for name, meter in self.meters.items()}
         if heldout is not None:
             values["heldout"] = heldout
-        return LayerStatistics(self.layer, self.tokens, values, self.seed, by_source)
+        return LayerStatistics(self.layer, self.tokens, values, self.observed.seed, by_source)
 
 
 def combined(collectors: Mapping[int, Collector], shares: Sequence[float]) -> Collector:
@@ -317,8 +325,10 @@ def combined(collectors: Mapping[int, Collector], shares: Sequence[float]) -> Co
     first, *others = collectors.values()
     if not others:
         return first
-    whole = Collector(first.layer, first.model, first.needs, first.seed)
-    tokens, total = sum(each.tokens for each in collectors.values()), sum(shares[source] for source in collectors)
+    observed = first.observed
+    whole = Collector(first.layer, first.model, first.needs, observed.seed, observed.smaller_router)
+    tokens = sum(collector.tokens for collector in collectors.values())
+    total = sum(shares[source] for source in collectors)
     for source, collector in collectors.items():
         whole.absorb(collector, shares[source] / total * tokens / max(collector.tokens, 1))
     return whole
@@ -343,30 +353,30 @@ class Observers:
         seed: int,
         per_source: bool = False,
     ) -> None:
-        self.model, self.layer, self.needs, self.routers = model.partial.model, layer, needs, routers
-        self.shares, self.seed, self.per_source = calibration.weights, seed, per_source
-        self.batches = calibration.batches
+        self.layer, self.calibration, self.seed, self.per_source = layer, calibration, seed, per_source
+        self.measures_heldout = bool(needs & HELDOUT)
         self.observing: Collector | None = None
-        self.parts = [
-            (calibration.source_of(number), number in calibration.heldout) for number in range(len(calibration.batches))
-        ]
-        self.rows: dict[int, tuple[int, Tensor]] = {}  # of each batch its number of tokens, and which are sampled
-        self.collectors = dict[Part, Collector]()
-        for part in sorted(set(self.parts)):
-            source, heldout = part
-            numbers = [number for number, own in enumerate(self.parts) if own == part]
+        self.rows: dict[int, Tensor] = {}  # the sampled tokens of each batch
+        self.fit, self.heldout = dict[int, Collector](), dict[int, Collector]()  # by source
+        batches: dict[tuple[int, bool], list[int]] = {}
+        for number in range(len(calibration.batches)):
+            part = calibration.source_of(number), number in calibration.heldout
+            batches.setdefault(part, []).append(number)
+        for (source, is_heldout), numbers in sorted(batches.items()):
             sizes = [calibration.batches[number].numel() for number in numbers]
-            rows = sample_rows(sizes, round(SAMPLE_TOKENS * self.shares[source]), seed)
-            self.rows.update(zip(numbers, zip(sizes, rows, strict=True), strict=True))
-            self.collectors[part] = Collector(layer, self.model, RECONSTRUCTION if heldout else needs, seed)
+            rows = sample_rows(sizes, round(SAMPLE_TOKENS * calibration.weights[source]), seed)
+            self.rows |= dict(zip(numbers, rows, strict=True))
+            collectors, wanted = (self.heldout, RECONSTRUCTION) if is_heldout else (self.fit, needs)
+            collectors[source] = Collector(layer, model.partial.model, wanted, seed, partial(routers, layer))
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it."""
         self.detach()
-        part = self.parts[batch]
-        if not part[1] or self.needs & HELDOUT:
-            self.observing = self.collectors[part]
-            self.observing.enter(*self.rows[batch], batch, self.batches[batch])
+        is_heldout = batch in self.calibration.heldout
+        if self.measures_heldout or not is_heldout:
+            tokens = self.calibration.batches[batch]
+            self.observing = (self.heldout if is_heldout else self.fit)[self.calibration.source_of(batch)]
+            self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
 
     def came_out(self, hidden: Tensor) -> None:
         """The decoder layer has put out the batch's hidden states [B, L, H]."""
@@ -374,9 +384,10 @@ class Observers:
             self.observing.came_out(hidden)
 
     def detach(self) -> None:
+        """Stop observing."""
+        if self.observing is not None:
+            self.observing.detach()
         self.observing = None
-        for collector in self.collectors.values():
-            collector.detach()
 
     def finish(self) -> LayerStatistics:
         """The statistics of the layer, with the held-out tokens' among them where they are needed.
@@ -385,22 +396,19 @@ class Observers:
         """
         self.detach()
         if not ranks().is_alone:
-            for collector in self.collectors.values():
+            for collector in (*self.fit.values(), *self.heldout.values()):
                 collector.gather()
             if not ranks().is_first:
                 return LayerStatistics(self.layer, seed=self.seed)
-        smaller = partial(self.routers, self.layer)
-        fit, held = (
-            {source: collector for (source, other), collector in self.collectors.items() if other is heldout}
-            for heldout in (False, True)
-        )
-        measured = self.needs & HELDOUT
-        heldout = combined(held, self.shares).finish(smaller) if measured else None
-        whole = combined(fit, self.shares)
-        several = self.per_source and len(fit) > 1
-        own = {n: held[n].finish(smaller) for n in held} if several and measured and len(held) > 1 else {}
-        parts = tuple(fit[n].finish(smaller, own.get(n, heldout)) for n in fit) if several else ()
-        return whole.finish(smaller, heldout, parts)
+        shares = self.calibration.weights
+        heldout = combined(self.heldout, shares).finish() if self.measures_heldout else None
+        whole, by_source = combined(self.fit, shares), list[LayerStatistics]()
+        if self.per_source and len(self.fit) > 1:
+            several = self.measures_heldout and len(self.heldout) > 1
+            for source, collector in self.fit.items():
+                own = self.heldout[source].finish() if several and source in self.heldout else heldout
+                by_source.append(collector.finish(own))
+        return whole.finish(heldout, tuple(by_source))
 
 
 def collect(
@@ -426,17 +434,18 @@ def collect(
     if needs & HELDOUT and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
     watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
-    to_end, batches = end is not None, calibration.batches
-    one = Pass(model, batches, progress, "calibrate and plan", seed, to_end=to_end, shared=True)
-    with closing(one.layers(watching, *([end] if end else []))) as passed:
+    visitors = [watching] if end is None else [watching, end]
+    batches = calibration.batches
+    run = Pass(model, batches, progress, "calibrate and plan", seed, to_end=end is not None, shared=True)
+    with closing(run.layers(*visitors)) as passed:
         try:
             for _ in passed:
-                for seen in watching.active:
-                    yield seen.finish()
+                for observers in watching.active:
+                    yield observers.finish()
                 watching.active = []  # before their layer's memory is given back
         finally:
-            for seen in watching.active:
-                seen.detach()
+            for observers in watching.active:
+                observers.detach()
 
 
 def _from_weights(
@@ -449,9 +458,8 @@ def _from_weights(
     progress.start("plan", len(layers))
     for layer in layers:
         model.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.name}."))
-        collector = Collector(layer, model.partial.model, needs, seed)
         try:
-            yield collector.finish(partial(routers, layer))
+            yield Collector(layer, model.partial.model, needs, seed, partial(routers, layer)).finish()
         finally:
             model.partial.release(layer.block)
             give_back()

@@ -7,14 +7,14 @@ cached evaluation; seconds for a layer of 64 experts to 32 and of 128 experts to
 that normalises the chosen shares and with one that does not, so that every token is routed anew for every set.
 """
 
+from functools import partial
 from itertools import combinations
-from typing import Any
 
 import torch
 
-from compressor.model.architecture import build_meta, discover
+from compressor.model.architecture import discover
 from compressor.model.experts import apply_expert, expert_parameters
-from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics
+from compressor.statistics.statistics import RECONSTRUCTION, Collector, LayerStatistics, smaller_routers
 from compressor.steps.prune.reconstruction import SmallerRouter
 from scripts.benchmarks.frame import options, qwen3_moe, random_model, timed
 from strategies.enumerate_subsets import plan
@@ -29,18 +29,11 @@ def synthetic(experts: int, top_k: int, intermediate: int, normalised: bool = Tr
     model = random_model(config)
     architecture = discover(config)
     (layer,) = architecture.layers
-    collector = Collector(layer, model, RECONSTRUCTION, 0)
+    collector = Collector(layer, model, RECONSTRUCTION, 0, partial(smaller_routers(architecture), layer))
     collector.enter(TOKENS, torch.arange(TOKENS))
     with torch.no_grad():
         model(torch.randint(VOCABULARY, (1, TOKENS)))
-    built: dict[int, Any] = {}
-
-    def router(count: int) -> Any:
-        if count not in built:
-            built[count] = build_meta(architecture.with_experts(count), torch.float32).get_submodule(layer.router)
-        return built[count]
-
-    return collector.finish(router)
+    return collector.finish()
 
 
 @torch.no_grad()

@@ -46,10 +46,10 @@ def test_a_new_meter_is_collected_and_combined(monkeypatch: pytest.MonkeyPatch) 
     stats = fake_statistics()
     halves = [stats.inputs[:20].clone(), stats.inputs[20:].clone()]
     collectors = [seen(stats, [half]) for half in halves]
-    whole = combined(dict(enumerate(collectors)), [20.0, 12.0]).finish(None)
+    whole = combined(dict(enumerate(collectors)), [20.0, 12.0]).finish()
     expected = torch.zeros(8, dtype=torch.float64)
     for token, experts in enumerate(stats.top_k_index.tolist()):
         for expert in experts:
             expected[expert] = max(expected[expert], float(stats.inputs[token].abs().max()))
     assert torch.equal(whole.values["largest_input"], expected)
-    assert torch.equal(seen(stats, halves).finish(None).values["largest_input"], expected)
+    assert torch.equal(seen(stats, halves).finish().values["largest_input"], expected)
