@@ -8,34 +8,23 @@ import math
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressionError
-
 EPSILON = 1e-3  # Algorithm 1's constant under the fraction
 TEMPERATURE = 0.07
 
 
-def contrastive_loss(
-    anchor: Tensor, positives: Tensor, negatives: Tensor, temperature: float = TEMPERATURE, epsilon: float = EPSILON
-) -> Tensor:
+def contrastive_loss(anchor: Tensor, positives: Tensor, negatives: Tensor, temperature: float = TEMPERATURE) -> Tensor:
     """InfoNCE of one anchor a token, [T, D], [T, P, D], [T, N, D] -> [], the mean over tokens; 0 for no tokens.
 
     Algorithm 1, for a token with the anchor q and all vectors made unit length:
     -log(sum_p exp(q.p / temperature) / (sum_p exp(q.p / temperature) + sum_n exp(q.n / temperature) + epsilon)).
     A vector of zeros stays one and gets no gradient. Computed in float32 or more.
-    Raises `CompressionError` for no positives or no negatives.
     """
-    if not positives.shape[1] or not negatives.shape[1]:
-        raise CompressionError(
-            f"the contrastive loss has {positives.shape[1]} positives and {negatives.shape[1]} negatives a token; "
-            "activate at least two experts and leave at least one inactive"
-        )
     query = unit(anchor).unsqueeze(-1)  # [T, D, 1]
-    for_it = (unit(positives) @ query).squeeze(-1) / temperature  # [T, P]
-    against = (unit(negatives) @ query).squeeze(-1) / temperature  # [T, N]
-    whole = torch.cat((for_it, against), dim=-1).logsumexp(-1)  # sums of exp would overflow at a low temperature
-    if epsilon:
-        whole = torch.logaddexp(whole, whole.new_tensor(math.log(epsilon)))
-    losses = whole - for_it.logsumexp(-1)
+    near = (unit(positives) @ query).squeeze(-1) / temperature  # [T, P]
+    far = (unit(negatives) @ query).squeeze(-1) / temperature  # [T, N]
+    whole = torch.cat((near, far), dim=-1).logsumexp(-1)  # sums of exp would overflow at a low temperature
+    whole = torch.logaddexp(whole, whole.new_tensor(math.log(EPSILON)))
+    losses = whole - near.logsumexp(-1)
     return losses.mean() if len(losses) else losses.sum()
 
 

