@@ -17,7 +17,7 @@ from compressor.data.batches import EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
-from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour
+from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour, shown_sentence
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import Judging
@@ -530,9 +530,21 @@ def evaluate(
     """
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
     writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]
-    folder = default_folder() if cache is None else cache
-    settings = confidence, folder, progress or Silent(), announce, judging
-    return evaluate_behaviour(writers[0], writers[1], answering, *settings)
+
+    def tell(usable: Answering) -> None:
+        if announce is not None:
+            announce(shown_sentence(usable.answers, confidence))
+
+    return evaluate_behaviour(
+        writers[0],
+        writers[1],
+        answering,
+        judging,
+        confidence,
+        cache or default_folder(),
+        progress or Silent(),
+        tell,
+    )
 
 
 def traces(

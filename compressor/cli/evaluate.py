@@ -49,7 +49,7 @@ def evaluate(
             "nothing is asked; name --prompts, such as a JSONL file with chats, or demo; or name --text"
         )
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        found = compressor.evaluate(
+        behaviour = compressor.evaluate(
             base,
             smaller,
             answering,
@@ -62,6 +62,6 @@ def evaluate(
             announce=None if running.as_json else typer.echo,
             **running.reading(progress),
         )
-        written = [] if output is None else write_behaviour(found, output, running.overwrite)
-    content = {**found.to_dict(), "files": [str(path) for path in written]}
-    print_report(running.as_json, content, behaviour_blocks(found, written))
+        written = [] if output is None else write_behaviour(behaviour, output, running.overwrite)
+    content = {**behaviour.to_dict(), "files": [str(path) for path in written]}
+    print_report(running.as_json, content, behaviour_blocks(behaviour, written))

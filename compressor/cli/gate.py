@@ -74,10 +74,10 @@ def gate(
     wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
     asked = ServerOptions(**servers)
     if dry_run or (base is None and demo):  # of the demo, before it is compressed
-        found = read_outlook(wanted)
+        prospects = read_outlook(wanted)
         if dry_run:
-            announcer(running.as_json, dry_run)(found)
-        passable(found)
+            announcer(running.as_json, dry_run)(prospects)
+        passable(prospects)
     if dry_run:
         return
     if base is None:
@@ -124,12 +124,12 @@ def _models(
 
 
 def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:
-    """What prints what a gate can show: as its first lines, or as all that a dry run prints."""
+    """Return a function that prints what a gate can show: as its first lines, or as all that a dry run prints."""
     from compressor.evaluation.gate_report import outlook_blocks
 
-    def announce(found: "Outlook") -> None:
+    def announce(prospects: "Outlook") -> None:
         if ranks().is_first and (dry_run or not as_json):
-            print_report(as_json, plain_json(found), outlook_blocks(found))
+            print_report(as_json, plain_json(prospects), outlook_blocks(prospects))
 
     return announce
 

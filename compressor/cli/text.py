@@ -38,8 +38,8 @@ def text(
     spec = TextSpec(parse_sources(sources), chosen.samples, chosen.sequence_length, seed, strict=chosen.strict)
     tokenizer = None if model is None else load_tokenizer(locate_tokenizer(model).folder)
     previews = preview(spec, tokenizer, documents)
-    blocks = (block for each in previews for block in preview_blocks(each, tokenizer is not None))
-    print_report(running.as_json, [asdict(each) for each in previews], blocks)
+    blocks = (block for shown in previews for block in preview_blocks(shown, tokenizer is not None))
+    print_report(running.as_json, [asdict(shown) for shown in previews], blocks)
 
 
 def preview_blocks(read: "Preview", is_tokens: bool) -> list[Block]:

@@ -16,8 +16,8 @@ ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat", "
 
 
 def traces(
-    options: Annotated[dict[str, Any], [each for each in BEHAVIOUR_OPTIONS if each[0] in ASKED]],
-    servers: Annotated[dict[str, Any], [each for each in SERVER_OPTIONS if not each[0].startswith("base_")]],
+    options: Annotated[dict[str, Any], [option for option in BEHAVIOUR_OPTIONS if option[0] in ASKED]],
+    servers: Annotated[dict[str, Any], [option for option in SERVER_OPTIONS if not option[0].startswith("base_")]],
     running: Writing,
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id; with --server its tokenizer.")],
     output: Out,
@@ -33,7 +33,7 @@ def traces(
     if answering is None:
         raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
     with progress_bars(running.as_json) as progress:
-        found = compressor.traces(
+        written = compressor.traces(
             model,
             answering,
             output,
@@ -43,10 +43,10 @@ def traces(
             overwrite=running.overwrite,
             **running.reading(progress),
         )
-    dropped = "".join(f", {count:,} {reason}" for reason, count in found.dropped.items())
+    dropped = "".join(f", {count:,} {reason}" for reason, count in written.dropped.items())
     blocks: list[Block] = [
-        Facts((("Model", found.model), ("Answers", f"{found.asked:,} asked, {found.kept:,} kept{dropped}"))),
-        Text(f"Written: {found.file}, {found.manifest}"),
-        Text(f"Next: moe-compress compress {model} --calibration {found.file}"),
+        Facts((("Model", written.model), ("Answers", f"{written.asked:,} asked, {written.kept:,} kept{dropped}"))),
+        Text(f"Written: {written.file}, {written.manifest}"),
+        Text(f"Next: moe-compress compress {model} --calibration {written.file}"),
     ]
-    print_report(running.as_json, traces_content(found), blocks)
+    print_report(running.as_json, traces_content(written), blocks)

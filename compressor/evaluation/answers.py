@@ -1,4 +1,4 @@
-"""What a model answers to prompts, written whole by stock transformers, and a journal in which nothing is asked twice.
+"""Answers of models to prompts, written whole by stock transformers, and a journal in which nothing is asked twice.
 
 Each token of a sampled answer is drawn with a number of its own: those of an answer depend on its prompt and seed, not
 on what else is in the batch. (Rounding does, as on any server: two tokens that are all but equally probable may change
@@ -11,13 +11,14 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
@@ -67,7 +68,7 @@ class Writer(Protocol):
         """Plain JSON: all that decides the answers beside prompts and options."""
 
     def opened(self) -> tuple[Any, ModelFacts]:
-        """Tokenizer, None where there is none, and facts; raises `CompressionError` for what cannot end an answer."""
+        """Tokenizer and facts; raises `CompressionError` for what cannot end an answer."""
 
     def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
         """The answers in any order, each as soon as it is there."""
@@ -88,27 +89,22 @@ class StockWriter:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        own = {"dtype": self.dtype, "device": self.device, "packages": versions(PACKAGES)}
-        return {"model": identity(self.source), **own}
+        return {
+            "model": identity(self.source),
+            "dtype": self.dtype,
+            "device": self.device,
+            "packages": versions(PACKAGES),
+        }
 
     def opened(self) -> tuple[Any, ModelFacts]:
-        folder = self.source.folder
-        facts, tokenizer = read_facts(folder), load_tokenizer(folder)
-        end = getattr(tokenizer, "eos_token_id", None)
-        known = facts.vocabulary
-        if foreign := sorted(token for token in facts.stops if known is not None and not 0 <= token < known):
-            raise CompressionError(
-                f"{self.label}: eos_token_id {foreign[0]} is no token of the {known} that the model has, so no answer "
-                "would end; correct generation_config.json or config.json"
-            )
-        # as servers do: what its config names, and what the tokenizer ends a turn with
-        stops = facts.stops | ({int(end)} if end is not None and (known is None or end < known) else set())
-        if not stops:
+        tokenizer = load_tokenizer(self.source.folder)
+        facts = read_facts(self.source.folder, tokenizer)
+        if not facts.stops:
             raise CompressionError(
                 f"{self.label} has no end token, so no answer would end; name one as eos_token_id in "
                 "generation_config.json"
             )
-        return tokenizer, ModelFacts(stops, known, facts.positions)
+        return tokenizer, facts
 
     def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
         if not asked:
@@ -119,46 +115,61 @@ class StockWriter:
                 f"{self.label} does not fit into memory, which writing answers takes; let a server write them "
                 "(--server), or judge without generating (--text)"
             )
-        queue = [(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in asked]
-        queue.sort(key=lambda each: (-len(each[2]), each[0].id, each[1]))
-        place = pick_device(self.device)
-        rows = self.rows or (CPU_ROWS if place.type == "cpu" else GPU_ROWS)
+        queue = [_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)) for prompt, seed in asked]
+        queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
+        device = pick_device(self.device)
+        rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
         progress.start(f"Writing answers by {self.label}", len(queue))
         with wrap_faults(f"{self.label} cannot write answers", *REMEDIES):
             model = load_writing(self.source.folder, self.device, self.dtype)
-            if max(token for _, _, ids in queue for token in ids) >= model.get_input_embeddings().weight.shape[0]:
+            largest = max(max(question.tokens) for question in queue)
+            if largest >= model.get_input_embeddings().weight.shape[0]:
                 raise CompressionError(f"the tokenizer of {self.label} makes tokens that the model does not know")
-            most = len(queue[0][2]) - len(queue[-1][2])
-            alike = not most or _takes_padding(model, queue[0][2], most)
             try:
-                for _, same in groupby(queue, lambda each: True if alike else len(each[2])):
-                    group = list(same)
-                    for begin in range(0, len(group), rows):
-                        batch = group[begin : begin + rows]
-                        made = _generate(model, batch, facts.stops, options)
-                        for (prompt, seed, ids), tokens in zip(batch, made, strict=True):
-                            progress.advance("")
-                            # some decoders drop the space that opens a text: what is continued comes with its start
-                            opening = () if prompt.messages or options.chat else ids
-                            yield _answer(tokenizer, prompt, seed, opening, tokens, facts.stops)
+                for batch in _batches(model, queue, rows):
+                    for question, tokens in zip(batch, _generate(model, batch, facts.stops, options), strict=True):
+                        progress.advance("")
+                        # some decoders drop the space that opens a text: what is continued comes with its start
+                        opening = () if question.prompt.messages or options.chat else question.tokens
+                        yield _answer(tokenizer, question, opening, tokens, facts.stops)
             finally:
                 del model
                 gc.collect()
-                if place.type != "cpu":
+                if device.type != "cpu":
                     torch.accelerator.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A prompt with the seed of its answer, and its tokens [S]."""
+
+    prompt: Prompt
+    seed: int
+    tokens: tuple[int, ...]
+
+
+def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
+    """Questions of falling length, at most so many to a batch; of one length where padding changes answers."""
+    longest, shortest = queue[0].tokens, queue[-1].tokens
+    padding = len(longest) - len(shortest)
+    pads = not padding or _takes_padding(model, longest, padding)
+    for _, same in groupby(queue, lambda question: None if pads else len(question.tokens)):
+        group = list(same)
+        for begin in range(0, len(group), rows):
+            yield group[begin : begin + rows]
 
 
 def padded(rows: Sequence[Sequence[int]], token: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids [B, S], padded on the left, and their mask [B, S]."""
-    most = max(map(len, rows))
-    ids = torch.tensor([[token] * (most - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (most - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=token, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
 
 
 @torch.inference_mode()
 def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
-    """Whether so much padding leaves the next tokens as they are, but for rounding.
+    """Return True if so much padding leaves the next tokens as they are, but for rounding.
 
     Some recurrent layers read it like text, and some sparse attention chooses it as keys.
     """
@@ -171,8 +182,8 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     def written(rows: Sequence[Sequence[int]]) -> list[Tensor]:
         ids, mask = padded(rows, 0, model.device)
         with quiet_transformers():
-            made = model.generate(ids, attention_mask=mask, generation_config=settings)
-        return [step[-1].float() for step in made.logits]
+            written = model.generate(ids, attention_mask=mask, generation_config=settings)
+        return [step[-1].float() for step in written.logits]
 
     try:
         alone, beside = written([tokens]), written([[0] * (len(tokens) + most), tokens])
@@ -204,14 +215,15 @@ class _Choosing:
     def __init__(self, asked: Sequence[Asked], prompt: int, options: GenerationOptions) -> None:
         self.prompt, self.options = prompt, options
         if options.temperature:
-            self.numbers = torch.stack([draws(each, options.max_new_tokens) for each in asked])
+            self.numbers = torch.stack([draws(request, options.max_new_tokens) for request in asked])
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
         if not bool(scores.amax(-1).isfinite().all()):
             raise CompressionError(
                 "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
             )
-        if not (options := self.options).temperature:
+        options = self.options
+        if not options.temperature:
             return scores
         chances = probabilities(scores, options.temperature, options.top_k, options.top_p)
         chosen = drawn(chances, self.numbers[:, tokens.shape[1] - self.prompt]).to(scores.device)
@@ -220,92 +232,82 @@ class _Choosing:
 
 @torch.inference_mode()
 def _generate(
-    model: Any, batch: Sequence[tuple[Prompt, int, Sequence[int]]], stops: frozenset[int], options: GenerationOptions
+    model: Any, batch: Sequence[_Question], stops: frozenset[int], options: GenerationOptions
 ) -> list[list[int]]:
     """New tokens of each row, up to its end token."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    ids, mask = padded([tokens for _, _, tokens in batch], min(stops), model.device)
-    choosing = _Choosing([(prompt, seed) for prompt, seed, _ in batch], ids.shape[1], options)
-    model.generation_config = settings = GenerationConfig(
+    ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
+    choosing = _Choosing([(question.prompt, question.seed) for question in batch], ids.shape[1], options)
+    model.generation_config = GenerationConfig(
         max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=sorted(stops), pad_token_id=min(stops)
     )
     with quiet_transformers():
-        made = model.generate(
+        written = model.generate(
             ids,
             attention_mask=mask,
-            generation_config=settings,
+            generation_config=model.generation_config,
             logits_processor=LogitsProcessorList([choosing]),
         )
     rows = []
-    for row in made[:, ids.shape[1] :].tolist():
-        end = next((place for place, token in enumerate(row) if token in stops), len(row) - 1)
+    for row in written[:, ids.shape[1] :].tolist():
+        end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
         rows.append(row[: end + 1])
     return rows
 
 
 def _answer(
-    tokenizer: Any, prompt: Prompt, seed: int, opening: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
+    tokenizer: Any, question: _Question, opening: Sequence[int], tokens: Sequence[int], stops: frozenset[int]
 ) -> Answer:
-    ended: Ended = "end" if tokens[-1] in stops else "length"
-    own = tokens[: len(tokens) - (ended == "end")]
-
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    return Answer(prompt.id, seed, tuple(tokens), decode([*opening, *own])[len(decode(opening)) :], ended)
+    ended: Ended = "end" if tokens[-1] in stops else "length"
+    of_text = tokens[:-1] if ended == "end" else tokens
+    text = decode([*opening, *of_text])[len(decode(opening)) :]
+    return Answer(question.prompt.id, question.seed, tuple(tokens), text, ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Answers as JSON lines, each with the key of the model and the options that it was written with.
-
-    Lines of another key, and one that was cut off, are left as they are.
-    """
+    """Answers as JSON lines, in a file for each model and options that they are written with."""
 
     path: Path
     key: str
 
     @classmethod
-    def of(cls, writer: Writer, options: GenerationOptions, path: Path) -> "Journal":
-        """The journal of a writer's answers; `path` is a file, or a folder that holds a file for each key."""
-        named = ("max_new_tokens", "temperature", "top_p", "top_k", "chat")
-        key = request_key(writer.facts, {name: getattr(options, name) for name in named})[:32]
-        return cls(path / f"answers-{key}.jsonl" if path.suffix != ".jsonl" else path, key)
+    def of(cls, writer: Writer, options: GenerationOptions, folder: Path) -> "Journal":
+        """The journal of a writer's answers in a folder."""
+        facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
+        key = request_key(writer.facts, facts)[:32]
+        return cls(folder / f"answers-{key}.jsonl", key)
 
     def read(self) -> dict[tuple[str, int], Answer]:
-        """The answers that there are, by prompt and seed; without lines that no file of text can hold."""
-        found = dict[tuple[str, int], Answer]()
-        with suppress(OSError), self.path.open("rb") as stream:
+        """The answers that there are, by prompt and seed."""
+        answers = dict[tuple[str, int], Answer]()
+        with suppress(FileNotFoundError), self.path.open("rb") as stream:
             for line in stream:
-                with suppress(ValueError, CompressionError, RecursionError):
-                    content = json.loads(line.decode())
-                    if isinstance(content, dict) and content.get("key") == self.key:
-                        answer = read_as(Answer, content)
-                        answer.text.encode()  # half a character is none of UTF-8
-                        found[answer.key] = answer
-        return found
+                with suppress(ValueError, CompressionError):  # a line that was cut off
+                    answer = read_as(Answer, json.loads(line))
+                    answers[answer.key] = answer
+        return answers
 
-    def add(self, answer: Answer, **more: Any) -> None:
-        """Append an answer, with further fields where they are wanted."""
-        line = json.dumps({"key": self.key, **plain_json(asdict(answer)), **more})
+    def add(self, answer: Answer) -> None:
+        """Append an answer."""
         with wrap_full_disk(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+") as stream:
-                if stream.seek(0, 2):
-                    stream.seek(-1, 2)
-                    line = line if stream.read() == b"\n" else f"\n{line}"  # a line was cut off
-                stream.write(f"{line}\n".encode())
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(f"\n{json.dumps(plain_json(answer))}")  # the last line may have been cut off
 
 
 def answer_all(
     writer: Writer, asked: Iterable[Asked], options: GenerationOptions, journal: Journal, progress: Progress
 ) -> list[Answer]:
     """The answers in the order of what is asked; those that the journal has are not asked again."""
-    wanted = [(prompt, seed) for prompt, seed in asked]
+    asked = list(asked)
     known = journal.read()
-    missing = [each for each in wanted if (each[0].id, each[1]) not in known]
+    missing = [(prompt, seed) for prompt, seed in asked if (prompt.id, seed) not in known]
     for answer in writer.write(missing, options, progress):
         journal.add(answer)
         known[answer.key] = answer
-    return [known[prompt.id, seed] for prompt, seed in wanted]
+    return [known[prompt.id, seed] for prompt, seed in asked]

@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,20 +59,14 @@ class Answering:
 
     def __post_init__(self) -> None:
         self.options(NEW_TOKENS)  # whose errors name what is wrong
-        if self.seeds < 1:
-            raise CompressionError(f"--seeds {self.seeds} asks nothing; give at least 1")
         if self.seeds > 1 and not self.temperature:
             raise CompressionError("--seeds has no effect without sampling; add --temperature 1")
-        for name in ("max_loop_rise", "max_missed_rise"):
-            rise = getattr(self, name)
-            if rise is not None and not (math.isfinite(rise) and 0 <= rise <= 1):
-                option = f"--{name.replace('_', '-')}"
-                raise CompressionError(f"{option} {rise} should be a share from 0 to 1, such as 0.01")
 
     def options(self, most: int) -> GenerationOptions:
         """How each answer is written, where nobody says otherwise of at most so many tokens."""
-        named = (self.temperature, self.top_p, None, self.seed, self.chat)
-        return GenerationOptions(self.max_new_tokens or most, *named)
+        return GenerationOptions(
+            self.max_new_tokens or most, self.temperature, self.top_p, seed=self.seed, chat=self.chat
+        )
 
     def asked(self, prompts: Sequence[Prompt]) -> list[Asked]:
         """Each of these prompts with each seed."""
@@ -87,11 +80,13 @@ class Answering:
     @property
     def limits(self) -> dict[str, tuple[str, float]]:
         """By measure: the option and the rise that it allows."""
-        if self.max_loop_rise is None and self.max_missed_rise is None:
-            return {}
+        limits = dict[str, tuple[str, float]]()
+        if self.max_loop_rise is not None:
+            limits["loops"] = ("--max-loop-rise", self.max_loop_rise)
         missed = self.max_loop_rise if self.max_missed_rise is None else self.max_missed_rise
-        found = {} if missed is None or missed == 1 else {"missed ends": ("--max-missed-rise", missed)}
-        return found if self.max_loop_rise is None else {"loops": ("--max-loop-rise", self.max_loop_rise), **found}
+        if missed is not None and missed != 1:
+            limits["missed ends"] = ("--max-missed-rise", missed)
+        return limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +115,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What both models have written, in figures, and pair by pair."""
+    """Answers of both models, in figures, and pair by pair."""
 
     prompts: int
     seeds: int
@@ -150,7 +145,7 @@ class Behaviour:
 
 
 def shown_sentence(answers: int, confidence: float) -> str:
-    """What so many answers can show, beforehand."""
+    """Say beforehand what so many answers can show."""
     alpha = 1 - confidence
     least, some = (shown_by(answers, flips, alpha) for flips in (0.0, 0.02))
     return (
@@ -169,8 +164,7 @@ def fitting(
     most = sys.maxsize if positions is None else max(0, positions - options.max_new_tokens)
     prompts = wanted.prompts
     for tokenizer, _ in opened:
-        if tokenizer is not None:
-            prompts = usable_prompts(prompts, tokenizer, wanted.chat, most, wanted.strict)
+        prompts = usable_prompts(prompts, tokenizer, wanted.chat, most, wanted.strict)
     return options, prompts
 
 
@@ -178,8 +172,8 @@ def write_base(base: Writer, wanted: Answering, cache: Path, progress: Progress)
     """The base's answers to all prompts, with these."""
     options, prompts = fitting(wanted, [base.opened()])
     asked = wanted.asked(prompts)
-    made = answer_all(base, asked, options, Journal.of(base, options, cache), progress)
-    return [(prompt, answer) for (prompt, _), answer in zip(asked, made, strict=True)]
+    answers = answer_all(base, asked, options, Journal.of(base, options, cache), progress)
+    return [(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
 
 
 def write_both(
@@ -203,31 +197,22 @@ def write_both(
     asked = wanted.asked(prompts)
     answers, endings = list[list[Answer]](), list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
-        made = answer_all(writer, asked, options, Journal.of(writer, options, cache), progress)
-        markers = Markers() if tokenizer is None else Markers.of(tokenizer)
-
-        def before(prompt: Prompt, tokenizer: Any = tokenizer) -> str:
-            return "" if tokenizer is None else str(tokenizer.decode(tokens_of(prompt, tokenizer, wanted.chat)))
-
+        own_answers = answer_all(writer, asked, options, Journal.of(writer, options, cache), progress)
         if not answers:
-            _check_ends(made, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
-        answers.append(made)
-        endings.append(
-            [
-                ending_of(answer, prompt, markers, tokenizer, before(prompt) if markers.thinking else "")
-                for answer, (prompt, _) in zip(made, asked, strict=True)
-            ]
-        )
-    pairs = tuple(
-        Pair(prompt, seed, *both, *ends)
-        for (prompt, seed), both, ends in zip(
-            asked, zip(*answers, strict=True), zip(*endings, strict=True), strict=True
-        )
-    )
-    named = ("max_new_tokens", "temperature", "top_p", "seed", "chat")
-    facts = {name: getattr(options, name) for name in named}
-    found = rates([prompt.domain for prompt, _ in asked], endings[0], endings[1], confidence)
-    return Written(len(prompts), wanted.seeds, facts, found, pairs)
+            _check_ends(own_answers, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
+        markers = Markers.of(tokenizer)
+        own_endings = list[Ending]()
+        for answer, (prompt, _) in zip(own_answers, asked, strict=True):
+            before = str(tokenizer.decode(tokens_of(prompt, tokenizer, wanted.chat))) if markers.thinking else ""
+            own_endings.append(ending_of(answer, prompt, markers, tokenizer, before))
+        answers.append(own_answers)
+        endings.append(own_endings)
+    rows = zip(asked, *answers, *endings, strict=True)
+    pairs = tuple(Pair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
+    facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
+    domains = [prompt.domain for prompt, _ in asked]
+    measured = rates(domains, endings[0], endings[1], confidence)
+    return Written(len(prompts), wanted.seeds, facts, measured, pairs)
 
 
 def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
@@ -243,35 +228,37 @@ def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -
 
 def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[Condition, ...]:
     """The conditions on what was written, corrected for their number (Holm) where they fail: each has to pass."""
-    alpha, tasks = 1 - confidence, list[TaskGate]()
+    alpha = 1 - confidence
+    base, smaller = ([pair.base_ending for pair in written.pairs], [pair.smaller_ending for pair in written.pairs])
+    tasks = list[TaskGate]()
     for name, (_, limit) in wanted.limits.items():
-        pairs = paired(name, [each.base_ending for each in written.pairs], [x.smaller_ending for x in written.pairs])
+        pairs = paired(name, base, smaller)
         assert pairs is not None, "every answer loops and ends, or does not"
         tasks.append(measure(pairs, limit, alpha, True))
     failing = holm(np.array([task.p_fail for task in tasks]))
-    judged = [replace(x, verdict=verdict(x.p_pass, float(p), alpha)) for x, p in zip(tasks, failing, strict=True)]
-    return tuple(
-        Condition(
-            name=f"rise of {task.task}",
-            option=wanted.limits[task.task][0],
-            limit=task.max_drop,
-            observed=task.drop,
-            lower=task.lower,
-            upper=task.upper,
-            items=task.items,
-            unit=UNIT,
-            verdict=task.verdict,
-            base=1 - task.base,
-            compressed=1 - task.compressed,
-            advice=_advice(task, confidence),
+    conditions = []
+    for task, p_fail in zip(tasks, failing.tolist(), strict=True):
+        judged = verdict(task.p_pass, p_fail, alpha)
+        conditions.append(
+            Condition(
+                name=f"rise of {task.task}",
+                option=wanted.limits[task.task][0],
+                limit=task.max_drop,
+                observed=task.drop,
+                lower=task.lower,
+                upper=task.upper,
+                items=task.items,
+                unit=UNIT,
+                verdict=judged,
+                base=1 - task.base,
+                compressed=1 - task.compressed,
+                advice=_advice(task, confidence) if judged == "inconclusive" else "",
+            )
         )
-        for task in judged
-    )
+    return tuple(conditions)
 
 
 def _advice(task: TaskGate, confidence: float) -> str:
-    if task.verdict != "inconclusive":
-        return ""
     if (count := items_needed(task, confidence)) is None:
         return "it is too near the limit for any number of answers to decide"
     return (
@@ -284,42 +271,46 @@ def evaluate_behaviour(
     base: Writer,
     smaller: Writer,
     wanted: Answering | None,
+    judging: Judging | None,
     confidence: float,
     cache: Path,
     progress: Progress,
-    announce: Callable[[str], None] | None = None,
-    judging: Judging | None = None,
+    announce: Callable[[Answering], None] | None = None,
+    reads_written: bool = True,
 ) -> Behaviour:
-    """All that is wanted of two models; `announce` gets what so many answers can show, before any is loaded.
+    """All that is wanted of two models; `announce` gets the prompts that both take, before either is loaded.
 
-    What the base has written both models read, too, where both are checkpoints; and that alone where the smaller one
-    does not fit into memory.
+    With `reads_written` both models read what the base has written, too, where both are checkpoints; and that alone
+    where the smaller one does not fit into memory.
     """
-
-    def tell(asked: Answering) -> None:
-        if announce is not None:
-            announce(shown_sentence(asked.answers, confidence))
-
     judging = judging or Judging()
     stock = stock_pair(base, smaller, judging)
     readings = None if stock is None else read_all(stock[0], judging)
     written, answers = None, list[tuple[Prompt, Answer]]()
-    if wanted is not None:
-        if judging.forced or (stock is not None and not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)):
-            if not judging.forced:
-                logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
-            answers = write_base(base, wanted, cache, progress)
-        else:
-            written = write_both(base, smaller, wanted, confidence, cache, progress, tell)
+    conditions = tuple[Condition, ...]()
+    forced = judging.forced
+    if wanted is not None and reads_written and stock is not None and not forced and not _fits(stock[1]):
+        logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
+        forced = True
+    if wanted is not None and forced:
+        answers = write_base(base, wanted, cache, progress)
+    elif wanted is not None:
+        written = write_both(base, smaller, wanted, confidence, cache, progress, announce)
+        conditions = written_conditions(written, wanted, confidence)
+        if reads_written:
             answers = [(pair.prompt, pair.base) for pair in written.pairs]
-    found = JudgedModels()
+    judged = JudgedModels()
     if stock is not None and readings is not None and (answers or readings.texts or readings.answers):
         chat = wanted is not None and wanted.chat
-        found = judge_both(readings, *stock, answers, chat, confidence, progress)
-    conditions = () if written is None or wanted is None else written_conditions(written, wanted, confidence)
-    conditions += judged_conditions(found, judging, confidence)
-    figures = found.text, found.answers, found.each
-    return Behaviour(base.label, smaller.label, confidence, written, *figures, conditions)
+        judged = judge_both(readings, *stock, answers, chat, confidence, progress)
+    conditions += judged_conditions(judged, judging, confidence)
+    return Behaviour(
+        base.label, smaller.label, confidence, written, judged.text, judged.answers, judged.each, conditions
+    )
+
+
+def _fits(writer: StockWriter) -> bool:
+    return fits_whole(writer.source, writer.dtype, writer.device)
 
 
 def stock_pair(base: Writer, smaller: Writer, judging: Judging) -> tuple[StockWriter, StockWriter] | None:

@@ -54,16 +54,16 @@ def conditions_table(conditions: Sequence[Condition]) -> Table:
     columns = ("condition", "of", "base", "compressed", "allowed", "rise", "at least", "at most", "verdict")
     rows = tuple(
         (
-            each.name,
-            f"{each.items:,} {each.unit}",
-            shown(each.base),
-            shown(each.compressed),
-            f"{each.limit:g}",
-            f"{each.observed:+.4f}",
-            f"{each.lower:+.4f}",
-            f"{each.upper:+.4f}",
-            Toned(each.verdict, *SIGNS[each.verdict]),
+            condition.name,
+            f"{condition.items:,} {condition.unit}",
+            shown(condition.base),
+            shown(condition.compressed),
+            f"{condition.limit:g}",
+            f"{condition.observed:+.4f}",
+            f"{condition.lower:+.4f}",
+            f"{condition.upper:+.4f}",
+            Toned(condition.verdict, *SIGNS[condition.verdict]),
         )
-        for each in conditions
+        for condition in conditions
     )
     return Table("Conditions on behaviour", columns, rows, frozenset({"of", "verdict"}), ("of", "at least"))

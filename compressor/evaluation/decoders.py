@@ -5,7 +5,7 @@ Names, shapes and dtypes are the graph's own, so that any layout of a cache work
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -146,34 +146,24 @@ def chooser(options: GenerationOptions) -> Choose:
     return choose
 
 
-class TextStream:
-    """Turns tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
+def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Turn tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
 
     All tokens are decoded anew each time: some decoders drop the space that opens a text, or judge a run of bytes as
-    one. What is out stays, also where such a decoder takes it back.
+    one. What is out stays, also where such a decoder takes it back. A character comes out once it is whole.
     """
+    seen = list(before)
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = list(before)
-        self._shown = len(self._decode())  # letters that are out
+    def decode() -> str:
+        return str(tokenizer.decode(seen, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def push(self, token: int) -> str:
-        """The text that this token adds; '' while a character is incomplete."""
-        self._tokens.append(token)
-        return self._show(self._decode().rstrip(UNFINISHED))
-
-    def finish(self) -> str:
-        """The text that was held back; a character that never became whole shows as a mark."""
-        return self._show(self._decode())
-
-    def _show(self, text: str) -> str:
-        piece = text[self._shown :]
-        self._shown += len(piece)
-        return piece
+    shown = len(decode())
+    for token in tokens:
+        seen.append(token)
+        piece = decode().rstrip(UNFINISHED)[shown:]
+        shown += len(piece)
+        yield piece
+    yield decode()[shown:]
 
 
 @dataclass(slots=True)
@@ -181,27 +171,31 @@ class Continuation:
     """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
 
     decoder: OnnxDecoder
-    choose: Choose
+    tokenizer: Any
+    options: GenerationOptions
     stops: frozenset[int]
-    most: int
     prompt: tuple[int, ...]  # [S]
-    stream: TextStream
     tokens: list[int] = field(default_factory=list)  # chosen so far, an end token included
     stopped: Literal["end", "length"] = "length"  # an end token came, or enough tokens
     first_seconds: float | None = None  # from the start to the first token
     seconds: float = 0.0  # from the start to the last token
 
     def __iter__(self) -> Iterator[str]:
+        opening = () if self.options.chat else self.prompt  # an answer opens a text of its own
+        yield from stream_text(self.tokenizer, opening, self._write())
+
+    def _write(self) -> Iterator[int]:
+        """Choose tokens, without the end token."""
         start = time.perf_counter()
-        for token in continue_tokens(self.decoder, self.prompt, self.choose, self.stops, self.most):
+        choose, most = chooser(self.options), self.options.max_new_tokens
+        for token in continue_tokens(self.decoder, self.prompt, choose, self.stops, most):
             self.tokens.append(token)
             self.seconds = time.perf_counter() - start
             self.first_seconds = self.first_seconds or self.seconds
             if token in self.stops:
                 self.stopped = "end"
             else:
-                yield self.stream.push(token)
-        yield self.stream.finish()
+                yield token
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -218,12 +212,9 @@ def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str =
             f"{folder} has no {MODEL_NAME}; name the folder of an ONNX export, or run a safetensors checkpoint by "
             "transformers"
         )
-    facts, tokenizer = read_facts(folder), load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    facts = read_facts(folder, tokenizer)
     ids = tokens_of(Prompt.of(prompt, where="the prompt"), tokenizer, options.chat)
-    stops = facts.stops
-    if not stops and tokenizer.eos_token_id is not None:
-        stops = frozenset({int(tokenizer.eos_token_id)})
-    stream = TextStream(tokenizer, () if options.chat else ids)  # an answer opens a text of its own
     in_a_sentence = wrap_faults(f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can")
     decoder = in_a_sentence(onnx_decoder(folder, device))
     most = options.max_new_tokens
@@ -235,7 +226,7 @@ def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str =
             most,
             facts.positions,
         )
-    return Continuation(decoder, chooser(options), stops, most, ids, stream)
+    return Continuation(decoder, tokenizer, options, facts.stops, ids)
 
 
 def continue_tokens(

@@ -10,6 +10,7 @@ greedy text of GPT-2. The end token is no part of an answer here.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,23 +61,28 @@ class Markers:
     def of(cls, tokenizer: Any) -> "Markers":
         """The pairs that stand in a tokenizer's chat template or among its added tokens."""
         template = getattr(tokenizer, "chat_template", None) or ""
-        template = template if isinstance(template, str) else " ".join(map(str, dict(template).values()))
+        if not isinstance(template, str):  # several, by name
+            template = " ".join(template.values())
         known = " ".join([template, *getattr(tokenizer, "get_added_vocab", dict)()])
-        pairs = []
+        thinking, calls = list[tuple[str, str]](), list[tuple[str, str]]()
         for opening in dict.fromkeys(TAG.findall(known)):
-            closings = (f"{opening[0]}/{opening[1:]}", opening.replace("begin", "end"), opening.replace("start", "end"))
-            if closing := next((each for each in closings if each != opening and each in known), None):
-                pairs.append((opening, closing))
-        thinking = [pair for pair in pairs if "call" not in pair[0].lower()]
-        if "<|channel|>analysis" in known or ("<|channel|>" in known and "analysis" in template):
+            for closing in (
+                f"{opening[0]}/{opening[1:]}",
+                opening.replace("begin", "end"),
+                opening.replace("start", "end"),
+            ):
+                if closing != opening and closing in known:
+                    kind = calls if "call" in opening.lower() else thinking
+                    kind.append((opening, closing))
+                    break
+        if "<|channel|>" in known and "analysis" in known:
             thinking.append(("<|channel|>analysis", "<|channel|>final"))
-        calls = [pair for pair in pairs if "call" in pair[0].lower()]
         return cls(tuple(thinking), tuple(calls), "tools" in template)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is counted of one answer."""
+    """Counts of one answer."""
 
     ended: bool
     looped: bool
@@ -87,13 +93,13 @@ class Ending:
     broken_calls: bool | None = None  # a tool call or JSON that is not closed or no JSON; None without a template
 
 
-def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any = None, before: str = "") -> Ending:
-    """What is counted of an answer; `before` is its prompt's text, which may open the thinking.
+def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = "") -> Ending:
+    """Count what there is to count of an answer; `before` is its prompt's text, which may open the thinking.
 
     A server's answer without tokens is tokenised anew.
     """
     tokens = answer.tokens[: len(answer.tokens) - (answer.ended == "end")]
-    if not answer.tokens and tokenizer is not None:
+    if not answer.tokens:
         tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
     start, last = loop_start(tokens), tokens[-WINDOW:]
     varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
@@ -111,20 +117,19 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any =
 
 
 def _letters(text: str, tokens: Sequence[int], tokenizer: Any) -> int:
-    """Letters of the text that so many of its tokens stand for; none where there is no tokenizer."""
-    if tokenizer is None:
-        return 0
+    """Letters of the text that so many of its tokens stand for."""
     return min(len(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)), len(text))
 
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
-    """Whether a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
+    """Return True if a tool call is not closed, or it, or a block of JSON, begins like JSON and is none."""
     contents = list[str]()
     for opening, closing in markers.calls:
-        _, *calls = text.split(opening)
-        if any(closing not in call for call in calls):
-            return True
-        contents += [call.partition(closing)[0] for call in calls]
+        for call in text.split(opening)[1:]:
+            content, end, _ = call.partition(closing)
+            if not end:
+                return True
+            contents.append(content)
     for content, end in FENCE.findall(text):
         if not end:
             return True
@@ -172,13 +177,12 @@ class Rate:
 
 def paired(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
     """A measure of the same prompts and seeds as the gate pairs items, greater is better; None where it has none."""
-    of = MEASURES[name]
-    values = [[of(ending) for ending in endings] for endings in (base, smaller)]
-    if any(value is None for each in values for value in each):
+    before, after = ([MEASURES[name](ending) for ending in endings] for endings in (base, smaller))
+    if None in before or None in after:
         return None
     whole = float(name not in NUMBERS)
-    before, after = (whole - np.array(each, dtype=float) for each in values)
-    return PairedItems(name, domain, "", "score", before, after, np.ones(len(before)))
+    columns = whole - np.array(before, dtype=float), whole - np.array(after, dtype=float)
+    return PairedItems(name, domain, "", "score", *columns, np.ones(len(base)))
 
 
 def rate_of(task: TaskGate) -> Rate:
@@ -203,12 +207,17 @@ def rates(
     domains: Sequence[str], base: Sequence[Ending], smaller: Sequence[Ending], confidence: float
 ) -> tuple[Rate, ...]:
     """All measures, over all answers and, where there are several, by domain; `domains` are the answers' own."""
-    names = [*dict.fromkeys(domains)]
-    found = []
-    for domain in [ALL, *(names if len(names) > 1 else ())]:
-        chosen = [number for number, own in enumerate(domains) if domain in (ALL, own)]
+    groups = defaultdict[str, list[int]](list)
+    for index, domain in enumerate(domains):
+        groups[ALL].append(index)
+        groups[domain].append(index)
+    if len(groups) == 2:
+        del groups[domains[0]]
+    measured = []
+    for domain, indices in groups.items():
+        before, after = [base[index] for index in indices], [smaller[index] for index in indices]
         for name in MEASURES:
-            pairs = paired(name, [base[each] for each in chosen], [smaller[each] for each in chosen], domain)
+            pairs = paired(name, before, after, domain)
             if pairs is not None:
-                found.append(rate_of(measure(pairs, 0.0, 1 - confidence, True)))
-    return tuple(found)
+                measured.append(rate_of(measure(pairs, 0.0, 1 - confidence, True)))
+    return tuple(measured)

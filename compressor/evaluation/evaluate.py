@@ -24,7 +24,6 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.server import Server, served_facts
 from compressor.evaluation.tasks import (
     PERPLEXITIES,
-    WRITTEN,
     EvaluationOptions,
     EvaluationTask,
     quiet_lm_eval,
@@ -68,29 +67,33 @@ class ItemScores:
 def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores:
     """The results of one model on one task, or on all parts of a group under one metric."""
     # of a task that reads its answers in several ways, the results of the first
-    rows = {part: [row for row in samples[part] if row["filter"] == samples[part][0]["filter"]] for part in task.parts}
+    rows = dict[str, Rows]()
+    for part in task.parts:
+        first_filter = samples[part][0]["filter"]
+        rows[part] = [row for row in samples[part] if row["filter"] == first_filter]
     metric, kind = choose_metric(task, rows)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
-    scored = []
-    for part, row in ((name, row) for name in task.parts for row in rows[name]):
-        value, weight = map(float, row[metric] if isinstance(row[metric], tuple) else (row[metric], 1))
-        number = row["doc_id"]
-        if not math.isfinite(value):
-            raise CompressionError(
-                f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
-            )
-        name = f"{part}/{number}" if task.grouped else str(number)
-        scored.append((name, -value if negated else value, weight))
-    ids, values, weights = zip(*scored, strict=True)
+    ids, values, weights = list[str](), list[float](), list[float]()
+    for part in task.parts:
+        for row in rows[part]:
+            number, result = row["doc_id"], row[metric]
+            value, weight = result if isinstance(result, tuple) else (result, 1)
+            if not math.isfinite(value):
+                raise CompressionError(
+                    f"task {part!r} gives item {number} a {metric} of {value}; check the model, or name another task"
+                )
+            ids.append(f"{part}/{number}" if task.grouped else str(number))
+            values.append(-float(value) if negated else float(value))
+            weights.append(float(weight))
     return ItemScores(
         task=task.name,
         metric=f"negated {metric}" if negated else PER_BYTE.get(metric, metric),
         version=task.version,
         kind=kind,
-        ids=ids,
-        values=values,
-        weights=weights if kind == "likelihood" else (),
+        ids=tuple(ids),
+        values=tuple(values),
+        weights=tuple(weights) if kind == "likelihood" else (),
     )
 
 
@@ -99,8 +102,8 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
     first = next(iter(task.parts))
     names = dict.fromkeys((*task.parts[first].aggregation(), *rows[first][0]["metrics"]))
     for name in names:
-        kind, *others = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
-        if kind is not None and not others:
+        kinds = {_kind(task.parts[part], name, row) for part in task.parts for row in rows[part]}
+        if len(kinds) == 1 and (kind := kinds.pop()) is not None:
             return name, kind
     raise CompressionError(
         f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), so models cannot be "
@@ -109,29 +112,30 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows]) -> tuple[str, 
 
 
 def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
-    """What an item's value is: a score, a log-likelihood, or nothing that belongs to the item alone."""
-    value, aggregation = row.get(metric), getattr(task.aggregation().get(metric), "__name__", "")
+    """The kind of an item's value: a score, a log-likelihood, or nothing that belongs to the item alone."""
+    value = row.get(metric)
+    is_perplexity = getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
     if isinstance(value, tuple) and len(value) == 2:
-        return "likelihood" if aggregation in PERPLEXITIES else None
+        return "likelihood" if is_perplexity else None
     if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
         return None
-    return "likelihood" if aggregation in PERPLEXITIES else "score"
+    return "likelihood" if is_perplexity else "score"
 
 
 def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
-    """What a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
+    """Facts that a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
 
     With the SHA-256 `digests` of a folder's weight files, a copy is known for the model that was evaluated.
     """
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
-    beside = (path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.name != REPORT)
-    others = sorted(path for path in beside if path.is_file())
+    texts = [path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()]
+    files = {path.name: file_digest(path) for path in sorted(texts) if path.name != REPORT}
     weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
-    found: dict[str, Any] = {"weights": weights, "files": {path.name: file_digest(path) for path in others}}
+    facts: dict[str, Any] = {"weights": weights, "files": files}
     if digests:
-        found["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
-    return found
+        facts["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
+    return facts
 
 
 def identity_of(source: ModelSource, server: Server | None, digests: bool = False) -> dict[str, Any]:
@@ -210,13 +214,16 @@ class Evaluation:
                             scores = item_scores(task, evaluated["samples"])
                             results[task.name] = replace(scores, streamed=self.streamed)
                     for task in together:
-                        self._keep(results[task.name])
+                        self._store(results[task.name])
         return {task.name: results[task.name] for task in self.tasks}
 
-    def _keep(self, scores: ItemScores) -> None:
+    def _store(self, scores: ItemScores) -> None:
         """Store a result. Where that fails, the run goes on with a warning."""
-        for path, key in self.files.get(scores.task, {}).items() if ranks().is_first else ():
-            if error := write_cached(path, {"key": key, "scores": asdict(scores)}):
+        if not ranks().is_first:
+            return
+        for path, key in self.files.get(scores.task, {}).items():
+            error = write_cached(path, {"key": key, "scores": asdict(scores)})
+            if error:
                 logger.warning("the results on %s could not be stored in %s: %s", scores.task, path.parent, error)
 
 
@@ -238,22 +245,24 @@ def plan_evaluation(
     models = [identity_of(source, server), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
+        files[task.name] = {}
         for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-            files.setdefault(task.name, {})[cache / f"{digest[:32]}.json"] = key
-    known = ranks().broadcast(lambda: {name: scores for name in files if (scores := _stored(files[name])) is not None})
+            files[task.name][cache / f"{digest[:32]}.json"] = key
+    stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
+    known = {name: scores for name, scores in stored.items() if scores is not None}
     journal = None
     if server is not None:
         journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
     planned = Evaluation(source, tuple(tasks), options, server, journal, False, files, known)
     if not planned.missing or server is not None or not streams(source, options):
         return planned
-    for name, part in (named for task in planned.missing for named in task.parts.items()):
-        if getattr(part, "OUTPUT_TYPE", None) == WRITTEN:  # all layers would be read anew for every token
+    for task in planned.missing:
+        if "generate_until" in task.kinds:  # all layers would be read anew for every token
             size = human_bytes(weight_bytes(source, options.dtype))
             raise CompressionError(
-                f"task {name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
+                f"task {task.name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
                 "tasks of multiple choice or likelihood, or pass --no-stream"
             )
     return replace(planned, streamed=True)
@@ -262,7 +271,7 @@ def plan_evaluation(
 def _stored(files: Iterable[Path]) -> ItemScores | None:
     """The first result that can be read."""
     for content in filter(None, map(read_cached, files)):
-        with suppress(KeyError, CompressionError):  # of another version of this package, or damaged
+        with suppress(KeyError, CompressionError):  # of another version of this package
             return read_as(ItemScores, content["scores"])
     return None
 
@@ -275,7 +284,7 @@ def weight_bytes(source: ModelSource, dtype: str) -> int:
 
 
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
-    """Whether the model is to be streamed: as the options say, by several ranks, or where it does not fit into memory.
+    """Return True if the model is to be streamed: as the options say, by several ranks, or where it does not fit.
 
     Raises `CompressionError` where several ranks are asked not to.
     """
@@ -289,7 +298,7 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
 
 
 def fits_whole(source: ModelSource, dtype: str, device: str) -> bool:
-    """Whether the stock loader can hold the model in the machine's memory, and in the device's own if it has any."""
+    """Return True if the stock loader can hold the model in the machine's memory, and in the device's own."""
     budgets = map(memory_budget, (torch.device("cpu"), pick_device(device)))
     needed = weight_bytes(source, dtype) + HEADROOM
     return all(budget is None or needed <= budget for budget in budgets)

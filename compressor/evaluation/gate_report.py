@@ -6,7 +6,6 @@ A result that lies beside the weights it judged, or was handed in for them, is k
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
@@ -80,19 +79,18 @@ CAPTION = (
 
 
 def level(value: float) -> str:
-    if not math.isfinite(value):
-        return "-" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    """A score or a perplexity."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def change(value: float, kind: Literal["score", "likelihood"]) -> str:
     """A drop of a score as it is, a rise of a perplexity in percent; always with its sign."""
-    scaled, decimals, unit = (100 * value, 2, "%") if kind == "likelihood" else (value, 4, "")
+    decimals, unit = (2, "%") if kind == "likelihood" else (4, "")
+    scaled = 100 * value if kind == "likelihood" else value
     if not abs(scaled) < 1e4:
-        shown, unit = level(scaled), unit if math.isfinite(scaled) else ""
-    else:
-        shown = f"{round(scaled, decimals) + 0.0:.{decimals}f}"  # of two zeros the one without a minus
-    return f"{shown}{unit}" if shown.startswith("-") else f"+{shown}{unit}"
+        return f"{scaled:+.4g}{unit}"
+    rounded = round(scaled, decimals) + 0.0  # of two zeros the one without a minus
+    return f"{rounded:+.{decimals}f}{unit}"
 
 
 def margin(row: TaskGate) -> str:
@@ -119,73 +117,73 @@ OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")  # col
 
 def verdict_line(result: GateResult) -> str:
     """The verdict as a sentence, with what it is due to."""
+    passes = result.verdict == "pass"
+    lost = "no more than" if passes else "more than"
+    reasons = []
+    for row in result.rows:
+        if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
+            where = f"over all {counted(row.items, 'item')}" if row is result.pooled else f"on {row.task}"
+            reasons.append(f"{margin(row)} was lost {where}")
+    what = [joined([f"{lost} {reason}" for reason in reasons])] if reasons else []
+    than = "at most" if passes else "more than"
+    for condition in result.conditions:
+        if condition.verdict == result.verdict:
+            what.append(f"the {condition.name} is {than} {condition.limit:g}")
+    due = joined(what) or "anything was lost on any task"
     sure = f"with confidence {100 * result.confidence:g}%"
-    due = [row for row in result.rows if row.verdict == result.verdict and (row.decides or row.verdict == "fail")]
-    lost = "no more than" if result.verdict == "pass" else "more than"
-    over = "" if result.pooled is None else f"over all {counted(result.pooled.items, 'item')}"
-    what = joined(
-        [f"{lost} {margin(row)} was lost {over if row is result.pooled else f'on {row.task}'}" for row in due]
-    )
-    than = "at most" if result.verdict == "pass" else "more than"
-    others = [
-        f"the {each.name} is {than} {each.limit:g}" for each in result.conditions if each.verdict == result.verdict
-    ]
-    what = joined([*([what] if what else []), *others]) or "anything was lost on any task"
-    return {
-        "pass": f"Pass: {sure}, {what}.",
-        "fail": f"Fail: {sure}, {what}.",
-        "inconclusive": f"Inconclusive: {sure}, it cannot be said whether {what}.",
-    }[result.verdict]
+    if result.verdict == "inconclusive":
+        return f"Inconclusive: {sure}, it cannot be said whether {due}."
+    return f"{result.verdict.capitalize()}: {sure}, {due}."
 
 
 def advice(result: GateResult) -> list[str]:
     """For all that decides and is inconclusive, what would decide it, as a sentence."""
     sentences = []
-    for task in (row for row in result.rows if row.decides and row.verdict == "inconclusive"):
+    for task in result.rows:
+        if not task.decides or task.verdict != "inconclusive":
+            continue
         count = items_needed(task, result.confidence)
-        what = (
-            "the drop is too near the margin for any number of items to decide"
-            if count is None
-            else (
+        if count is None:
+            what = "the drop is too near the margin for any number of items to decide"
+        else:
+            what = (
                 f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
                 f"a drop that stays what it is and a probability of {POWER:g}"
             )
-        )
         sentences.append(f"{task.task}: {what}.")
-    undecided = [each for each in result.conditions if each.verdict == "inconclusive"]
-    others = [f"{each.name[0].upper()}{each.name[1:]}: {each.advice}." for each in undecided if each.advice]
-    if not sentences:
-        return others
-    sentences += others
-    if (limit := result.options.get("limit")) is not None:
-        return [*sentences, f"Raise --limit, which is {limit}, or leave it out; or name more tasks."]
-    return [*sentences, "Name more tasks, or say with --inconclusive what that counts as."]
+    needs_items = bool(sentences)
+    for condition in result.conditions:
+        if condition.verdict == "inconclusive" and condition.advice:
+            sentences.append(f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}.")
+    limit = result.options.get("limit")
+    if needs_items and limit is not None:
+        sentences.append(f"Raise --limit, which is {limit}, or leave it out; or name more tasks.")
+    elif needs_items:
+        sentences.append("Name more tasks, or say with --inconclusive what that counts as.")
+    return sentences
 
 
-def outlook_blocks(found: Outlook) -> tuple[Block, ...]:
+def outlook_blocks(outlook: Outlook) -> tuple[Block, ...]:
     """For each task and for all together: items, the drop allowed, and what the items can show; of none, a sentence."""
-    rows = [*found.tasks, *([] if found.pooled is None else [found.pooled])]
+    rows = [*outlook.tasks, *([] if outlook.pooled is None else [outlook.pooled])]
     if not rows:
         return (Text("What text shows of loss and flips depends on how much they vary; its bounds tell."),)
-    cells = tuple(
-        (
-            row.task,
-            f"{row.items:,}",
-            f"{row.max_drop:g}",
-            *("-" if row.shown is None else f"{row.shown[place]:.4f}" for place in range(len(found.flips))),
-        )
-        for row in rows
-    )
-    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in found.flips))
-    caption = f"What the gate can show, with confidence {100 * found.confidence:g}%"
+    cells = []
+    for row in rows:
+        shown = ["-"] * len(outlook.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
+        cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
+    columns = ("task", "items", "allowed", *(f"shown at {flips:.0%} flips" for flips in outlook.flips))
+    caption = f"What the gate can show, with confidence {100 * outlook.confidence:g}%"
     text = (
         "Shown: the smallest drop allowed that a model passes which lost nothing and answers this share of items "
         f"differently, at 0% for certain, else with probability {POWER:g}."
     )
-    if found.pooled is not None:
-        text += " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
-        text += "one shown."
-    return Table(caption, columns, cells, ruled=frozenset({len(found.tasks) - 1})), Text(text)
+    if outlook.pooled is not None:
+        text += (
+            " All together have to pass; a task alone only refuses a clear loss, of about the drop allowed and the "
+            "one shown."
+        )
+    return Table(caption, columns, tuple(cells), ruled=frozenset({len(outlook.tasks) - 1})), Text(text)
 
 
 def gate_blocks(result: GateResult) -> tuple[Block, ...]:
@@ -194,14 +192,32 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
     On a terminal, in gate.md, on a report's page and on a model card it is the same, as each of them shows details.
     """
     tone, sign = SIGNS[result.verdict]
-    confidence = f"{100 * result.confidence:g}%"
-    rows: tuple[tuple[Words, ...], ...] = tuple(
-        (*(show(row) for show in COLUMNS.values()), Toned(row.verdict, *SIGNS[row.verdict])) for row in result.rows
-    )
-    caption = f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
-    names = {"base": "the base", "compressed": "the compressed model"}
-    notes = [f"With one layer in memory at a time: {joined([names[name] for name in result.streamed])}."]
-    notes = [*(notes if result.streamed else []), *(["The base's results are of an earlier run."] * result.reused_base)]
+    blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
+    if sentences := advice(result):
+        blocks.append(Items(tuple(sentences)))
+    rows = list[tuple[Words, ...]]()
+    for row in result.rows:
+        figures = [show(row) for show in COLUMNS.values()]
+        rows.append((*figures, Toned(row.verdict, *SIGNS[row.verdict])))
+    if rows or not result.conditions:
+        confidence = f"{100 * result.confidence:g}%"
+        caption = (
+            f"{result.compressed} compared with {result.base}, bounds one-sided, each with confidence {confidence}"
+        )
+        last_task = frozenset({len(result.tasks) - 1})
+        blocks.append(Table(caption, (*COLUMNS, "verdict"), tuple(rows), TEXTS, OPTIONAL, last_task))
+    if result.conditions:
+        blocks.append(conditions_table(result.conditions))
+    if result.text:
+        blocks += judged_blocks(result.text, "Text, read by both")
+    if result.answers:
+        blocks += judged_blocks(result.answers, "The base's answers, read by both")
+    if result.streamed:
+        names = {"base": "the base", "compressed": "the compressed model"}
+        streamed = joined([names[name] for name in result.streamed])
+        blocks.append(Text(f"With one layer in memory at a time: {streamed}."))
+    if result.reused_base:
+        blocks.append(Text("The base's results are of an earlier run."))
     facts = {
         "Base": f"{result.base}{_commit(result.base_identity)}",
         "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
@@ -210,32 +226,24 @@ def gate_blocks(result: GateResult) -> tuple[Block, ...]:
         "Versions": _pairs(result.versions),
         "Seconds": _pairs({name: f"{value:.1f}" for name, value in result.seconds.items()}),
     }
-    return (
-        Text(Strong(Toned(verdict_line(result), tone, sign)), tone),
-        *([Items(tuple(sentences))] if (sentences := advice(result)) else []),
-        *(
-            [Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, frozenset({len(result.tasks) - 1}))]
-            if rows or not result.conditions
-            else []
-        ),
-        *([conditions_table(result.conditions)] if result.conditions else []),
-        *(judged_blocks(result.text, "Text, read by both") if result.text else ()),
-        *(judged_blocks(result.answers, "The base's answers, read by both") if result.answers else ()),
-        *map(Text, notes),
-        Details("How it was tested", (*map(Text, METHOD), Facts(tuple((name, x) for name, x in facts.items() if x)))),
-    )
+    known = Facts(tuple((name, fact) for name, fact in facts.items() if fact))
+    blocks.append(Details("How it was tested", (*map(Text, METHOD), known)))
+    return tuple(blocks)
 
 
 def _commit(identity: Mapping[str, Any]) -> str:
-    return f", commit {identity['commit']}" if "commit" in identity else ", files as in gate.json" if identity else ""
+    if "commit" in identity:
+        return f", commit {identity['commit']}"
+    return ", files as in gate.json" if identity else ""
 
 
 def _pairs(entries: Mapping[str, Any]) -> str:
-    shown = {
-        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else "not set" if value is None else value
-        for name, value in entries.items()
-    }
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
+    pairs = []
+    for name, value in entries.items():
+        if isinstance(value, list | tuple):
+            value = " ".join(map(str, value))
+        pairs.append(f"{name} {'not set' if value is None else value}")
+    return ", ".join(pairs)
 
 
 def gate_figure(result: GateResult) -> Figure | None:
@@ -243,20 +251,19 @@ def gate_figure(result: GateResult) -> Figure | None:
     if not 0 < len(result.rows) <= MOST_DRAWN:
         return None
     size = (WIDTH, ROW * len(result.rows) + AROUND)
-    columns = ("drop", "at least", "at most")
-    drops = [
-        f"{row.task}: {', '.join(f'{name} {COLUMNS[name](row)}' for name in columns)}, {row.verdict}"
-        for row in result.rows
-    ]
+    drops = []
+    for row in result.rows:
+        bounds = ", ".join(f"{name} {COLUMNS[name](row)}" for name in ("drop", "at least", "at most"))
+        drops.append(f"{row.task}: {bounds}, {row.verdict}")
     alt = f"{verdict_line(result)} {'; '.join(drops)}."
     drawing = Drawing("Drops and the drop allowed", alt, size, partial(_draw, result=result))
     return Figure("gate", "Drops of the gate's tasks with their bounds", CAPTION, (drawing,))
 
 
 def placed(drop: float, allowed: float) -> float:
-    """A drop as a multiple of the one allowed; those out of all proportion, and no numbers, at the edge."""
-    if math.isnan(drop) or not 0 < allowed < math.inf:
-        return FARTHEST if not drop < 0 else -FARTHEST
+    """A drop as a multiple of the one allowed; those out of all proportion at the edge."""
+    if allowed == 0:
+        return math.copysign(FARTHEST, drop)
     return min(max(drop / allowed, -FARTHEST), FARTHEST)
 
 
@@ -264,11 +271,12 @@ def _draw(canvas: "FigureBase", result: GateResult) -> None:
     names = [f"{SIGNS[row.verdict][1]} {one_line(row.task, MOST_LETTERS)}\n{row.verdict}" for row in result.rows]
     kinds = []
     for verdict, marker in MARKERS.items():
-        own = [row if row.verdict == verdict else None for row in result.rows]
-        drops = [None if row is None else placed(row.drop, row.max_drop) for row in own]
-        bounds = [
-            None if row is None else (placed(row.lower, row.max_drop), placed(row.upper, row.max_drop)) for row in own
-        ]
+        drops = list[float | None]()
+        bounds = list[tuple[float, float] | None]()
+        for row in result.rows:
+            drop, lower, upper = (placed(value, row.max_drop) for value in (row.drop, row.lower, row.upper))
+            drops.append(drop if row.verdict == verdict else None)
+            bounds.append((lower, upper) if row.verdict == verdict else None)
         kinds.append(Dots(verdict, drops, SIGNS[verdict][0], marker, verdict != "inconclusive", bounds))
     draw_dots(canvas.add_subplot(), names, kinds, "drop / drop allowed, worse to the right", 1.0)
 
@@ -278,10 +286,10 @@ def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> lis
 
     With `overwrite` an earlier gate is replaced once the new one is complete, and stays when anything fails.
     """
-    with whole_folder(folder, NAMES, overwrite) as made:
-        (made / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
-        (made / NAMES[1]).write_bytes(junit(result))
-        (made / NAMES[2]).write_text(gate_page(result), encoding="utf-8", errors=LONE_HALVES)
+    with whole_folder(folder, NAMES, overwrite) as scratch:
+        (scratch / NAMES[0]).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
+        (scratch / NAMES[1]).write_bytes(junit(result))
+        (scratch / NAMES[2]).write_text(gate_page(result), encoding="utf-8", errors=LONE_HALVES)
     return [folder / name for name in NAMES]
 
 
@@ -298,7 +306,7 @@ def junit(result: GateResult) -> bytes:
         element.text = None if text is None else readable(text)
         return element
 
-    verdicts = [*(row.verdict for row in result.rows), *(each.verdict for each in result.conditions)]
+    verdicts = [*(row.verdict for row in result.rows), *(condition.verdict for condition in result.conditions)]
     counts = {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count("fail")),
@@ -312,34 +320,34 @@ def junit(result: GateResult) -> bytes:
     properties = add(suite, "properties")
     for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
         add(properties, "property", name=name.replace("_", "-"), value=str(value))
+
+    def add_case(name: str, verdict: Verdict, message: str, output: str) -> None:
+        case = add(suite, "testcase", classname="moe-compress.gate", name=name)
+        if verdict == "fail":
+            add(case, "failure", message, message=message, type="fail")
+        elif verdict == "inconclusive":
+            add(case, "skipped", message=f"inconclusive: {message}")
+        add(case, "system-out", output)
+
     for task in result.rows:
-        case = add(suite, "testcase", classname="moe-compress.gate", name=task.task)
         shown = {name: show(task) for name, show in COLUMNS.items()}
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most {shown['at most']}); "
             f"{shown['allowed']} is allowed"
         )
-        if task.verdict == "fail":
-            add(case, "failure", message, message=message, type="fail")
-        elif task.verdict == "inconclusive":
-            add(case, "skipped", message=f"inconclusive: {message}")
         shown |= {"verdict": task.verdict, "version": task.version}
         shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
-        add(case, "system-out", "\n".join(f"{name}: {value}" for name, value in shown.items()))
-    for each in result.conditions:
-        case = add(suite, "testcase", classname="moe-compress.gate", name=each.name)
-        if each.verdict == "fail":
-            add(case, "failure", each.sentence, message=each.sentence, type="fail")
-        elif each.verdict == "inconclusive":
-            add(case, "skipped", message=f"inconclusive: {each.sentence}")
-        add(case, "system-out", each.sentence)
+        lines = [f"{name}: {value}" for name, value in shown.items()]
+        add_case(task.task, task.verdict, message, "\n".join(lines))
+    for condition in result.conditions:
+        add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
     add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
     Xml.indent(root)
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def full_content(result: GateResult) -> dict[str, Any]:
-    """What gate.json says: the result, and its metrics as a model card has them, which names no folders."""
+    """The content of gate.json: the result, and its metrics as a model card has them, which names no folders."""
     index = eval_results_to_model_index(Path(result.compressed).name or result.compressed, card_metrics(result))
     return {**gate_content(result), "model_index": list(index)}
 
@@ -372,8 +380,7 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
         return None
     result = read_gate(folder / REPORT)
     identity = result.compressed_identity
-    known = isinstance(identity.get("weights"), list) and isinstance(identity.get("files"), Mapping)
-    return result if known and differing(folder, identity) is None else None
+    return result if "weights" in identity and differing(folder, identity) is None else None
 
 
 def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
@@ -381,31 +388,24 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
 
     Times of change are left aside: a copied or downloaded model is the same model.
     """
-    weights, files = identity.get("weights"), identity.get("files")
-    for entry in weights if isinstance(weights, list) else []:
-        name, size = (str(entry[0]), entry[1]) if isinstance(entry, list) and len(entry) > 1 else (str(entry), None)
-        if not _inside(folder, name) or (folder / name).stat().st_size != size:
-            return name
-    for name, digest in files.items() if isinstance(files, Mapping) else ():
-        if not _inside(folder, name) or file_digest(folder / name) != digest:
+    for name, size, *_ in identity.get("weights", ()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return str(name)
+    for name, digest in identity.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or file_digest(path) != digest:
             return str(name)
     return None
-
-
-def _inside(folder: Path, name: str) -> bool:
-    return Path(name).name == name and os.path.isfile(folder / name)  # False, too, where it is too long for a name
 
 
 def append_summary(result: GateResult, path: Path) -> None:
     """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning, no failed gate."""
     try:
-        # Without O_CREAT: CI servers make the file, so one that is not there is a mistaken path.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        with open(descriptor, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
+        with path.open("a", encoding="utf-8", errors=LONE_HALVES) as stream:
             stream.write(f"\n{gate_page(result)}\n")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        logger.warning("the gate's summary could not be appended to %s: %s", path, reason)
+    except OSError as error:
+        logger.warning("the gate's summary could not be appended to %s: %s", path, error.strerror)
 
 
 def card_metrics(result: GateResult) -> list[EvalResult]:

@@ -48,6 +48,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.conditions import Condition, Verdict
 from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.gate_verdict import TaskGate
+from compressor.formatting import joined
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
 SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
@@ -217,60 +218,48 @@ class PairedItems:
 
     @property
     def binary(self) -> bool:
-        """Whether every answer is plainly right or wrong, so that the items may be pooled."""
+        """True if every answer is plainly right or wrong, so that the items may be pooled."""
         return self.kind == "score" and bool(np.isin([self.base, self.compressed], (0, 1)).all())
 
 
 def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
-    """Pair two models' results by item; anything that differs but the values is refused."""
-    for name in ("task", "metric", "version", "kind"):
-        one, other = getattr(base, name), getattr(compressed, name)
-        if one != other:
-            raise CompressionError(
-                f"{base.task}: the base model was scored with {name} {one!r} and the compressed one with {other!r}: "
-                "evaluate both anew with the same version of the tasks"
-            )
-    rows = [_rows(base, "base"), _rows(compressed, "compressed")]
-    shared = sorted(rows[0].keys() & rows[1].keys())
-    if not shared or len(shared) < max(map(len, rows)):
+    """Pair two models' results by item; refused where the two were not scored alike."""
+    ids, before, weights = _by_item(base)
+    other_ids, after, other_weights = _by_item(compressed)
+    differing = [name for name in ("metric", "version", "kind") if getattr(base, name) != getattr(compressed, name)]
+    if ids != other_ids or weights != other_weights:
+        differing.append("items")
+    if differing:
         raise CompressionError(
-            f"{base.task}: the base model answered {len(rows[0])} items and the compressed one {len(rows[1])}, of "
-            f"which {len(shared)} are the same: evaluate both anew with the same limit and the same data"
+            f"{base.task}: the base and the compressed model were scored with different {joined(differing)}: evaluate "
+            "both anew, with another --cache-dir"
         )
-    (before, sizes), (after, others) = (np.array([found[name] for name in shared]).T for found in rows)
-    if (sizes != others).any():
+    empty = sum(weight <= 0 for weight in weights)
+    if empty:
         raise CompressionError(
-            f"{base.task}: the same items have other sizes for the compressed model than for the base: evaluate both "
-            "anew with the same data"
+            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: leave them out of "
+            "the task"
         )
-    return PairedItems(base.task, base.metric, base.version, base.kind, before, after, sizes)
+    columns = np.array(before), np.array(after), np.array(weights)
+    return PairedItems(base.task, base.metric, base.version, base.kind, *columns)
 
 
-def _rows(scores: ItemScores, model: str) -> dict[str, tuple[float, float]]:
-    """By item: value, and weight (1 of a score)."""
-    where, count = f"{scores.task}, {scores.metric}, {model} model", len(scores.ids)
-    weights = scores.weights if scores.kind == "likelihood" else (1.0,) * count
-    if odd := count - int(np.isfinite(scores.values).sum()):
-        raise CompressionError(
-            f"{where}: {odd} of {count} values are not finite, so the model's output is broken and nothing can be "
-            "compared: check its weights and the number type it was run in"
-        )
-    if odd := sum(not (math.isfinite(weight) and weight > 0) for weight in weights):
-        raise CompressionError(f"{where}: {odd} of {count} items have no words or bytes: leave them out of the task")
-    rows = dict(zip(scores.ids, zip(scores.values, weights, strict=True), strict=True))
-    assert len(rows) == count, f"{where}: items share a name"
-    return rows
+def _by_item(scores: ItemScores) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
+    """Names, values and weights (1 of a score) in the order of the names."""
+    weights = scores.weights if scores.kind == "likelihood" else (1.0,) * len(scores.ids)
+    ids, values, sizes = zip(*sorted(zip(scores.ids, scores.values, weights, strict=True)), strict=True)
+    return ids, values, sizes
 
 
 def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
     """The items of all tasks that are answered right or wrong; None without such a task."""
-    if not (binary := [one for one in pairs if one.binary]):
+    binary = [task for task in pairs if task.binary]
+    if not binary:
         return None
-    base, compressed, weights = (
-        np.concatenate([getattr(one, name) for one in binary]) for name in ("base", "compressed", "weights")
-    )
-    metric = " and ".join(dict.fromkeys(one.metric for one in binary))
-    return PairedItems(POOLED, metric, "", "score", base, compressed, weights)
+    metric = " and ".join(dict.fromkeys(task.metric for task in binary))
+    base = np.concatenate([task.base for task in binary])
+    compressed = np.concatenate([task.compressed for task in binary])
+    return PairedItems(POOLED, metric, "", "score", base, compressed, np.ones(len(base)))
 
 
 def unseen(pairs: PairedItems) -> tuple[float, float] | None:
@@ -291,16 +280,21 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     drops, items = pairs.base - pairs.compressed, len(pairs.base)
     if pairs.binary:
         counts = int((drops > 0).sum()), int((drops < 0).sum()), items
-        bounds = lower_bound(*counts, alpha), upper_bound(*counts, alpha)
-        return Evidence(*bounds, at_most(*counts, margin), at_least(*counts, margin))
+        return Evidence(
+            lower=lower_bound(*counts, alpha),
+            upper=upper_bound(*counts, alpha),
+            p_pass=at_most(*counts, margin),
+            p_fail=at_least(*counts, margin),
+        )
     estimate, error = ratio(drops, pairs.weights), ratio_error(drops, pairs.weights)
-    parts = [
-        student(estimate, error, freedom_of(pairs.weights), margin, alpha, skew)
-        for skew in ((0.0, skewness(drops, pairs.weights)) if items > 1 else (0.0,))
-    ]
-    if (rare := unseen(pairs)) is not None:
-        parts.append(rule_of_three(estimate, *rare, margin, alpha))
-    return most_careful(parts)
+    freedom = freedom_of(pairs.weights)
+    tests = [student(estimate, error, freedom, margin, alpha)]
+    if items > 1:
+        tests.append(student(estimate, error, freedom, margin, alpha, skewness(drops, pairs.weights)))
+    rare = unseen(pairs)
+    if rare is not None:
+        tests.append(rule_of_three(estimate, *rare, margin, alpha))
+    return most_careful(tests)
 
 
 def detectable(half: float, freedom: float, alpha: float) -> float:
@@ -323,11 +317,14 @@ def shown_by(items: int, flips: float, alpha: float) -> float:
 
 def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) -> TaskGate:
     """One task, or the pool, as if it were the only one: p-values not yet corrected, and the verdict they give."""
-    drops, likelihood = pairs.base - pairs.compressed, pairs.kind == "likelihood"
-    found = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
+    likelihood = pairs.kind == "likelihood"
+    drops = pairs.base - pairs.compressed
+    tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
     drop, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
-    lower, upper, error = float(found.lower), float(found.upper), float(ratio_error(drops, pairs.weights))
-    shown, perplexity_ratio = detectable(upper - drop, freedom_of(pairs.weights), alpha), None
+    lower, upper = float(tests.lower), float(tests.upper)
+    error = float(ratio_error(drops, pairs.weights))
+    shown = detectable(upper - drop, freedom_of(pairs.weights), alpha)
+    perplexity_ratio = None
     if likelihood:
         with np.errstate(over="ignore"):
             base, compressed = float(np.exp(-base)), float(np.exp(-compressed))
@@ -335,6 +332,9 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
         error *= 1 + drop
     lost, gained = int((drops > 0).sum()), int((drops < 0).sum())
+    mcnemar = None
+    if pairs.binary:
+        mcnemar = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
     return TaskGate(
         task=pairs.task,
         metric=pairs.metric,
@@ -349,19 +349,19 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
         standard_error=error,
         lower=lower,
         upper=upper,
-        p_pass=float(found.p_pass),
-        p_fail=float(found.p_fail),
+        p_pass=float(tests.p_pass),
+        p_fail=float(tests.p_fail),
         lost=lost,
         gained=gained,
-        verdict=verdict(float(found.p_pass), float(found.p_fail), alpha),
+        verdict=verdict(float(tests.p_pass), float(tests.p_fail), alpha),
         detectable=shown,
-        mcnemar=(float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0) if pairs.binary else None,
+        mcnemar=mcnemar,
         perplexity_ratio=perplexity_ratio,
     )
 
 
 def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
-    """What two p-values say; they never add up to less than 1, so both cannot be under an alpha below 0.5."""
+    """The verdict of two p-values; they never add up to less than 1, so both cannot be under an alpha below 0.5."""
     if p_pass < alpha:
         return "pass"
     return "fail" if p_fail < alpha else "inconclusive"
@@ -375,13 +375,15 @@ def judge(
     Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm 1979). All that has
     to pass has to do so by itself, so the pool needs no correction.
     """
-    alpha, together = 1 - confidence, pool(pairs)
-    tasks = [measure(one, max_task_drop if one.binary else max_drop, alpha, not one.binary) for one in pairs]
-    passing, failing = (holm(np.array(p)) for p in ([x.p_pass for x in tasks], [x.p_fail for x in tasks]))
+    alpha = 1 - confidence
+    tasks = [measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary) for task in pairs]
+    passing = holm(np.array([task.p_pass for task in tasks])).tolist()
+    failing = holm(np.array([task.p_fail for task in tasks])).tolist()
     judged = tuple(
-        replace(task, p_pass=float(yes), p_fail=float(no), verdict=verdict(yes, no, alpha))
-        for task, yes, no in zip(tasks, passing, failing, strict=True)
+        replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha))
+        for task, p_pass, p_fail in zip(tasks, passing, failing, strict=True)
     )
+    together = pool(pairs)
     return judged, None if together is None else measure(together, max_drop, alpha, True)
 
 
@@ -390,10 +392,10 @@ def overall(rows: Sequence[TaskGate], conditions: Sequence[Condition] = ()) -> V
 
     Tasks outside the pool, the pool and conditions decide.
     """
-    judged = {each.verdict for each in conditions}
-    if "fail" in judged | {row.verdict for row in rows}:
+    deciding = {condition.verdict for condition in conditions}
+    deciding |= {row.verdict for row in rows if row.decides}
+    if "fail" in deciding or any(row.verdict == "fail" for row in rows):
         return "fail"
-    deciding = judged | {row.verdict for row in rows if row.decides}
     return "pass" if deciding == {"pass"} else "inconclusive"
 
 
@@ -408,8 +410,9 @@ def items_needed(task: TaskGate, confidence: float) -> int | None:
         scores = [math.log1p(rise) if rise > -1 else -math.inf for rise in scores]
     drop, lower, upper, allowed = scores
     wider = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf(confidence)
-    now, needed = wider * (upper - drop if drop < allowed else drop - lower), abs(allowed - drop)
-    if not (needed > 0 and 0 < now / needed < MOST_ITEMS):
+    half = upper - drop if drop < allowed else drop - lower
+    needed = abs(allowed - drop)
+    if not (needed > 0 and 0 < wider * half / needed < MOST_ITEMS):
         return None
-    estimate = math.ceil(task.items * (now / needed) ** 2)
+    estimate = math.ceil(task.items * (wider * half / needed) ** 2)
     return estimate if estimate <= MOST_ITEMS else None

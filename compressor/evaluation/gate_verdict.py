@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.conditions import Condition, Verdict, check_confidence
 from compressor.evaluation.judged import Judged
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
-MOST_TASKS = 1_000  # of a result, each with a row wherever it is shown
 
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGate:
-    """What the paired test says of one task, or of the pool. A drop is base less compressed, so worse is positive.
+    """Result of the paired test of one task, or of the pool. A drop is base less compressed, so worse is positive.
 
     Of a likelihood task the drop is the relative rise of perplexity, and base and compressed are perplexities.
     """
@@ -83,12 +82,9 @@ def gate_content(result: GateResult) -> dict[str, Any]:
 
 
 def gate_from_content(content: Any) -> GateResult:
-    """The result that `gate_content` was made of; further fields are left aside. A confidence is above a half."""
+    """The result that `gate_content` was made of; further fields are left aside."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CompressionError(f"it is no report of the gate in the format {FORMAT}")
-    if isinstance(tasks := content.get("tasks"), list) and len(tasks) > MOST_TASKS:
-        raise CompressionError(f"tasks should be {MOST_TASKS:,} at most, they are {len(tasks):,}")
-    found = read_as(GateResult, content)
-    if not 0.5 < found.confidence < 1:
-        raise CompressionError(f"confidence should lie between 0.5 and 1, it is {found.confidence}")
-    return found
+    result = read_as(GateResult, content)
+    check_confidence(result.confidence)
+    return result

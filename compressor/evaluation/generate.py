@@ -1,4 +1,4 @@
-"""What writing text takes of a checkpoint: the stock model, whole, its end tokens, and the distribution of a token.
+"""Everything that writing text takes: the stock model, whole, its end tokens, and the distribution of a token.
 
 Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.devices import as_float64, pick_device
-from compressor.errors import CompressionError, reason_of
+from compressor.errors import CompressionError
 from compressor.model.architecture import load_config, model_class
 from compressor.model.opened import load_dequantised, pick_dtype
 from compressor.progress import quiet_transformers
@@ -24,7 +24,7 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
     """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
     from transformers import GenerationMixin
 
-    checkpoint, config, place = Checkpoint(folder), load_config(folder), pick_device(device)
+    checkpoint, config, torch_device = Checkpoint(folder), load_config(folder), pick_device(device)
     kind = model_class(config)
     torch_dtype = pick_dtype(dtype, config, checkpoint)
     if not kind.can_generate():
@@ -32,20 +32,14 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
     if kind.generate is not GenerationMixin.generate:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
     if checkpoint.quantization:
-        return load_dequantised(folder, torch_dtype, place)
-    try:
-        with quiet_transformers():
-            model, report = kind.from_pretrained(
-                str(folder), config=config, dtype=torch_dtype, output_loading_info=True
-            )
-            model = model.to(place).eval()
-    except Exception as error:  # the loader raises what it likes
-        raise CompressionError(f"transformers cannot load {folder}: {reason_of(error)}; check its files") from error
+        return load_dequantised(folder, torch_dtype, torch_device)
+    with quiet_transformers():
+        model, report = kind.from_pretrained(str(folder), config=config, dtype=torch_dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise CompressionError(
             f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
         )
-    return model
+    return model.to(torch_device).eval()
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
@@ -68,15 +62,17 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the JSON files beside the weights say; None where they say nothing."""
+    """Facts on writing from the JSON files beside the weights; None where they say nothing."""
 
     stops: frozenset[int]  # tokens that end a text
-    vocabulary: int | None
     positions: int | None  # that the model was made for
 
 
-def read_facts(folder: Path) -> ModelFacts:
-    """End tokens of the generation config, else of the config; sizes of the config, or of its part for text."""
+def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
+    """End tokens of the generation config, else of the config; and positions of the config, or of its part for text.
+
+    With a `tokenizer` its own end token counts, too, as it does for servers.
+    """
     paths = (folder / "generation_config.json", folder / "config.json")
     generation, config = (read_object(path) if path.is_file() else {} for path in paths)
     text = config.get("text_config")
@@ -86,15 +82,11 @@ def read_facts(folder: Path) -> ModelFacts:
         return next((node[name] for node in nodes if node.get(name) is not None), None)
 
     stops = first("eos_token_id", generation, *nodes)
-    if stops is None:
-        stops = []
-    elif not isinstance(stops, list):
-        stops = [stops]
+    if not isinstance(stops, list):
+        stops = [] if stops is None else [stops]
     if not all(isinstance(stop, int) for stop in stops):
         raise CompressionError(f"{folder}: eos_token_id {stops!r} is no token id and no list of them; correct it")
-    vocabulary, positions = (first(name, *nodes) for name in ("vocab_size", "max_position_embeddings"))
-    return ModelFacts(
-        stops=frozenset(stops),
-        vocabulary=vocabulary if isinstance(vocabulary, int) else None,
-        positions=positions if isinstance(positions, int) else None,
-    )
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        stops = [*stops, int(tokenizer.eos_token_id)]
+    positions = first("max_position_embeddings", *nodes)
+    return ModelFacts(frozenset(stops), positions if isinstance(positions, int) else None)

@@ -41,7 +41,7 @@ class Item:
 
     @property
     def continuations(self) -> tuple[str, ...]:
-        """What may follow the prompt: the choices, or the answer alone."""
+        """Texts that may follow the prompt: the choices, or the answer alone."""
         return self.choices or (self.answer,)
 
     @property
@@ -65,7 +65,10 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
     except UnicodeDecodeError as error:
         raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
     items, left_out = list[Item](), LeftOut(f"items of {path}", strict)
-    for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
         with left_out.each():
             try:
                 items.append(replace(read_as(Item, json.loads(line)), where=where))
@@ -80,8 +83,12 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
 
 
 def item_lines(items: Sequence[Item]) -> str:
-    lines = ({name: value for name, value in plain_json(item).items() if name != "where"} for item in items)
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    lines = []
+    for item in items:
+        content = plain_json(item)
+        del content["where"]
+        lines.append(json.dumps(content, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +109,8 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
     """
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         rows = tuple(_row(item.prompt, continuation, tokenizer, most) for continuation in item.continuations)
-    if (largest := max(token for row in rows for token in row.tokens)) >= vocabulary:
+    largest = max(max(row.tokens) for row in rows)
+    if largest >= vocabulary:
         raise CompressionError(
             f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
         )
@@ -113,24 +121,23 @@ def tokenised(
     items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
 ) -> list[tuple[Item, tuple[Row, ...]]]:
     """Each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
-    found, left_out = list[tuple[Item, tuple[Row, ...]]](), LeftOut("items", strict)
+    questions, left_out = list[tuple[Item, tuple[Row, ...]]](), LeftOut("items", strict)
     for item in items:
         with left_out.each():
             try:
-                found.append((item, rows_of(item, tokenizer, vocabulary, most)))
+                questions.append((item, rows_of(item, tokenizer, vocabulary, most)))
             except ItemError as error:
                 raise ItemError(f"{item.where or 'an item'}: {error}") from error
     left_out.report()
-    return found
+    return questions
 
 
 def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
     context, opens = prompt.rstrip(), str(tokenizer.bos_token or "")
     if context:
         special = not (opens and context.startswith(opens))
-        before, whole = (
-            list(tokenizer.encode(text, add_special_tokens=special)) for text in (context, prompt + answer)
-        )
+        before = list(tokenizer.encode(context, add_special_tokens=special))
+        whole = list(tokenizer.encode(prompt + answer, add_special_tokens=special))
     else:  # the token that opens a text stands for the prompt, as with lm-eval
         opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         before = [] if opening is None else [int(opening)]
@@ -149,15 +156,15 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
 def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
     likelihoods = []
-    for place, row in enumerate(rows):
-        logs = logits[place, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
+    for index, row in enumerate(rows):
+        logs = logits[index, row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
         answer = torch.tensor(row.tokens[row.start :], device=logits.device)
         likelihoods.append(logs.gather(1, answer[:, None]).sum())
     return torch.stack(likelihoods)
 
 
 def is_greedy(logits: Tensor, row: Row) -> bool:
-    """Whether each token of the answer of the first row is the argmax, from logits [B, S, V]."""
+    """Return True if each token of the first row's answer is the argmax, from logits [B, S, V]."""
     return logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1).tolist() == list(row.tokens[row.start :])
 
 

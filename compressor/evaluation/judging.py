@@ -4,7 +4,6 @@ Under teacher forcing the base's answer is what a model has said so far, whateve
 answer's tokens count. Rows are padded on the right: what follows a token does not reach it, so no mask is needed.
 """
 
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from compressor.evaluation.conditions import Condition, Verdict
 from compressor.evaluation.domains import judged
 from compressor.evaluation.endings import Markers
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
-from compressor.evaluation.judged import CONFIDENCE, Judged
+from compressor.evaluation.judged import CONFIDENCE, DomainFigures, Judged
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import first_part, has_chat_template, load_tokenizer, render_chat
@@ -41,7 +40,7 @@ END, THINKING_END = "the answer", "its thinking"
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """What both models read, and what may rise in it."""
+    """Texts and answers that both models read, and how far figures may rise."""
 
     texts: tuple[str, ...] = ()  # SOURCE or SOURCE=DOMAIN
     samples: int = SAMPLES
@@ -58,9 +57,6 @@ class Judging:
                 f"{self.samples} sequences of {self.length} tokens tell no difference; give --text-samples {FEWEST} "
                 f"and --text-length {SHORTEST} at the least"
             )
-        for option, limit in self.limits.values():
-            if not (math.isfinite(limit) and limit > 0):
-                raise CompressionError(f"{option} {limit} can never be shown; give a number above 0, such as 0.05")
 
     @property
     def limits(self) -> dict[str, tuple[str, float]]:
@@ -83,23 +79,23 @@ def text_sets(
     A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
     is too short even so.
     """
-    found = defaultdict[str, list[torch.Tensor]](list)
-    for source, domain in map(domain_of, dict.fromkeys(arguments)):
-        most, entry = samples * length, WeightedSource(source, 1.0)
-        stream = read_tokens(entry, tokenizer, most, seed, vocabulary, "text", strict)
+    batches = defaultdict[str, list[torch.Tensor]](list)
+    for argument in dict.fromkeys(arguments):
+        source, domain = domain_of(argument)
+        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text", strict)
         tokens = len(stream.ids)
-        own = min(length, tokens // FEWEST)
-        if own < SHORTEST:
+        sequence_length = min(length, tokens // FEWEST)
+        if sequence_length < SHORTEST:
             raise CompressionError(
                 f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
                 f"{FEWEST * SHORTEST:,}"
             )
-        found[domain] += stream.rows(own)[:samples].split(BATCH_SIZE)
-    return tuple(EvaluationSet(domain, tuple(batches)) for domain, batches in found.items())
+        batches[domain] += stream.rows(sequence_length)[:samples].split(BATCH_SIZE)
+    return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class TeacherForcedAnswer:
     """An answer that models read, an end token included where it ended, and the tokens that it answers."""
 
     id: str  # the prompt's
@@ -109,43 +105,46 @@ class Forced:
     seed: int = 0
 
 
-def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> Forced:
+def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
     """An answer that was written; one without tokens, a server's, is tokenised anew. `end` ends it then."""
     tokens = answer.tokens
     if not tokens:
-        own = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
-        tokens = (*own, *([end] if answer.ended == "end" else []))
-    return Forced(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
+        tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+        if answer.ended == "end":
+            tokens += (end,)
+    return TeacherForcedAnswer(prompt.id, prompt.domain, tokens_of(prompt, tokenizer, chat), tokens, answer.seed)
 
 
 def read_answers(
     arguments: Sequence[str], tokenizer: Any, stops: Collection[int], most: int = sys.maxsize, strict: bool = False
-) -> tuple[Forced, ...]:
+) -> tuple[TeacherForcedAnswer, ...]:
     """The answers of `FILE` or `FILE=DOMAIN`: rows with prompt and answer, or messages that end with the assistant's.
 
     A row's own `domain` counts where none is named. An answer without an end token gets one, unless its row says
     `"ended": "length"`. Rows that template or tokenizer cannot take, or not in `most` tokens, are left out with one
     warning for each file, or refused if `strict`.
     """
-    found = list[Forced]()
+    answers = list[TeacherForcedAnswer]()
     for argument in arguments:
         source, domain = domain_of(argument)
         left_out = LeftOut(f"answers of {source}", strict)
         with quiet_transformers():
             for where, row in source_rows(WeightedSource(source, 1.0), 0, "answers").rows:
                 with left_out.each():
-                    named = row.get("domain") if isinstance(row, Mapping) and source == argument else None
-                    chosen = named if isinstance(named, str) else domain
-                    found.append(_given(row, chosen, tokenizer, stops, most, where, left_out))
+                    own_domain = domain
+                    if source == argument and isinstance(row, Mapping):
+                        own_domain = str(row.get("domain") or domain)
+                    answers.append(_given(row, own_domain, tokenizer, stops, most, where, left_out))
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--answers {source} has no answers; give it rows with prompt and answer")
-    return tuple(found)
+    return tuple(answers)
 
 
 def _given(
     row: Any, domain: str, tokenizer: Any, stops: Collection[int], most: int, where: str, left_out: LeftOut
-) -> Forced:
+) -> TeacherForcedAnswer:
+    """A row's answer; raises `ItemError` for one that cannot be read."""
     conversation = read_row(row, None, where, COLUMNS)
     note_columns(row, conversation, left_out)
     *asked, last = conversation.messages
@@ -153,8 +152,8 @@ def _given(
         raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
     is_pair = len(conversation.columns) == 2 and len(asked) == 1
     if is_pair and not has_chat_template(tokenizer):
-        prompt, text = Prompt.of(asked[0]["content"], domain, where=where), str(last["content"])
-        before = tokens_of(prompt, tokenizer, most=most)
+        prompt = Prompt.of(asked[0]["content"], domain, where=where)
+        before, text = tokens_of(prompt, tokenizer, most=most), str(last["content"])
     else:
         prompt = Prompt.of(asked, domain, conversation.tools, where)
         before = tokens_of(prompt, tokenizer, most=most)
@@ -163,62 +162,69 @@ def _given(
             opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
-        same = (place for place, pair in enumerate(zip(whole, opening, strict=False)) if pair[0] != pair[1])
-        text = whole[next(same, min(len(whole), len(opening))) :]
+        begin = 0
+        while whole[begin : begin + 1] == opening[begin : begin + 1] != "":
+            begin += 1
+        text = whole[begin:]
+    if not text.strip():
+        raise ItemError(f"{where} has an empty answer; give it some text or remove it")
     try:
         ids = [int(token) for token in first_part(tokenizer, text, most + 1)[1]]
     except Exception as error:  # tokenizers, too
         raise untaken(where, error, "tokenizer") from error
-    end = next((place for place, token in enumerate(ids) if token in stops), None)
+    end = next((index for index, token in enumerate(ids) if token in stops), None)
     if end is not None:
         ids = ids[: end + 1]  # a template may go on after it
     elif stops and row.get("ended") != "length":
-        own = tokenizer.eos_token_id
-        ids.append(own if own in stops else min(stops))
-    if not text.strip():
-        raise ItemError(f"{where} has an empty answer; give it some text or remove it")
+        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in stops else min(stops))
     if len(before) + len(ids) > most:
         raise ItemError(f"{where} has more tokens than the {most:,} positions that the model was made for; shorten it")
-    return Forced(prompt.id, domain, before, tuple(ids))
+    return TeacherForcedAnswer(prompt.id, domain, before, tuple(ids))
 
 
-def answer_sets(answers: Sequence[Forced], vocabulary: int) -> tuple[tuple[EvaluationSet, ...], tuple[Forced, ...]]:
-    """A set for each domain, the longest first, of which the answers' tokens count; and the answers in that order."""
-    if strange := next((each for each in answers if max(*each.prompt, *each.answer) >= vocabulary), None):
-        token = max(*strange.prompt, *strange.answer)
+def answer_sets(
+    answers: Sequence[TeacherForcedAnswer], vocabulary: int
+) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
+    """A set for each domain, the longest first, of which answers count; and the answers in that order."""
+    largest = max((max(*answer.prompt, *answer.answer) for answer in answers), default=0)
+    if largest >= vocabulary:
         raise CompressionError(
-            f"the tokenizer makes token {token}, the model knows {vocabulary}; they do not belong together"
+            f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
         )
-    sets, order = list[EvaluationSet](), list[Forced]()
-    for domain in dict.fromkeys(each.domain for each in answers):
-        own = sorted((each for each in answers if each.domain == domain), key=_length, reverse=True)
+    sets, order = list[EvaluationSet](), list[TeacherForcedAnswer]()
+    for domain in dict.fromkeys(answer.domain for answer in answers):
+        of_domain = [answer for answer in answers if answer.domain == domain]
+        of_domain.sort(key=_length, reverse=True)
         batches, masks = list[torch.Tensor](), list[torch.Tensor]()
-        for rows in (own[begin : begin + BATCH_SIZE] for begin in range(0, len(own), BATCH_SIZE)):
+        for begin in range(0, len(of_domain), BATCH_SIZE):
+            rows = of_domain[begin : begin + BATCH_SIZE]
             batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
-            places = torch.arange(batches[-1].shape[1])
-            masks.append(torch.stack([(places >= len(row.prompt)) & (places < _length(row)) for row in rows]))
+            positions = torch.arange(batches[-1].shape[1])
+            counted = [(positions >= len(row.prompt)) & (positions < _length(row)) for row in rows]
+            masks.append(torch.stack(counted))
         sets.append(EvaluationSet(domain, tuple(batches), tuple(masks)))
-        order += own
+        order += of_domain
     return tuple(sets), tuple(order)
 
 
-def _length(answer: Forced) -> int:
+def _length(answer: TeacherForcedAnswer) -> int:
     return len(answer.prompt) + len(answer.answer)
 
 
 def marks_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[int, ...]]:
     """Tokens that end an answer, and those that end its thinking where the tokenizer has one for that."""
-    closings = (
-        tokenizer(closing, add_special_tokens=False)["input_ids"] for _, closing in Markers.of(tokenizer).thinking
-    )
-    thinking = {int(ids[0]) for ids in closings if len(ids) == 1}
+    thinking = set[int]()
+    for _, closing in Markers.of(tokenizer).thinking:
+        ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            thinking.add(int(ids[0]))
     named = {END: tuple(sorted(stops)), THINKING_END: tuple(sorted(thinking))}
     return {name: ids for name, ids in named.items() if ids}
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedFigures:
-    """What one answer shows: the means of an answer's tokens, and what both models give its end."""
+    """Figures of one answer: the means of an answer's tokens, and what both models give its end."""
 
     id: str
     seed: int
@@ -232,7 +238,7 @@ class ForcedFigures:
 
 @dataclass(frozen=True, slots=True)
 class JudgedModels:
-    """What text and answers showed; None of what was not read."""
+    """Divergence on text and on answers; None of what was not read."""
 
     text: Judged | None = None
     answers: Judged | None = None
@@ -243,7 +249,7 @@ def judge(
     base: OpenModel,
     compressed: OpenModel,
     texts: Sequence[EvaluationSet] = (),
-    answers: Sequence[Forced] = (),
+    answers: Sequence[TeacherForcedAnswer] = (),
     marks: Mapping[str, Sequence[int]] | None = None,
     confidence: float = CONFIDENCE,
     progress: Progress | None = None,
@@ -262,44 +268,46 @@ def judge(
     return JudgedModels(
         judged(figures, of_texts, (), confidence) if of_texts else None,
         judged(figures, of_answers, [*named], confidence) if of_answers else None,
-        tuple(_each(order, figures.of(of_answers))),
+        tuple(_figures_of_answers(order, figures.of(of_answers))),
     )
 
 
-def _each(answers: Sequence[Forced], figures: Figures) -> Iterator[ForcedFigures]:
-    for number, answer in enumerate(answers):
+def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures) -> Iterator[ForcedFigures]:
+    for index, answer in enumerate(answers):
         end = elsewhere = None
-        tokens, kl, flips = len(answer.answer), float(figures.kl[number]), float(figures.flips[number])
+        tokens = len(answer.answer)
         if figures.marks.shape[1]:
-            due, here, ours_here, there, ours_there = figures.marks[number, 0].tolist()
-            end = (here / due, ours_here / due) if due else None
-            elsewhere = (there / (tokens - due), ours_there / (tokens - due)) if tokens > due else None
+            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.marks[index, 0].tolist()
+            if due:
+                end = (base / due, smaller / due)
+            if tokens > due:
+                elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
+        kl, flips = float(figures.kl[index]), float(figures.flips[index])
         yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class EvaluationInputs:
     """The base, opened, and all that is to be read; no weight is read to make one."""
 
     base: OpenModel
     texts: tuple[EvaluationSet, ...]
-    answers: tuple[Forced, ...]
+    answers: tuple[TeacherForcedAnswer, ...]
 
 
-def read_all(base: StockWriter, wanted: Judging) -> Readings:
+def read_all(base: StockWriter, wanted: Judging) -> EvaluationInputs:
     """Read texts and given answers; raises `CompressionError` for what the base's tokenizer cannot take."""
     model = open_model(base.source, base.dtype, base.device)
-    tokenizer, answers = load_tokenizer(base.source.folder), tuple[Forced, ...]()
+    tokenizer, answers = load_tokenizer(base.source.folder), tuple[TeacherForcedAnswer, ...]()
     if wanted.answers:
-        facts = base.opened()[1]
+        _, facts = base.opened()
         answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
-    sizes = wanted.samples, wanted.length
-    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, *sizes, strict=wanted.strict)
-    return Readings(model, texts, answers)
+    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, wanted.samples, wanted.length, strict=wanted.strict)
+    return EvaluationInputs(model, texts, answers)
 
 
 def judge_both(
-    readings: Readings,
+    readings: EvaluationInputs,
     base: StockWriter,
     compressed: StockWriter,
     written: Sequence[tuple[Prompt, Answer]] = (),
@@ -311,7 +319,8 @@ def judge_both(
     answers, marks = readings.answers, dict[str, tuple[int, ...]]()
     if answers or written:
         tokenizer, facts = base.opened()
-        answers += tuple(forced(*each, tokenizer, min(facts.stops), chat) for each in written)
+        end = min(facts.stops)
+        answers += tuple(forced(prompt, answer, tokenizer, end, chat) for prompt, answer in written)
         marks = marks_of(tokenizer, facts.stops)
     other = open_model(compressed.source, compressed.dtype, compressed.device)
     return judge(readings.base, other, readings.texts, answers, marks, confidence, progress)
@@ -322,21 +331,34 @@ def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
     """
+    rows = list[tuple[str, str, DomainFigures]]()  # what they are of, what there should be more of, and the figures
+    for reading, of, more in ((found.text, "", "text"), (found.answers, "answers of ", "answers")):
+        if reading is not None:
+            rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
+    alpha, tests = 1 - confidence, max(1, len(wanted.limits) * len(rows))
     conditions = []
-    reads = [(found.text, "", "text"), (found.answers, "answers of ", "answers")]
-    count = max(1, len(wanted.limits) * sum(len(read.domains) for read, _, _ in reads if read is not None))
-    for read, of, more in reads:
-        for row in () if read is None else read.domains:
-            alpha, freedom = 1 - confidence, max(row.sequences - 1, 1)
-            farther = float(student_t.isf(alpha / count, freedom) / student_t.isf(alpha, freedom))
-            for name, (option, limit) in wanted.limits.items():
-                pair, what = (row.flips, "share of flips") if name == "flips" else (row.loss, "rise of the loss")
-                verdict: Verdict = "pass" if pair.upper <= limit else "inconclusive"
-                if pair.change - farther * (pair.change - pair.lower) > limit:
-                    verdict = "fail"
-                base = pair.base if name == "loss" else None
-                named, figures = f"{what} on {of}{row.domain}", (pair.change, pair.lower, pair.upper)
-                advice = f"give it more {more}, or allow more" if verdict == "inconclusive" else ""
-                of_both = (base, pair.compressed, advice)
-                conditions.append(Condition(named, option, limit, *figures, row.tokens, "tokens", verdict, *of_both))
+    for domain, more, row in rows:
+        freedom = max(row.sequences - 1, 1)
+        farther = float(student_t.isf(alpha / tests, freedom) / student_t.isf(alpha, freedom))
+        for name, (option, limit) in wanted.limits.items():
+            figure = row.flips if name == "flips" else row.loss
+            verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
+            if figure.change - farther * (figure.change - figure.lower) > limit:
+                verdict = "fail"
+            conditions.append(
+                Condition(
+                    name=f"{'share of flips' if name == 'flips' else 'rise of the loss'} on {domain}",
+                    option=option,
+                    limit=limit,
+                    observed=figure.change,
+                    lower=figure.lower,
+                    upper=figure.upper,
+                    items=row.tokens,
+                    unit="tokens",
+                    verdict=verdict,
+                    base=figure.base if name == "loss" else None,
+                    compressed=figure.compressed,
+                    advice=f"give it more {more}, or allow more" if verdict == "inconclusive" else "",
+                )
+            )
     return tuple(conditions)

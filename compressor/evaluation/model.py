@@ -75,7 +75,7 @@ class AnswerWatch:
 
 
 class Watched(TemplateLM):
-    """Of one of lm-eval's models: an `AnswerWatch` sees its answers."""
+    """Lets an `AnswerWatch` see the answers of one of lm-eval's models."""
 
     tok_encode: Any  # of lm-eval's model
 
@@ -172,19 +172,19 @@ def inputs_of(requests: Sequence[Request], most: int) -> list[Input]:
     for number, (before, after) in enumerate(requests):
         continuations[(*before, *after)[-most - 1 : -1]].append((number, tuple(after)))
     inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
-    return sorted(inputs, key=lambda each: (-len(each.tokens), each.tokens))
+    return sorted(inputs, key=lambda row: (-len(row.tokens), row.tokens))
 
 
 def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
     """The inputs in their order, at most so many rows and scored positions to a batch, of which each has a row."""
     batches: list[list[Input]] = []
     left = 0
-    for each in inputs:
-        if not batches or len(batches[-1]) == rows or each.scored > left:
+    for row in inputs:
+        if not batches or len(batches[-1]) == rows or row.scored > left:
             batches.append([])
             left = positions
-        batches[-1].append(each)
-        left -= each.scored
+        batches[-1].append(row)
+        left -= row.scored
     return batches
 
 
@@ -199,10 +199,11 @@ def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answe
         likelihoods.append(logs.gather(1, expected))
         matches.append(logs.argmax(-1, keepdim=True) == expected)
     values, greedy = torch.cat(likelihoods), torch.cat(matches)
-    return [
-        (float(values[-len(tokens) :, column].sum()), bool(greedy[-len(tokens) :, column].all()))
-        for column, tokens in enumerate(continuations)
-    ]
+    answers = []
+    for column, tokens in enumerate(continuations):
+        answer = slice(len(logits) - len(tokens), None)
+        answers.append((float(values[answer, column].sum()), bool(greedy[answer, column].all())))
+    return answers
 
 
 class _Answers(LayerVisitor):
@@ -211,7 +212,8 @@ class _Answers(LayerVisitor):
     repeatable = True
 
     def __init__(self, batches: Sequence[Sequence[Input]]) -> None:
-        self.batches, self.found = batches, dict[int, Answer]()
+        self.batches = batches
+        self.answers = dict[int, Answer]()  # by request
         self.chosen = False
 
     def on_batch_start(self, batch: int) -> None:
@@ -220,7 +222,7 @@ class _Answers(LayerVisitor):
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
         """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
         hidden, batch = args[0], self.batches[self.at.batch]
-        if hidden.shape[:-1] != (len(batch), max(len(each.tokens) for each in batch)):
+        if hidden.shape[:-1] != (len(batch), max(len(row.tokens) for row in batch)):
             return None
         self.chosen = True
         return (_scored(hidden, batch)[None], *args[1:])
@@ -229,16 +231,19 @@ class _Answers(LayerVisitor):
     def on_batch_end(self, batch: int, output: Any) -> None:
         rows = self.batches[batch]
         logits = output.logits[0] if self.chosen else _scored(output.logits, rows)
-        for each, part in zip(rows, logits.split([each.scored for each in rows]), strict=True):
-            answers = scores(part, [tokens for _, tokens in each.continuations])
-            for (number, _), answer in zip(each.continuations, answers, strict=True):
-                self.found[number] = answer
+        for row, part in zip(rows, logits.split([row.scored for row in rows]), strict=True):
+            answers = scores(part, [tokens for _, tokens in row.continuations])
+            for (number, _), answer in zip(row.continuations, answers, strict=True):
+                self.answers[number] = answer
 
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
     """[B, S, ...] -> [N, ...]: each row's scored positions, which are the last of its own tokens."""
-    spans = [(row, len(each.tokens) - each.scored, len(each.tokens)) for row, each in enumerate(batch)]
-    return torch.cat([values[row, begin:end] for row, begin, end in spans])
+    spans = []
+    for row, own_values in zip(batch, values, strict=True):
+        end = len(row.tokens)
+        spans.append(own_values[end - row.scored : end])
+    return torch.cat(spans)
 
 
 class StreamedModel(WatchedModel):
@@ -270,28 +275,35 @@ class StreamedModel(WatchedModel):
         if not requests:
             return []
         pairs = [(before, after) for _, before, after in requests]
-        if not all(before and after for before, after in pairs):
-            raise CompressionError("an item has a prompt or an answer without a token; give both some text")
-        if longest := max((len(after) for _, after in pairs if len(after) > self.max_length), default=0):
-            raise CompressionError(f"an answer has {longest:,} tokens, the model takes {self.max_length:,}; shorten it")
+        for before, after in pairs:
+            if not before or not after:
+                raise CompressionError("an item has a prompt or an answer without a token; give both some text")
+            if len(after) > self.max_length:
+                raise CompressionError(
+                    f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
+                )
         model, free_memory = self.opened, available()
         batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
         budget = DEFAULT_ACTIVATION_BUDGET
         if free_memory is not None:
             budget = min(budget, free_memory // WAITING_SHARE)
         # padded on the right: what follows a token does not reach it, so no mask is needed
-        tokens = [pad_sequence([torch.tensor(each.tokens) for each in batch], batch_first=True) for batch in batches]
-        answers = _Answers(batches)
+        tokens = []
+        for batch in batches:
+            tokens.append(pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True))
+        visitor = _Answers(batches)
         phase = f"Evaluating {self.watcher.model} on {self.watcher.task}, layer by layer"
         one = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
         head = head_of(model.partial.model)
-        with head.register_forward_pre_hook(answers.before_head) if head is not None else nullcontext():
-            one.run(answers)
-        every = {number: answer for each in ranks().all_gather(answers.found) for number, answer in each.items()}
+        with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
+            one.run(visitor)
+        answers = dict[int, Answer]()
+        for of_rank in ranks().all_gather(visitor.answers):
+            answers |= of_rank
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
-                self.cache_hook.add_partial("loglikelihood", request, every[number])
-        return [every[number] for number in range(len(pairs))]
+                self.cache_hook.add_partial("loglikelihood", request, answers[number])
+        return [answers[number] for number in range(len(pairs))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         raise CompressionError("a streamed model writes no answers; pass --no-stream")

@@ -1,7 +1,7 @@
 """Options of text generation, and of servers. Importing this loads no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
@@ -29,6 +29,10 @@ class GenerationOptions:
         check_fields(self)
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise CompressionError("--top-p and --top-k have no effect without sampling; add --temperature 1")
+
+    def facts(self, *names: str) -> dict[str, Any]:
+        """Some of the options by name."""
+        return {name: getattr(self, name) for name in names}
 
 
 SECONDS = 300.0  # to wait for an answer

@@ -51,11 +51,14 @@ class Prompt:
         return cls(identity, domain, text, tuple(asked), tools, where)
 
     @property
+    def chat(self) -> list[Mapping[str, Any]]:
+        """The messages of a chat, or the text as a user's message."""
+        return list(self.messages) or [{"role": "user", "content": self.text}]
+
+    @property
     def shown(self) -> str:
-        """What it asks, for people: the text, or the last message's."""
-        if self.text is not None:
-            return self.text
-        content = self.messages[-1].get("content")
+        """The text, or the last message's, for people."""
+        content = self.messages[-1].get("content") if self.text is None else self.text
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
@@ -68,24 +71,24 @@ def read_prompts(
     asked without it. Of a text file each document is a prompt, or each line where no blank lines separate documents.
     Rows without a prompt are left out with one warning for each source, or refused if `strict`.
     """
-    found = dict[str, Prompt]()
+    prompts = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
         read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
         rows = _lines(read.rows) if read.is_prose else read.rows
+        column = Address.parse(source).column
         left_out, taken = LeftOut(f"prompts of {source}", strict), 0
         most = OF_A_DATA_SET if limit is None and read.is_streamed else limit
         for where, row in rows:
             with left_out.each():
-                prompt = _prompt(row, Address.parse(source).column, domain, where, left_out)
-                if prompt.id not in found:
-                    found[prompt.id] = prompt
-                    taken += 1
+                prompt = _prompt(row, column, domain, where, left_out)
+                taken += prompt.id not in prompts
+                prompts.setdefault(prompt.id, prompt)
             if taken == most:
                 break
         left_out.report()
         if not left_out.used:
             raise CompressionError(f"--prompts {source} has no prompts; give it some text")
-    return tuple(found.values())
+    return tuple(prompts.values())
 
 
 def usable_prompts(
@@ -95,14 +98,14 @@ def usable_prompts(
 
     The others are left out with one warning, or refused if `strict`.
     """
-    found, left_out = list[Prompt](), LeftOut("prompts", strict)
+    usable, left_out = list[Prompt](), LeftOut("prompts", strict)
     with quiet_transformers():
         for prompt in prompts:
             with left_out.each():
                 tokens_of(prompt, tokenizer, chat, most)
-                found.append(prompt)
+                usable.append(prompt)
     left_out.report()
-    return tuple(found)
+    return tuple(usable)
 
 
 def _lines(rows: Iterable[Row]) -> Iterator[Row]:
@@ -119,8 +122,10 @@ def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: Lef
     if column is None:
         note_columns(row, conversation, left_out, ANSWERS)
     name, text = conversation.columns[0], conversation.text
-    if text is not None and (name not in ASKING or not text.strip()):
-        return _of_text(text, domain, where)
+    if text is not None and not text.strip():
+        raise ItemError(f"{where} has no text; give it some or remove it")
+    if text is not None and name not in ASKING:
+        return Prompt.of(text.removesuffix("\n"), domain, where=where)
     messages = conversation.messages
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
@@ -129,10 +134,9 @@ def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: Lef
     return Prompt.of(messages, domain, conversation.tools, where, text)
 
 
-def _of_text(text: str, domain: str, where: str) -> Prompt:
-    if not text.strip():
-        raise ItemError(f"{where} has no text; give it some or remove it")
-    return Prompt.of(text.removesuffix("\n"), domain, where=where)
+def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:
+    """Return True if a prompt is put into the chat template."""
+    return prompt.text is None or chat or (bool(prompt.messages) and has_chat_template(tokenizer))
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -158,22 +162,21 @@ def tokens_of(prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sy
     With `chat` a text is put into the template, too, as a user's message. Where the tokens are more than `most`, not
     all of them are made, and `ItemError` is raised.
     """
-    if prompt.text is not None and not (chat or (prompt.messages and has_chat_template(tokenizer))):
-        text, _ = first_part(tokenizer, prompt.text, most)
-        try:
-            ids = encode_text(tokenizer, text)
-        except CompressionError as error:
-            raise ItemError(f"{prompt.where}: {error}") from error
-    else:
-        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    if is_chat(prompt, tokenizer, chat):
         require_template(tokenizer, f"{prompt.where or 'a prompt'} is a chat")
         taker = "chat template"
         try:
-            text = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+            text = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
             taker = "tokenizer"
             ids = tuple(map(int, first_part(tokenizer, text, most + 1)[1]))
         except Exception as error:  # templates are programs
             raise untaken(prompt.where, error, taker) from error
+    else:
+        text, _ = first_part(tokenizer, str(prompt.text), most)
+        try:
+            ids = encode_text(tokenizer, text)
+        except CompressionError as error:
+            raise ItemError(f"{prompt.where}: {error}") from error
     if not ids:
         raise ItemError(f"{prompt.where}: the chat template makes nothing of it")
     if len(ids) > most:

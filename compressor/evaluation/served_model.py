@@ -6,9 +6,12 @@ A run that a server's timeout ended goes on from what it has been answered. Impo
 import copy
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,30 @@ from compressor.evaluation.generate import read_facts
 from compressor.evaluation.model import Watched
 from compressor.evaluation.server import AT_ONCE, PromptScores, Server
 from compressor.evaluation.server_client import Completion
-from compressor.evaluation.tasks import WRITTEN, EvaluationOptions
+from compressor.evaluation.tasks import EvaluationOptions
 from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
-Question = tuple[str, Mapping[str, Any], Callable[[Completion], Any]]  # its key, payload, and how to read it
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and how its answer is read; `item` is lm-eval's key of it, None for a window of a longer text."""
+
+    key: str  # of the journal
+    payload: Mapping[str, Any]
+    read: Callable[[Completion], Any]
+    item: Any
 
 
 class ServedModel(Watched, LocalCompletionsAPI):
     """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
 
-    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, kept: Path) -> None:
+    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
-        self.server, self.kept = server, kept
+        self.server, self.journal = server, journal
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer_backend, self.tokenized_requests = "huggingface", server.scored == "tokens"
         positions = read_facts(folder).positions or POSITIONS
@@ -48,42 +60,44 @@ class ServedModel(Watched, LocalCompletionsAPI):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """The answers to requests, each a key of the cache, a context's tokens and a continuation's."""
-        inputs, contexts, keys = self.batch_loglikelihood_requests([requests])
+        inputs, contexts, items = self.batch_loglikelihood_requests([requests])
         questions = []
-        for tokens, begin in zip(inputs, contexts, strict=True):
+        for tokens, begin, item in zip(inputs, contexts, items, strict=True):
             payload = self._create_payload(self._prompt(tokens), seed=self._seed)
             read = partial(self._likelihood, tokens, max(1, begin))
-            questions.append((_digest(payload, begin), payload, read))
-        return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions, keys)]
+            questions.append(Question(_digest(payload, begin), payload, read, item))
+        return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         self.watcher.start(len(requests))
-        questions, keys = [], []
+        questions = []
         for context, settings in (request.args for request in requests):
-            most = settings.get("max_gen_toks", self._max_gen_toks)
-            room = max(1, self.max_length - most)
+            room = max(1, self.max_length - settings.get("max_gen_toks", self._max_gen_toks))
             prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
             settings = copy.deepcopy(settings)
             payload = self._create_payload(
                 self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
             )
             payload |= self.server.plain
-            questions.append((_digest(payload), payload, lambda response: response.choices[0].text))
-            keys.append((context, settings))
-        return self._answers(WRITTEN, questions, keys)
+            item = (context, settings)
+            questions.append(Question(_digest(payload), payload, lambda response: response.choices[0].text, item))
+        return self._answers("generate_until", questions)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihoods of whole texts, of which all windows are asked together."""
         self.watcher.start(len(requests))
-        texts = (self.tok_encode(text) for (text,) in (request.args for request in requests))
-        # the token before a text, the tokens of a window, and of the context of each
-        cuts = (get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1) for tokens in texts)
-        windows = [list(map(make_disjoint_window, own)) for own in cuts]
-        every = iter(self._loglikelihood_tokens([(None, *window) for own in windows for window in own]))
-        found = [sum(next(every)[0] for _ in own) for own in windows]
-        for request, value in zip(requests, found, strict=True):
+        windows, counts = list[Any](), list[int]()
+        for (text,) in (request.args for request in requests):
+            # the token before a text, the tokens of a window, and of the context of each
+            cuts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            of_text = [(None, *make_disjoint_window(cut)) for cut in cuts]
+            windows += of_text
+            counts.append(len(of_text))
+        likelihoods = iter([value for value, _ in self._loglikelihood_tokens(windows)])
+        sums = [sum(islice(likelihoods, count)) for count in counts]
+        for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
-        return found
+        return sums
 
     def _prompt(self, prompt: Any) -> Any:
         """Token ids as they are where the server takes them, or else text."""
@@ -101,32 +115,32 @@ class ServedModel(Watched, LocalCompletionsAPI):
             "another tokenizer; name another task, or serve the model by vLLM"
         )
 
-    def _answers(self, kind: str, questions: Sequence[Question], keys: Sequence[Any]) -> list[Any]:
-        """The answer to each question, which is kept under its key; the same one is asked once."""
-        known = dict(_lines(self.kept))
-        places: dict[str, list[int]] = {}
-        for number, (key, _, _) in enumerate(questions):
-            places.setdefault(key, []).append(number)
+    def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
+        """The answer to each question, which the journal keeps under its key; the same one is asked once."""
+        known = dict(_lines(self.journal))
+        alike = defaultdict[str, list[Question]](list)
+        for question in questions:
+            alike[question.key].append(question)
 
-        def seen(key: str) -> None:
-            for number in places[key]:
-                if keys[number] is not None:  # windows of a longer text are watched as one
-                    self.cache_hook.add_partial(kind, keys[number], known[key])
+        def report(key: str) -> None:
+            for question in alike[key]:
+                if question.item is not None:
+                    self.cache_hook.add_partial(kind, question.item, known[key])
 
-        for key in known.keys() & places.keys():
-            seen(key)
-        missing = [questions[numbers[0]] for key, numbers in places.items() if key not in known]
+        for key in known.keys() & alike.keys():
+            report(key)
+        missing = [same[0] for key, same in alike.items() if key not in known]
         ask = partial(self.server.ask, "/completions", Completion)
-        asking = self.server.all(missing, lambda question: ask(question[1]), self.at_once)
-        with wrap_full_disk(self.kept.parent):
-            self.kept.parent.mkdir(parents=True, exist_ok=True)
-            with self.kept.open("a", encoding="utf-8") as stream:
-                for (key, _, read), response in asking:
-                    known[key] = read(response)
-                    stream.write(f"\n{json.dumps([key, known[key]])}")
+        asking = self.server.all(missing, lambda question: ask(question.payload), self.at_once)
+        with wrap_full_disk(self.journal.parent):
+            self.journal.parent.mkdir(parents=True, exist_ok=True)
+            with self.journal.open("a", encoding="utf-8") as stream:
+                for question, response in asking:
+                    known[question.key] = question.read(response)
+                    stream.write(f"\n{json.dumps([question.key, known[question.key]])}")
                     stream.flush()
-                    seen(key)
-        return [known[key] for key, _, _ in questions]
+                    report(question.key)
+        return [known[question.key] for question in questions]
 
 
 @contextmanager
@@ -140,8 +154,8 @@ def _digest(*asked: Any) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _lines(kept: Path) -> Iterator[tuple[str, Any]]:
-    with suppress(OSError), kept.open("rb") as stream:
+def _lines(journal: Path) -> Iterator[tuple[str, Any]]:
+    with suppress(FileNotFoundError), journal.open("rb") as stream:
         for line in stream:
             with suppress(ValueError):  # a line that was cut off
                 yield LINE.validate_json(line)

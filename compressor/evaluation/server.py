@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from compressor.errors import KEY_VARIABLE, CompressionError
 from compressor.evaluation.options import SECONDS, ServerOptions
 from compressor.evaluation.server_client import Client, Completion, Logprobs, Models, RefusedError, Version
-from compressor.evaluation.tasks import WRITTEN, EvaluationTask
+from compressor.evaluation.tasks import EvaluationTask
 from compressor.files import file_digest
 from compressor.formatting import known_names
 from compressor.model.tokenizer import load_tokenizer
@@ -48,13 +48,14 @@ class Server(Client):
         return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
 
     def all(self, asked: Sequence[Q], ask: Callable[[Q], T], at_once: int = AT_ONCE) -> Iterator[tuple[Q, T]]:
-        """What each question leads to, as soon as it is there, several at once.
+        """Yield each question with its answer, as soon as it is there, several at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
-        stop, fault = threading.Event(), None
+        stop = threading.Event()
+        first_error: CompressionError | None = None
 
-        def one(question: Q) -> tuple[Q, T] | None:
+        def ask_unless_stopped(question: Q) -> tuple[Q, T] | None:
             if stop.is_set():
                 return None
             try:
@@ -65,14 +66,16 @@ class Server(Client):
 
         pool = ThreadPoolExecutor(at_once)
         try:
-            for future in as_completed([pool.submit(one, question) for question in asked]):
+            for future in as_completed([pool.submit(ask_unless_stopped, question) for question in asked]):
                 try:
-                    if (found := future.result()) is not None:
-                        yield found
+                    answered = future.result()
                 except CompressionError as error:
-                    fault = fault or error
-            if fault is not None:
-                raise fault
+                    first_error = first_error or error
+                    continue
+                if answered is not None:
+                    yield answered
+            if first_error is not None:
+                raise first_error
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -97,11 +100,12 @@ class Server(Client):
                 logs = self.ask("/completions", Completion, question).choices[0].logprobs
                 if PromptScores.of(logs, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
-                if (found := PromptScores.of(logs, len(ids), pieces)) is None:
+                scores = PromptScores.of(logs, len(ids), pieces)
+                if scores is None:
                     raise other
-                if found.shifted():
+                if scores.shifted():
                     break
-                facts = {**self.facts, "answer": "".join(found.written)}
+                facts = {**self.facts, "answer": "".join(scores.written)}
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
@@ -109,15 +113,12 @@ class Server(Client):
                 break
         else:  # it knows chats alone
             return self
-        counted = response.usage and response.usage.prompt_tokens
-        if counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
-            raise other
         return replace(self, facts={**self.facts, "answer": response.choices[0].text}, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What a server says of the n tokens of a prompt, and what it has written after it."""
+    """Log-probabilities of the n tokens of a prompt, and what the server has written after it."""
 
     tokens: Sequence[str]  # [n] their texts
     values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
@@ -127,7 +128,7 @@ class PromptScores:
 
     @classmethod
     def of(cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None) -> "PromptScores | None":
-        """Of a prompt of so many tokens; None if it has none.
+        """Read the scores of a prompt of so many tokens; None if it has none.
 
         Where their texts are given as `pieces`, the tokens have to be these, after one that opens texts if need be.
         """
@@ -135,20 +136,21 @@ class PromptScores:
             return None
         tokens, values, tops = logs.tokens, logs.token_logprobs, logs.top_logprobs
         for begin in (0, 1) if pieces is not None else (0,):
-            own = slice(begin, begin + count)
-            if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[own], pieces):
+            of_prompt = slice(begin, begin + count)
+            if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[of_prompt], pieces):
                 after = tops[begin + count - 1 :]
-                return cls(tokens[own], values[own], tops[own], tokens[begin + count :], after)
+                return cls(tokens[of_prompt], values[of_prompt], tops[of_prompt], tokens[begin + count :], after)
         return None
 
     def shifted(self) -> bool:
-        """Whether what was written is most probable by the token before, more than by itself.
+        """Return True if what was written is most probable by the token before, more than by itself.
 
         Some servers give the probability that each token has after itself.
         """
         tops = [max(top, key=top.__getitem__) if top else None for top in self.after]
-        before, own = (sum(map(eq, self.written, part)) for part in (tops, tops[1:]))
-        return bool(before > own)
+        by_token_before = sum(map(eq, self.written, tops))
+        by_itself = sum(map(eq, self.written, tops[1:]))
+        return bool(by_token_before > by_itself)
 
     def likelihood(self, begin: int) -> tuple[float, bool] | None:
         """The log-likelihood of all tokens from `begin` on, and whether each is the most probable one.
@@ -165,14 +167,18 @@ class PromptScores:
 
 
 def alike(shown: Sequence[str], pieces: Sequence[str] | None) -> bool:
-    """Whether a server's tokens may be these, by their texts, as far as both show them: blanks and parts of characters
-    are shown in several ways."""
+    """Return True if a server's tokens may be these, by their texts, as far as both show them.
+
+    Blanks and parts of characters are shown in several ways.
+    """
 
     def letters(text: str) -> str:
         return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
 
-    pairs = ((letters(one), letters(other)) for one, other in zip(shown, pieces or (), strict=False))
-    return all(one == other or not one or not other or one.startswith("token_id:") for one, other in pairs)
+    for one, other in zip(map(letters, shown), map(letters, pieces or ()), strict=False):
+        if one and other and one != other and not one.startswith("token_id:"):
+            return False
+    return True
 
 
 def open_server(
@@ -221,12 +227,13 @@ def open_server(
 
 def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:
     """The servers of the base and of the smaller model, as far as they are named; each is asked what it has."""
-    named = (
-        (options.base_server, options.base_served_model, ("--base-server", "--base-served-model")),
-        (options.server, options.served_model, ("--server", "--served-model")),
-    )
-    base, smaller = (url and open_server(url, model, options.timeout, both) for url, model, both in named)
-    return base or None, smaller or None
+    base = smaller = None
+    if options.base_server is not None:
+        flags = ("--base-server", "--base-served-model")
+        base = open_server(options.base_server, options.base_served_model, options.timeout, flags)
+    if options.server is not None:
+        smaller = open_server(options.server, options.served_model, options.timeout)
+    return base, smaller
 
 
 def served_facts(server: Server, folder: Path) -> dict[str, Any]:
@@ -237,9 +244,9 @@ def served_facts(server: Server, folder: Path) -> dict[str, Any]:
 
 def refuse_tasks(server: Server, tasks: Sequence[EvaluationTask]) -> None:
     """Refuse a task that needs log-probabilities that the server does not give."""
-    for name, part in (entry for task in tasks for entry in task.parts.items()):
-        if server.scored is None and getattr(part, "OUTPUT_TYPE", None) != WRITTEN:
+    for task in tasks:
+        if server.scored is None and task.kinds != {"generate_until"}:
             raise CompressionError(
-                f"task {name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
+                f"task {task.name!r} takes log-probabilities of its prompts, and {server.label} gives none, or wrong "
                 "ones; name tasks that write their answers (generate_until), or serve the model by vLLM or SGLang"
             )

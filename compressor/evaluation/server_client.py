@@ -1,13 +1,12 @@
 """Requests to an OpenAI-compatible server, and the one place where its answers are checked.
 
-A request follows no redirect, and ends by a deadline, its tries included, however slowly or endlessly the server
-answers. A key is taken from the environment variable OPENAI_API_KEY alone, sent to the server that was named, and kept
-nowhere.
+A request follows no redirect. A key is taken from the environment variable OPENAI_API_KEY alone, sent to the server
+that was named, and kept nowhere.
 """
 
-import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
 BUSY = (408, 425, 429, 502, 503, 504)
 LOCAL = ("localhost", "127.0.0.1", "::1")  # for which no proxy is asked
-MOST_BYTES = 2**25  # of an answer: the log-probabilities of 128,000 tokens take half
 REMEDY = "is it an OpenAI-compatible server?"
 
 
@@ -84,13 +82,8 @@ class TextChoice(Checked):
     logprobs: Lenient[Logprobs] = None
 
 
-class Usage(Checked):
-    prompt_tokens: Lenient[int] = None
-
-
 class Completion(Checked):
     choices: tuple[TextChoice]
-    usage: Lenient[Usage] = None
 
 
 class TextPart(Checked):
@@ -139,7 +132,6 @@ class Refusal(Checked):
 
 
 Answer = TypeVar("Answer", bound=Checked)
-Received = tuple[Any, bytes]  # httpx2's response, and its body
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,47 +139,47 @@ class Client:
     """Sends requests to one address."""
 
     address: str  # of its API, without a slash at the end
-    timeout: float  # seconds for a whole answer, with all tries
+    timeout: float  # seconds to wait for an answer
 
     def ask(self, path: str, kind: type[Answer], payload: Mapping[str, Any] | None = None) -> Answer:
-        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else.
-
-        Half a character in it becomes U+FFFD.
-        """
-        place = f"{self.address}{path}"
-        response, body = self._send(place, payload)
+        """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else."""
+        url = f"{self.address}{path}"
+        response = self._send(url, payload)
         if response.is_error:
-            raise self._refusal(place, response, body)
+            raise _refusal(url, response)
         if not response.is_success:
             location = response.headers.get("location") or "nowhere"
             raise CompressionError(
-                f"{place} redirects to {location}, which is not followed; name the address of the server itself"
+                f"{url} redirects to {location}, which is not followed; name the address of the server itself"
             )
         try:
-            return kind.model_validate_json(_mended(body))
+            return kind.model_validate_json(response.content)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "its answer"
-            raise CompressionError(f"{place}: {field} is wrong ({first['msg']}); {REMEDY}") from error
-        except (ValueError, RecursionError) as error:
-            raise CompressionError(f"{place} answers no JSON ({reason_of(error, 80)}); {REMEDY}") from error
+            raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
-    def _send(self, place: str, payload: Mapping[str, Any] | None) -> Received:
+    def _send(self, url: str, payload: Mapping[str, Any] | None) -> Any:
+        """Send a request until it is answered by something else than an error that may pass."""
         import httpx2
-        from anyio.from_thread import start_blocking_portal
 
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # a small body stays small
+        headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE, "").strip():
-            if not (key.isascii() and key.isprintable()):
-                raise CompressionError(f"{KEY_VARIABLE} has characters that no key has; set it anew")
             headers["Authorization"] = f"Bearer {key}"
-        content = None if payload is None else json.dumps(payload).encode()
-        request = httpx2.Request("GET" if payload is None else "POST", place, headers=headers, content=content)
+        method, content = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        proxies = httpx2.URL(url).host not in LOCAL
         try:
-            with start_blocking_portal() as portal:  # the caller's thread may have an event loop, as in a notebook
-                received: Received = portal.call(self._try, request)
-                return received
-        except TimeoutError as error:
+            with httpx2.Client(timeout=self.timeout, trust_env=proxies, verify=_certificates()) as client:
+                for attempt in range(TRIES - 1):
+                    with suppress(
+                        httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError
+                    ):  # a connection reset
+                        response = client.request(method, url, headers=headers, content=content)
+                        if response.status_code not in BUSY:
+                            return response
+                    time.sleep(PAUSE * 2**attempt)
+                return client.request(method, url, headers=headers, content=content)
+        except httpx2.TimeoutException as error:
             raise CompressionError(
                 f"{self.address} did not answer within {self.timeout:g} seconds; what it has answered is kept: "
                 "see what keeps it, or raise --timeout, and repeat the command"
@@ -197,60 +189,26 @@ class Client:
                 f"{self.address} cannot be reached ({first_line(error)}); start the server, or correct its address"
             ) from error
         except (httpx2.TransportError, OSError) as error:
-            raise CompressionError(f"{place} gave no whole answer ({first_line(error)}); see its log") from error
+            raise CompressionError(f"{url} gave no whole answer ({first_line(error)}); see its log") from error
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
             raise CompressionError(
                 f"{self.address} cannot be asked ({first_line(error)}); correct the address, or the proxy that the "
                 "environment names"
             ) from error
 
-    async def _try(self, request: Any) -> Received:
-        """Send a request until it is answered by something else than an error that may pass."""
-        import httpx2
 
-        proxies = request.url.host not in LOCAL
-        async with (
-            asyncio.timeout(self.timeout),
-            httpx2.AsyncClient(timeout=None, trust_env=proxies, verify=_certificates()) as client,
-        ):
-            for number in range(TRIES - 1):
-                with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):  # a connection reset
-                    response, body = await self._receive(client, request)
-                    if response.status_code not in BUSY:
-                        return response, body
-                await asyncio.sleep(PAUSE * 2**number)
-            return await self._receive(client, request)
-
-    async def _receive(self, client: Any, request: Any) -> Received:
-        """Receive a response and its body, of an error as much of that as comes."""
-        import httpx2
-
-        body = bytearray()
-        response = await client.send(request, stream=True)
-        try:
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if len(body) > MOST_BYTES:
-                    raise CompressionError(f"{request.url} answers more than {MOST_BYTES:,} bytes; {REMEDY}")
-        except httpx2.TransportError:
-            if not response.is_error:
-                raise
-        finally:
-            await response.aclose()
-        return response, bytes(body)
-
-    def _refusal(self, place: str, response: Any, body: bytes) -> CompressionError:
-        status, reason = response.status_code, response.reason_phrase or "no reason"
-        with suppress(ValueError, RecursionError):  # no JSON object
-            refusal = Refusal.model_validate_json(_mended(body))
-            reason = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error or reason
-            reason = refusal.message or reason
-        remedy = "see its log"
-        if status in (401, 403):
-            remedy = f"put its key into the environment variable {KEY_VARIABLE}"
-        elif status == 404:
-            remedy = "is it an OpenAI-compatible server, and has it this model?"
-        return RefusedError(f"{place} answers {status} ({reason_of(Exception(reason))}); {remedy}")
+def _refusal(url: str, response: Any) -> CompressionError:
+    status, reason = response.status_code, response.reason_phrase or "no reason"
+    with suppress(ValidationError):  # no JSON object
+        refusal = Refusal.model_validate_json(response.content)
+        error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
+        reason = refusal.message or error or reason
+    remedy = "see its log"
+    if status in (401, 403):
+        remedy = f"put its key into the environment variable {KEY_VARIABLE}"
+    elif status == 404:
+        remedy = "is it an OpenAI-compatible server, and has it this model?"
+    return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
 
 
 @cache
@@ -259,10 +217,3 @@ def _certificates() -> "ssl.SSLContext":
     import httpx2
 
     return httpx2.create_ssl_context()
-
-
-def _mended(body: bytes) -> str:
-    """JSON text without half characters; raises `ValueError` for what is none."""
-    content = json.loads(body.decode("utf-8-sig", "replace"))
-    text = json.dumps(content, ensure_ascii=False)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

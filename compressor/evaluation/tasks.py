@@ -1,4 +1,4 @@
-"""What is asked of models: the options, lm-eval's tasks and their items, and a version that changes when those do."""
+"""Questions to models: the options, lm-eval's tasks and their items, and a version that changes when those do."""
 
 import hashlib
 import inspect
@@ -15,57 +15,52 @@ from difflib import get_close_matches
 from importlib.resources import as_file, files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from compressor.devices import pick_device
 from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.evaluation.items import Item, read_items
 from compressor.extras import TASKS, require
-from compressor.model.opened import DTYPES
 from compressor.progress import quiet_transformers
+from compressor.records import check_fields
 
 logger = logging.getLogger(__name__)
 
 SEED = 1234  # lm-eval's own for drawing few-shot examples
 VERSION_DIGITS = 12
-CHOICE, WRITTEN = "multiple_choice", "generate_until"  # kinds of tasks
 PERPLEXITIES = ("perplexity", "weighted_perplexity", "bits_per_byte")  # how lm-eval aggregates log-likelihoods
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """What is asked of a model, and how."""
+    """Tasks that a model is asked, and how."""
 
     tasks: tuple[str, ...]  # names of lm-eval tasks, groups or tags
-    limit: int | None = None  # the first items of each task, and of each part of a group
+    limit: PositiveInt | None = None  # the first items of each task, and of each part of a group
     include_path: Path | None = None  # a folder with the user's own task definitions
-    batch_size: int | str = "auto"
+    batch_size: PositiveInt | Literal["auto"] = "auto"
     device: str = "auto"
     dtype: str = "auto"
-    num_fewshot: int | None = None  # None leaves it to each task
+    num_fewshot: NonNegativeInt | None = None  # None leaves it to each task
     seed: int = SEED
     stream: bool | None = None  # one layer in memory at a time; None: where the model does not fit
 
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.tasks):
             raise CompressionError("no task is named; give --tasks a list such as boolq,rte")
-        if repeated := [name for name in self.tasks if self.tasks.count(name) > 1]:
-            raise CompressionError(f"task {repeated[0]!r} is named twice; name each task once")
-        if self.limit is not None and self.limit < 1:
-            raise CompressionError(f"--limit {self.limit} leaves no items; give at least 1")
-        if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
-            raise CompressionError(f"--batch-size {self.batch_size} is neither auto nor a number of at least 1")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise CompressionError(f"there is no dtype {self.dtype!r}; known are auto, {', '.join(DTYPES)}")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise CompressionError(f"{self.num_fewshot} few-shot examples cannot be given; ask for 0 or more")
+        for name in self.tasks:
+            if self.tasks.count(name) > 1:
+                raise CompressionError(f"task {name!r} is named twice; name each task once")
+        check_fields(self)
         if self.include_path is not None and not self.include_path.is_dir():
             raise CompressionError(f"{self.include_path} is not a folder; give --include-path a folder of task files")
 
     def facts(self) -> dict[str, Any]:
-        """What decides the results beside model and tasks; where definitions lie does not, what they say does.
+        """Facts that decide the results beside model and tasks; where definitions lie does not, what they say does.
 
         Nor does streaming, which changes nothing but the order of sums.
         """
@@ -73,7 +68,7 @@ class EvaluationOptions:
         return {name: getattr(self, name) for name in names} | {"device": pick_device(self.device).type}
 
 
-def read_batch_size(text: str) -> int | str:
+def read_batch_size(text: str) -> Any:
     """'auto' or a number, as the command line gives it."""
     return int(text) if text.strip().isdecimal() else text.strip()
 
@@ -87,12 +82,12 @@ class _Relay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = " ".join(record.getMessage().split())
-        of_models = record.levelno >= logging.WARNING and record.name.startswith("lm_eval.models")
         shape = re.sub(r"\d+", "#", message)
-        new = (of_models or record.levelno >= logging.ERROR) and shape not in self._relayed
-        if new:
+        level = logging.WARNING if record.name.startswith("lm_eval.models") else logging.ERROR
+        is_new = record.levelno >= level and shape not in self._relayed
+        if is_new:
             self._relayed.add(shape)
-        logger.log(logging.WARNING if new else logging.DEBUG, "lm-eval: %s", message)
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "lm-eval: %s", message)
 
 
 @contextmanager
@@ -105,7 +100,7 @@ def quiet_lm_eval() -> Iterator[None]:
     from lm_eval import evaluator
     from lm_eval.api import task
 
-    source, relay = logging.getLogger("lm_eval"), _Relay()
+    source = logging.getLogger("lm_eval")
     with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as stack:
         silent = warnings.catch_warnings(action="ignore")
         for manager in (redirect_stdout(nowhere), silent, quiet_transformers(), unseen_launcher()):
@@ -113,10 +108,7 @@ def quiet_lm_eval() -> Iterator[None]:
         if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)
-        stack.callback(source.setLevel, source.level)
-        source.setLevel(logging.WARNING)
-        stack.callback(source.removeHandler, relay)
-        source.addHandler(relay)
+        stack.enter_context(patch.object(source, "handlers", [_Relay()]))
         stack.enter_context(patch.object(source, "propagate", False))
         stack.enter_context(patch.object(task, "tqdm", lambda items, **_: items))
         stack.enter_context(patch.object(evaluator, "get_git_commit_hash", lambda: None))
@@ -140,8 +132,13 @@ class EvaluationTask:
         return sum(count if limit is None else min(count, limit) for count in self.counts)
 
     @property
+    def kinds(self) -> set[str]:
+        """Kinds of its items in lm-eval: loglikelihood, generate_until and so on."""
+        return {str(getattr(part, "OUTPUT_TYPE", None)) for part in self.parts.values()}
+
+    @property
     def likelihood(self) -> bool:
-        """Whether the first metric, which counts, is a perplexity."""
+        """True if the first metric, which counts, is a perplexity."""
         first = next(iter(next(iter(self.parts.values())).aggregation().values()), None)
         return getattr(first, "__name__", "") in PERPLEXITIES
 
@@ -154,21 +151,29 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     owners, tasks = dict[str, str](), list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
-        for loaded in (each for name in options.tasks for each in _load(manager, name, options)):
-            grouped = hasattr(loaded, "get_all_tasks")
-            name = str(loaded.name if grouped else loaded.task_name)
-            parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
-            for part in parts.keys() & owners:  # no item may count twice
-                raise CompressionError(
-                    f"task {part!r} is asked for twice, by {owners[part]!r} and by {name!r}; name one of the two"
-                )
-            owners |= dict.fromkeys(parts, name)
-            version = _version(name, parts, options)
-            counts = tuple(len(part.eval_docs) for part in parts.values())
-            if not any(counts):
-                raise CompressionError(f"task {name!r} has no items; check its definition")
-            tasks.append(EvaluationTask(name, version, parts, grouped, loaded, counts))
+        for asked in options.tasks:
+            for loaded in _load(manager, asked, options):
+                task = _evaluation_task(loaded, options)
+                for part in task.parts.keys() & owners:  # no item may count twice
+                    raise CompressionError(
+                        f"task {part!r} is asked for twice, by {owners[part]!r} and by {task.name!r}; name one of the "
+                        "two"
+                    )
+                owners |= dict.fromkeys(task.parts, task.name)
+                tasks.append(task)
     return tuple(tasks)
+
+
+def _evaluation_task(loaded: Any, options: EvaluationOptions) -> EvaluationTask:
+    """A task or group that lm-eval has loaded."""
+    grouped = hasattr(loaded, "get_all_tasks")
+    name = str(loaded.name if grouped else loaded.task_name)
+    parts = {str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])}
+    version = _version(name, parts, options)
+    counts = tuple(len(part.eval_docs) for part in parts.values())
+    if not any(counts):
+        raise CompressionError(f"task {name!r} has no items; check its definition")
+    return EvaluationTask(name, version, parts, grouped, loaded, counts)
 
 
 def _manager(options: EvaluationOptions, demo: Path) -> Any:
@@ -191,15 +196,17 @@ def _manager(options: EvaluationOptions, demo: Path) -> Any:
 
 
 def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) -> bool:
-    """Whether a definition and all that a group names are in the index."""
+    """Return True if a definition and all that a group names are in the index."""
     entry = index.get(name)
     if entry is None or name in above:
         return False
-    members = (entry.cfg or {}).get("task") if (entry.cfg or {}).get("group") else None
-    if not isinstance(members, list):
-        return True
-    named = [member if isinstance(member, str) else str(member.get("task", member.get("group"))) for member in members]
-    return all(_complete(index, member, (*above, name)) for member in named)
+    config = entry.cfg or {}
+    members = config.get("task") if config.get("group") else None
+    for member in members if isinstance(members, list) else ():
+        named = member if isinstance(member, str) else str(member.get("task", member.get("group")))
+        if not _complete(index, named, (*above, name)):
+            return False
+    return True
 
 
 def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
@@ -217,7 +224,7 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
             f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and the network if its "
             "data set is not on this machine yet"
         ) from error
-    if name in loaded.get("groups", {}):
+    if name in loaded["groups"]:
         return [loaded["groups"][name]]
     return list(loaded["tasks"].values())
 
@@ -252,8 +259,10 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
     config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
     yield [part, _plain(config)]
     yield from task.doc_iterator(limit=options.limit)
-    own = task.get_config("num_fewshot")
-    if own if options.num_fewshot is None or own == 0 else options.num_fewshot:
+    count = task.get_config("num_fewshot")
+    if count != 0 and options.num_fewshot is not None:
+        count = options.num_fewshot
+    if count:
         yield from (["few-shot", doc] for doc in task.fewshot_docs())
 
 
@@ -302,8 +311,11 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
     is wanted.
     """
     items, left_out = list[Item](), LeftOut("items of tasks", strict)
-    for name, task in (part for each in resolve_tasks(options) for part in each.parts.items()):
-        if getattr(task, "OUTPUT_TYPE", None) != CHOICE:
+    parts = dict[str, Any]()
+    for resolved in resolve_tasks(options):
+        parts |= resolved.parts
+    for name, task in parts.items():
+        if task.OUTPUT_TYPE != "multiple_choice":
             raise CompressionError(f"task {name!r} is not multiple choice, so no answer of it is right; name another")
         if training:
             if not task.has_training_docs() or not hasattr(task.config, "training_split"):
@@ -313,8 +325,8 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
             task.config.test_split = task.config.training_split
         if training or task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        fault = f"the items of task {name!r} could not be read"
-        with quiet_lm_eval(), wrap_faults(fault, "shorten them", "see whether lm-eval alone can do it"):
+        message = f"the items of task {name!r} could not be read"
+        with quiet_lm_eval(), wrap_faults(message, "shorten them", "see whether lm-eval alone can do it"):
             task.set_fewshot_seed(seed=options.seed)  # few-shot examples are drawn as an evaluation draws them
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))

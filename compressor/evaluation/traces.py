@@ -16,8 +16,7 @@ from typing import Any
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
 from compressor.evaluation.behaviour import Answering, fitting
-from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server_writer import is_chat
+from compressor.evaluation.prompts import Prompt, is_chat
 from compressor.files import alone, file_digest, json_object, replacing
 from compressor.formatting import counted
 from compressor.model.tokenizer import render_chat
@@ -32,7 +31,7 @@ UNENDED, EMPTY = "not ended by itself", "empty"
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What was asked and kept, and where it lies."""
+    """How many answers were asked and kept, and where they are."""
 
     model: str
     asked: int
@@ -55,7 +54,7 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
     with alone(out) as folder:
         tokenizer, facts = writer.opened()
         options, prompts = fitting(wanted, [(tokenizer, facts)])
-        journal = Journal.of(writer, options, folder / f"answers{SUFFIX}")
+        journal = Journal.of(writer, options, folder)
         asked = wanted.asked(prompts)
         request = request_key(journal.key, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
         earlier = json_object(manifest)
@@ -66,12 +65,13 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
             return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
         if out.exists() or not is_same:  # else a run was killed between its two files
             _check_files(out, manifest, overwrite)
-        answers = answer_all(writer, asked, options, journal, progress)
         rows, dropped = list[dict[str, Any]](), Counter[str]()
+        answers = answer_all(writer, asked, options, journal, progress)
         for (prompt, _), answer in zip(asked, answers, strict=True):
-            reason = UNENDED if answer.ended != "end" else "" if answer.text.strip() else EMPTY
-            if reason:
-                dropped[reason] += 1
+            if answer.ended != "end":
+                dropped[UNENDED] += 1
+            elif not answer.text.strip():
+                dropped[EMPTY] += 1
             else:
                 rows.append(trace(prompt, answer, tokenizer, wanted.chat))
         if not rows:
@@ -81,18 +81,19 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
                 f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model knows them (--chat)"
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-        named = ("max_new_tokens", "temperature", "top_p", "chat")
-        counts = {"asked": len(asked), "kept": len(rows), "dropped": dict(dropped)}
         domains = Counter(row["domain"] for row in rows)
+        traces = Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
         content = {
             "format": FORMAT,
-            "model": writer.label,
+            "model": traces.model,
             "made_by": plain_json(writer.facts),
-            "options": {name: getattr(options, name) for name in named},
+            "options": options.facts("max_new_tokens", "temperature", "top_p", "chat"),
             "seeds": [wanted.seed + number for number in range(wanted.seeds)],
             "prompts": len(prompts),
-            **counts,
-            "domains": dict(domains),
+            "asked": traces.asked,
+            "kept": traces.kept,
+            "dropped": traces.dropped,
+            "domains": traces.domains,
             "request": request,
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
@@ -102,7 +103,7 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
                 fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))
                 fresh.write_text(written, encoding="utf-8")
         journal.path.unlink(missing_ok=True)
-    return Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
+    return traces
 
 
 def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
@@ -122,11 +123,10 @@ def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[st
     row: dict[str, Any] = {"id": prompt.id, "seed": answer.seed, "domain": prompt.domain}
     if not is_chat(prompt, tokenizer, chat):
         return {"text": f"{prompt.text}{answer.text}{end}", **row}
-    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-    before = render_chat(tokenizer, messages, tools=prompt.tools, add_generation_prompt=True)
+    before = render_chat(tokenizer, prompt.chat, tools=prompt.tools, add_generation_prompt=True)
+    messages = [*prompt.chat, {"role": "assistant", "content": answer.text}]
     tools = {"tools": prompt.tools} if prompt.tools else {}
-    complete = [*messages, {"role": "assistant", "content": answer.text}]
-    return {"text": f"{before}{answer.text}{end}", "messages": complete, **tools, **row}
+    return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **row}
 
 
 def traces_content(traces: Traces) -> dict[str, Any]:

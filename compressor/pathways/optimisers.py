@@ -74,7 +74,7 @@ def core(pathway: Tensor, count: int) -> Tensor:
 
 
 def descend(gradient: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float) -> Tensor:
-    """Where steps against the gradient lead from `start`; the rate falls to nothing along half a cosine."""
+    """Step against the gradient from `start`; the rate falls to nothing along half a cosine."""
     position = start
     for step in range(steps):
         decay = (1 + math.cos(math.pi * step / steps)) / 2

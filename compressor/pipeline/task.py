@@ -307,8 +307,8 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
     if not wanted:
         return PLAIN
     folder = model.source.folder
-    tokenizer, ends = load_tokenizer(folder), set(read_facts(folder).stops)
-    ends |= set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    tokenizer = load_tokenizer(folder)
+    ends = read_facts(folder, tokenizer).stops
     thinking = thinking_end(tokenizer)
     tokens = {
         "end": tuple((end,) for end in sorted(ends) if end < model.vocabulary),

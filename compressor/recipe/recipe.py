@@ -137,13 +137,22 @@ class GateOptions(BehaviourOptions):
         description="Share of tokens with another argmax than the base's that passes, in each domain.",
     )
     max_loss_rise: float | None = Field(
-        None, gt=0, description="Rise of the loss in nats per token that passes, in each domain of text."
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Rise of the loss in nats per token that passes, in each domain of text.",
     )
     max_drop: float = Field(
-        0.01, ge=0, description="Largest drop over all items that passes (of a perplexity, its rise)."
+        0.01,
+        ge=0,
+        allow_inf_nan=False,
+        description="Largest drop over all items that passes (of a perplexity, its rise).",
     )
     max_task_drop: float | None = Field(
-        None, ge=0, description="Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop).",
     )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Confidence of the verdict.")
     limit: int | None = Field(None, ge=1, description="Items of each task, the first ones (default: all).")

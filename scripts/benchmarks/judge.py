@@ -19,7 +19,7 @@ import torch
 
 from compressor.checkpoint.source import locate
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
-from compressor.evaluation.judging import END, Forced, answer_sets, judge
+from compressor.evaluation.judging import END, TeacherForcedAnswer, answer_sets, judge
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import Pass
 from scripts.benchmarks.frame import Sizes, head, options, row, warm
@@ -62,7 +62,8 @@ def main() -> None:
         length = given.prompt + given.answer
         ids = torch.randint(5, base.vocabulary, (given.rows, length), generator=torch.Generator().manual_seed(0))
         answers = [
-            Forced(str(n), "all", (*x[: given.prompt],), (*x[given.prompt :],)) for n, x in enumerate(ids.tolist())
+            TeacherForcedAnswer(str(n), "all", (*x[: given.prompt],), (*x[given.prompt :],))
+            for n, x in enumerate(ids.tolist())
         ]
         texts = [EvaluationSet("all", ids.split(BATCH_SIZE))]
         head("of", "tokens", "two plain passes, CPU s", "judging, CPU s", "ratio")

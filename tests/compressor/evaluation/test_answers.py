@@ -174,20 +174,15 @@ def test_chats_without_a_template_are_refused(tmp_path: Path, mixtral: Path) -> 
         prompts_of(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', load_tokenizer(mixtral))
 
 
-@pytest.mark.parametrize(("end", "message"), [(999, "eos_token_id 999 is no token of the 259"), (None, "")])
-def test_an_end_token_that_the_model_lacks(end: int | None, message: str, tmp_path: Path) -> None:
+def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
     folder = small.save(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
-        small.edit_json(folder / name, lambda content: content.update(eos_token_id=end))
+        small.edit_json(folder / name, lambda content: content.update(eos_token_id=None))
     writer = StockWriter(locate(str(folder)))
-    if message:
-        with pytest.raises(CompressionError, match=message):
-            writer.opened()
-    else:
-        assert writer.opened()[1].stops == {2}  # the tokenizer's
-        small.edit_json(folder / "tokenizer_config.json", lambda content: content.pop("eos_token"))
-        with pytest.raises(CompressionError, match="has no end token"):
-            writer.opened()
+    assert writer.opened()[1].stops == {2}  # the tokenizer's
+    small.edit_json(folder / "tokenizer_config.json", lambda content: content.pop("eos_token"))
+    with pytest.raises(CompressionError, match="has no end token"):
+        writer.opened()
 
 
 class Scripted:
@@ -214,10 +209,9 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match="timed out"):
         answer_all(first, asked, options, journal, Silent())
     with journal.path.open("a") as stream:
-        stream.write('{"key": "' + journal.key + '", "prom')  # killed while it wrote
+        stream.write('\n{"prompt": "prom')  # killed while it wrote
     answers = answer_all(second, asked, options, journal, Silent())
     assert [answer.text for answer in answers] == ["a 0", "a 1", "b 0", "b 1"]
     assert first.asked + second.asked == asked
     assert answer_all(Scripted(stop_after=0), asked, options, journal, Silent()) == answers
-    other = Journal.of(first, GenerationOptions(max_new_tokens=5), journal.path)
-    assert other.path == journal.path and not other.read()
+    assert not Journal.of(first, GenerationOptions(max_new_tokens=5), tmp_path).read()

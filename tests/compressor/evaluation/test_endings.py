@@ -27,6 +27,7 @@ from compressor.evaluation.prompts import Prompt
 
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}{{ m['reasoning_content'] }}<think>\n</think>"
 PROMPT = Prompt.of("a question")
+TOKENIZER = SimpleNamespace(decode=lambda tokens, **_: "x" * len(tokens))
 
 
 def brute(tokens: list[int]) -> bool:
@@ -75,14 +76,14 @@ def answer(tokens: list[int], text: str = "", ended: Any = "length") -> Answer:
 
 def test_loops_that_count_are_found_by_their_grams() -> None:
     varied = [token for number in range(12) for token in (*range(20), 100 + number)]
-    ending = ending_of(answer(varied), PROMPT, Markers())
+    ending = ending_of(answer(varied), PROMPT, Markers(), TOKENIZER)
     assert ending.looped and ending.loop_start is None
-    plain = ending_of(answer(list(range(200))), PROMPT, Markers())
+    plain = ending_of(answer(list(range(200))), PROMPT, Markers(), TOKENIZER)
     assert not plain.looped and plain.repeated == 0 and not plain.ended
 
 
 def test_the_end_token_is_no_part_of_an_answer() -> None:
-    ending = ending_of(answer([*[1, 2] * 8, 0], ended="end"), PROMPT, Markers())
+    ending = ending_of(answer([*[1, 2] * 8, 0], ended="end"), PROMPT, Markers(), TOKENIZER)
     assert (ending.ended, ending.looped, ending.tokens) == (True, True, 16)
 
 
@@ -107,11 +108,11 @@ def test_open_thinking_counts_what_the_prompt_has_opened() -> None:
     markers = Markers.of(SimpleNamespace(chat_template=HERMES))
 
     def thinks(text: str, before: str = "") -> bool | None:
-        return ending_of(answer([1], text), PROMPT, markers, before=before).open_thinking
+        return ending_of(answer([1], text), PROMPT, markers, TOKENIZER, before).open_thinking
 
     assert thinks("well", "<think>\n") and not thinks("well</think> yes", "<think>\n")
     assert thinks("<think> well") and not thinks("yes")
-    assert ending_of(answer([1], "<think>"), PROMPT, Markers()).open_thinking is None
+    assert ending_of(answer([1], "<think>"), PROMPT, Markers(), TOKENIZER).open_thinking is None
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_what_no_identical_model_passes_is_refused_and_the_remedies_work(
         (
             asked(),
             [task("rte", 277)],
-            r"277 items .* than 0\.01 .* at least 299 items \(name more tasks\), or --max-dro",
+            r"277 items .* of no more than 0\.01; it takes at least 299 items \(name more tasks\), or --max-dro",
         ),
         (
             asked(20),

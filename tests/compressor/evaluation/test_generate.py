@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from compressor.errors import CompressionError
-from compressor.evaluation.decoders import UNFINISHED, TextStream, chooser
+from compressor.evaluation.decoders import UNFINISHED, chooser, stream_text
 from compressor.evaluation.generate import load_writing, probabilities, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import encode_text
@@ -130,8 +130,7 @@ TOKENIZERS = {"bytes": small.tokenizer(), "sentence pieces": sentence_pieces()}
 
 
 def streamed(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-    stream = TextStream(tokenizer, before)
-    return [*(stream.push(token) for token in tokens), stream.finish()]
+    return list(stream_text(tokenizer, before, tokens))
 
 
 @given(

@@ -14,8 +14,8 @@ from compressor.evaluation.answers import Answer
 from compressor.evaluation.judging import (
     END,
     THINKING_END,
-    Forced,
     Judging,
+    TeacherForcedAnswer,
     answer_sets,
     forced,
     judge,
@@ -63,7 +63,9 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
     ids = torch.randint(5, 200, (2, 9, 20), generator=generator)
     texts = [EvaluationSet(name, tuple(part.split(4))) for name, part in zip("ab", ids, strict=True)]
     answers = [
-        Forced(str(n), "xy"[n % 2], tuple(ids[0, n, : 3 + n].tolist()), (*ids[1, n, : 9 - n].tolist(), stop))
+        TeacherForcedAnswer(
+            str(n), "xy"[n % 2], tuple(ids[0, n, : 3 + n].tolist()), (*ids[1, n, : 9 - n].tolist(), stop)
+        )
         for n in range(6)
     ]
     found = judge(*opened(folders), texts, answers, {END: [stop]}, 0.9)
@@ -123,8 +125,6 @@ def test_text_is_cut_shorter_where_it_is_short_and_refused_where_it_is_too_short
         text_sets([str(tmp_path / "missing.txt")], tokenizer, 10**6)
     with pytest.raises(CompressionError, match="--text-samples 8 and --text-length 16 at the least"):
         Judging((str(path),), 7)
-    with pytest.raises(CompressionError, match=r"--max-flips 0\.0 can never be shown"):
-        Judging((str(path),), max_flips=0.0)
 
 
 def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_answers_that_were_written_keep_their_tokens(tokenizer: Any) -> None:
 
 
 def test_batches_are_padded_on_the_right_and_only_answers_count() -> None:
-    answers = [Forced(str(n), "a", (1,) * (n + 1), (2,) * (n + 2)) for n in range(10)]
+    answers = [TeacherForcedAnswer(str(n), "a", (1,) * (n + 1), (2,) * (n + 2)) for n in range(10)]
     (only,), order = answer_sets(answers, 10)
     assert [each.id for each in order] == [str(n) for n in reversed(range(10))]
     rows = [row for batch in only.batches for row in batch]

@@ -108,23 +108,14 @@ def test_what_is_no_reference_set_is_told(name: str, folder: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_another_model_tokenizer_or_number_of_experts_is_refused() -> None:
-    layers = [SimpleNamespace(name=name) for name in ("layers.0", "layers.1")]
-    architecture = SimpleNamespace(layers=layers, experts=8)
-    opened: Any = SimpleNamespace(
-        architecture=architecture, fingerprint="f" * 64, source=SimpleNamespace(label="other")
-    )
+def test_another_model_or_tokenizer_is_refused() -> None:
+    opened: Any = SimpleNamespace(fingerprint="f" * 64, source=SimpleNamespace(label="other"))
     made().check(opened, small.tokenizer())
-    for change, message in (
-        ({"experts": 16}, "is of a model with 16 experts a layer, other has 8; make one with"),
-        ({"fingerprint": "e" * 64}, r"is of another model \(model\) than other"),
-        ({"layers": ("layers.0", "layers.7")}, "is of another model"),
-        ({"tokenizer": "e" * 64}, "was made with another tokenizer than that of other"),
-    ):
-        other = replace(made(), facts=replace(made().facts, **change))
-        with pytest.raises(CompressionError, match=message):
+    for name in ("fingerprint", "tokenizer"):
+        other = replace(made(), facts=replace(made().facts, **{name: "e" * 64}))
+        with pytest.raises(CompressionError, match=r"is of another model \(model\) or tokenizer than other; make one"):
             other.check(opened, small.tokenizer())
     added = small.tokenizer()
     added.add_tokens(["quick"])
-    with pytest.raises(CompressionError, match="another tokenizer"):
+    with pytest.raises(CompressionError, match="or tokenizer than other"):
         made().check(opened, added)
