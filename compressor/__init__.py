@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         evaluate,
         gate,
         plan,
-        plan_per_source,
         reference,
         traces,
     )
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "ReferenceSummary apply attribute change compare compare_sizes compress evaluate gate plan plan_per_source "
+    "api": "ReferenceSummary apply attribute change compare compare_sizes compress evaluate gate plan "
     "reference traces",
     "comoe.evaluating": "evaluate_comoe",
     "comoe.training": "train_comoe",

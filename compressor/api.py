@@ -62,10 +62,7 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import (
     Planner,
-    plan_sources,
     protected_experts,
-    refuse_per_source,
-    refuse_sources_without_heldout,
 )
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.split.opening import partitioned, seen_as, with_top_k
@@ -207,31 +204,13 @@ def plan(
         return state.plan
 
 
-def plan_per_source(
-    recipe: Recipe, *, device: str = "auto", progress: Progress | None = None, announce: Announce | None = None
-) -> list[Plan]:
-    """The plan for all calibration sources together, then one for each alone, from one pass; nothing is written."""
-    with _planning(recipe, device, progress, announce, per_source=True) as state:
-        prune, number = state.options_of(Prune), state.deciding
-        assert prune is not None  # by `refuse_per_source`
-        if state.text is None:
-            raise CompressionError(
-                f"strategy {prune.strategy!r} reads no calibration data, so all sources would get the same plan; leave "
-                "out --per-source"
-            )
-        decide(state, [each for each in state.stage if number is not None and each < number])
-        return plan_sources(state)
-
-
 @contextmanager
 def _planning(
-    recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None, per_source: bool = False
+    recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None
 ) -> Iterator[State]:
     assert recipe.model is not None
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
-        if per_source:
-            refuse_per_source(task.options, recipe.calibration.data or ())
         if announce is not None:
             announce(servers_after(task))
         yield first_state(task, opened)
@@ -270,7 +249,6 @@ def compare(
     corrections: Sequence[str] | None = None,
     random_seeds: int = 3,
     evaluation_samples: int = 64,
-    per_source: bool = False,
     constants: bool = False,
     protect: Any = None,
     calibration: Calibrating = None,
@@ -291,10 +269,6 @@ def compare(
     """
     text = _text_options(calibration)
     prune = Prune(protect=protect)
-    if per_source and constants:
-        raise CompressionError("--format mone makes one plan for all calibration sources; leave out --per-source")
-    if per_source:
-        refuse_per_source([prune], text.data or ())
     if constants:
         refuse_several("--format mone", "leave it out, or start the command without torchrun")
     if bool(experts) == bool(ratios):
@@ -316,8 +290,6 @@ def compare(
         if evaluate:
             sets = read_evaluation(run, evaluate, text, seed, evaluation_samples)
         data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
-        if per_source:
-            refuse_sources_without_heldout(data)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
         variants = []
         for each, of_top_ks in zip(seen, counts, strict=True):
@@ -329,7 +301,7 @@ def compare(
                 protected = protected_experts(prune.protect, min(kept, default=each.architecture.experts), planner)
                 variants.append(Variant(with_top_k(each, top_k), kept, protected, planner))
         sets = sets or data.reserved
-        return compare_models(opened, variants, contenders, data, sets, run.progress, seed, per_source, methods)
+        return compare_models(opened, variants, contenders, data, sets, run.progress, seed, methods)
 
 
 def _contenders(

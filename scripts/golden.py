@@ -77,7 +77,6 @@ MERGE = f"{BASE} --strategy hc-smoe"
 FINE = "--dtype float32"
 DISTILL = "--distill experts --set distill.steps=20 --set distill.sequence_length=256"
 ROUTERS = "--routers router --set routers.sequences=24 --set routers.sequence_length=256"
-SOURCES = f"--calibration demo --calibration TEXT {SIZES}"
 CASES = (
     Case("drop", (f"{BASE} --strategy count-guided --correct none",), generic=True),
     Case("merge", (f"{MERGE} --correct none",), generic=True),
@@ -90,8 +89,6 @@ CASES = (
     Case("distill", (f"{MERGE} --correct none {DISTILL} {FINE}",), generic=True),
     Case("combined", (f"{MERGE} --correct tune {ROUTERS} {DISTILL} {FINE}",), generic=True),
     Case("protect", (f"{BASE} --strategy count-guided --correct none --protect auto",)),
-    Case("per-source", (f"plan MODEL -o plan.json --per-source --experts KEEP --correct ridge {SOURCES} {FINE} "
-                        "--strategy count-guided", "apply plan.calibration.json -o OUT")),
     Case("constants-even", (f"{BASE} --format mone",)),
     Case("constants-uneven", (f"{BASE} --format mone --budget uneven --correct ridge {FINE}",)),
     Case("mtp", (f"{TINY} --strategy hc-smoe --correct ridge",),

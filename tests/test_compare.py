@@ -179,28 +179,6 @@ def test_without_a_text_to_evaluate_on_reserved_calibration_text_is(
 
 
 @pytest.mark.full
-def test_per_source_rows_are_what_the_plans_of_each_source_give(
-    home: Path, sources: tuple[Any, ...], run: Run, tmp_path: Path
-) -> None:
-    model, common = home / "model", ("--per-source", *sources)
-    found = tmp_path / "found"
-    compare = ("compare", model, "-o", found, "--experts", 4, "--strategies", "auto", "--correct", "none,ridge")
-    assert run(*compare, "--heldout", home / "e.jsonl", "--random-seeds", 1, *common).status == 0
-    plan = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "auto", "--correct", "ridge")
-    assert run(*plan, *common).status == 0
-    assert names(tmp_path) == ["found", "plan.a.json", "plan.b.json", "plan.json"]
-    rows, tokens = read(found)["rows"], packed(home / "e.jsonl")
-    assert [row["source"] for row in rows if row["correction"] == "ridge"] == [None, "a", "b"]
-    assert [row["source"] for row in rows if row["name"] == "random (seed 0)"] == [None]  # reads no data
-    for file, source in (("plan.json", None), ("plan.a.json", "a"), ("plan.b.json", "b")):
-        out = tmp_path / f"out-{source}"
-        assert run("apply", tmp_path / file, "-o", out).status == 0
-        row = pick(rows, name="auto", correction="ridge", source=source)
-        assert row["loss"] == pytest.approx(stock_loss(out, tokens), rel=1e-6)
-    assert len({row["loss"] for row in rows if row["correction"] == "ridge"}) == 3
-
-
-@pytest.mark.full
 def test_all_installed_strategies_are_compared_a_third_partys_too(
     home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +219,6 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["--calibration", "gone.txt"], "calibration file gone.txt does not exist"),
     (["--evaluation-samples", 0], "Invalid value for '--evaluation-samples'"),
     (["--random-seeds", 0], "Invalid value for '--random-seeds'"),
-    (["--per-source"], "--per-source needs several calibration sources; repeat --calibration"),
 ]
 
 

@@ -314,18 +314,17 @@ def first(planner, count):
     refused(run("plan", model, *arguments, "--protect", "auto:2"), "--protect auto:2 should be auto, without a number")
 
 
-def test_auto_for_plans_of_each_source_and_in_a_comparison(
+def test_auto_in_a_plan_of_several_sources_and_in_a_comparison(
     run: Run, model: Path, originals: Path, attributed: Attributed, tmp_path: Path
 ) -> None:
     seen = attributed({0: [5, 1, 6], 1: [2]})
     small.text_file(tmp_path, small.TEXT.upper())
     sources = ("--calibration", originals / "calibration.txt", "--calibration", tmp_path / "calibration.txt")
     sizes = ("--samples", 16, "--sequence-length", 32)
-    arguments = ("--experts", 4, "--strategy", "count-guided", "--protect", "auto", "--per-source", *sources, *sizes)
+    arguments = ("--experts", 4, "--strategy", "count-guided", "--protect", "auto", *sources, *sizes)
     assert run("plan", model, "-o", tmp_path / "plan.json", *arguments).status == 0
-    plans = [planned(path) for path in sorted(tmp_path.glob("plan*.json"))]
     expected = {EXPERTS.format(0): [1, 5, 6], EXPERTS.format(1): [2]}
-    assert len(plans) == 3 and all(plan["protected"] == expected for plan in plans) and len(seen) == 1
+    assert planned(tmp_path / "plan.json")["protected"] == expected and len(seen) == 1
     result = run(
         "compare", model, "-o", tmp_path / "comparison", "--experts", "4,2", "--strategies", "reap", "--json",
         "--random-seeds", 1, "--protect", "auto", *sources, *sizes, "--evaluation-samples", 4,

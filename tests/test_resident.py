@@ -122,9 +122,6 @@ def test_the_run_says_where_the_model_is(
 def test_the_run_says_so_once_when_work_begins(tmp_path: Path, run: Run) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     ask = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "reap", "--calibration", text)
-    (tmp_path / "other.txt").write_text(text.read_text())
-    sources = run(*ask, "--strategy", "model-centric", "--calibration", tmp_path / "other.txt", "--per-source")
-    assert sources.status == 2 and sources.err.startswith("Error: ")  # once the text has been read
     lines = run(*ask, "--samples", 8, "--sequence-length", 32).err.splitlines()
     assert [number for number, line in enumerate(lines) if line.startswith("keeping ")] == [0]
     assert lines[1].startswith("calibrate and plan"), lines

@@ -10,7 +10,6 @@ import compressor
 from compressor.cli.gate import announcer, summarise
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
-    CALIBRATION,
     STEP,
     TEXT,
     Comparing,
@@ -61,45 +60,34 @@ def plan(
     running: Making,
     settings: Settings = None,
     model: Source = None,
-    per_source: Annotated[bool, flag("Plan for each source alone, too: PLAN.<source>.json.", CALIBRATION)] = False,
     imatrix: Imatrix = None,
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
-    outputs, is_gguf = [output], takes_gguf(context, model, imatrix, CHOOSING)
+    is_gguf = takes_gguf(context, model, imatrix, CHOOSING)
     if not is_gguf:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
         for step in recipe.steps:
             require(*step.packages)
     from compressor.cli.rendering import show_dry_run
-    from compressor.data.sources import parse_sources, short_names
     from compressor.recipe.document import plan_blocks
-    from compressor.recipe.steps_plan import check_files, source_files, write_plans
+    from compressor.recipe.steps_plan import check_file, write_plan
 
-    if not is_gguf:
-        sources = parse_sources(recipe.calibration.data) if per_source and recipe.calibration.data else ()
-        if dry_run:
-            return show_dry_run(compressor.dry_run(recipe), running.as_json)
-        outputs += source_files(output, short_names([entry.source for entry in sources]))
-    ranks().broadcast(lambda: check_files(outputs, running.overwrite))
+    if dry_run and not is_gguf:
+        return show_dry_run(compressor.dry_run(recipe), running.as_json)
+    ranks().broadcast(lambda: check_file(output, running.overwrite))
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if is_gguf:
-            plans = [compressor.plan_gguf(str(model), **choosing(flags, imatrix))]
-        elif per_source:
-            plans = compressor.plan_per_source(
-                recipe, device=running.device, progress=progress, announce=servers.append
-            )
+            made = compressor.plan_gguf(str(model), **choosing(flags, imatrix))
         else:
-            plans = [compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)]
+            made = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
         if ranks().is_first:
-            check_files(outputs, running.overwrite)  # planning takes a while
-            write_plans(outputs, plans)
-    content = [each.to_dict() for each in plans]
-    blocks = [block for each, path in zip(plans, outputs, strict=True) for block in plan_blocks(each, path)]
-    blocks += [Line(server_line(advice)) for advice in servers]
-    print_report(running.as_json, content if len(content) > 1 else content[0], blocks)
+            check_file(output, running.overwrite)  # planning takes a while
+            write_plan(output, made)
+    blocks = [*plan_blocks(made, output), *(Line(server_line(advice)) for advice in servers)]
+    print_report(running.as_json, made.to_dict(), blocks)
 
 
 def apply(

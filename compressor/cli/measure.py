@@ -10,7 +10,6 @@ import typer
 
 import compressor
 from compressor.cli.options import (
-    CALIBRATION,
     KEEP,
     SIZES,
     Model,
@@ -65,7 +64,6 @@ def compare(
     evaluation_samples: Annotated[int, flag("Sequences to measure on, at most.", min=1)] = 64,
     format: Annotated[str, flag("safetensors, or mone: rows with constants for experts, too.")] = "safetensors",
     random_seeds: Annotated[int, flag("Random prunings to compare with.", min=1)] = 3,
-    per_source: Annotated[bool, flag("Plan for each calibration source alone, too: a row each.", CALIBRATION)] = False,
     sizes: Annotated[bool, flag("Prune or quantise: shares of the experts in formats, by bytes.", SIZES)] = False,
     nbytes: Bytes = None,
     bits: Annotated[float | None, flag("Bits for each parameter of the base, in place of --bytes.", SIZES)] = None,
@@ -92,8 +90,8 @@ def compare(
         "resident": running.resident,
     }
     if sizes or nbytes is not None or bits is not None:
-        if experts or ratio or top_k or per_source or format == MONE:
-            names = "--experts, --ratio, --top-k, --per-source and --format"
+        if experts or ratio or top_k or format == MONE:
+            names = "--experts, --ratio, --top-k and --format"
             raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
         wanted = size_options(strategies, correct, split, nbytes, bits, shares, schemes, servers)
         with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
@@ -117,7 +115,6 @@ def compare(
             strategies=listed(strategies, "--strategies"),
             corrections=listed(correct, "--correct"),
             random_seeds=random_seeds,
-            per_source=per_source,
             **running.reading(progress),
         )
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []

@@ -52,7 +52,6 @@ SHOWN = (  # by `compress --help`
     "settings",
     "dry_run",
     "overwrite",
-    "per_source",
 )
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
 OF_STRATEGIES: dict[str, Any] = {  # options of `compress` that are a strategy's, whose modules --help does not load

@@ -81,16 +81,6 @@ class Calibration:
         """Number of the source of a batch."""
         return self.sources[batch] if self.sources else 0
 
-    def only(self, source: int) -> "Calibration":
-        """The batches of one source alone, with an identity that says so."""
-        numbers = [number for number in range(len(self.batches)) if self.source_of(number) == source]
-        return Calibration(
-            tuple(self.batches[number] for number in numbers),
-            {**self.identity, "only": self.source_names[source]},
-            heldout=frozenset(index for index, number in enumerate(numbers) if number in self.heldout),
-            emphasis=tuple(self.emphasis[number] for number in numbers) if self.emphasis else (),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
@@ -182,19 +172,6 @@ class Text:
     def part(self, name: str) -> tuple[Tensor, ...]:
         """Batches [B, L] to train on, each of one source."""
         return tuple(batch for batches in self._parts[name] for batch in batches)
-
-    def only(self, source: int) -> "Text":
-        """The text of one source alone, with an identity that names it."""
-        source_name = self.fit.source_names[source]
-        return Text(
-            self.fit.only(source),
-            {**self.identity, "only": source_name},
-            {name: (batches[source],) for name, batches in self._parts.items()},
-            tuple(entry for entry in self.heldout if entry.name == source_name),
-            tuple(entry for entry in self.evaluation if entry.name == source_name),
-            self.emphasis,
-            self.short,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,12 +565,7 @@ def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, ev
                 f"the plan's calibration has {name!r} that do not come out of its text again; restore the plan or plan "
                 "again"
             )
-    if "only" not in identity:
-        return text
-    names = text.fit.source_names
-    if identity["only"] not in names:
-        raise CompressionError(f"the plan's calibration has no source {identity['only']!r}; restore the plan")
-    return text.only(names.index(identity["only"]))
+    return text
 
 
 def sample_positions(tokens: int, count: int, seed: int) -> Tensor:

@@ -30,7 +30,7 @@ from compressor.recipe.document import changed, step_line
 from compressor.recipe.plan import ExpertPlan, Source, correction_of, describe_split, parts_of
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.registry import load_exporter, load_strategy
-from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan, source_files
+from compressor.recipe.steps_plan import CORRECT, PRUNE, QUANTIZE, Plan
 from compressor.records import read_object
 from compressor.report import page
 from compressor.report.data import Measured, Report, all_dispositions, report_data
@@ -250,14 +250,8 @@ def again(plan: Plan, out: str) -> Again | None:
         made = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
     except CompressionError:  # a step that is not installed, or options that were edited
         return None
-    only = (plan.calibration or {}).get("only")
-    if only is None:
-        commands: list[tuple[str, ...]] = [("compress", RECIPE, "-o", out)]
-    else:
-        (file,) = source_files(Path("plan.json"), [label(str(only))])
-        commands = [("plan", RECIPE, "-o", "plan.json", "--per-source"), ("apply", str(file), "-o", out)]
-    lines = tuple(shlex.join(["moe-compress", *map(one_line, command)]) for command in commands)
-    return recipe_yaml(made).decode().rstrip(), lines
+    command = shlex.join(["moe-compress", "compress", RECIPE, "-o", one_line(out)])
+    return recipe_yaml(made).decode().rstrip(), (command,)
 
 
 def cited(name: str) -> str:

@@ -35,9 +35,7 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
         )[: len(columns)]
         for layer in plan.layers
     ]
-    only = (planned.calibration or {}).get("only")
-    data = "" if only is None else f" for {only}"
-    title = f"Plan by {planned.strategy}{data}, written to {path}"
+    title = f"Plan by {planned.strategy}, written to {path}"
     blocks: list[Block] = [Table(title, tuple(columns), tuple(rows))]
     for step in planned.steps:
         if step.decision is not None:

@@ -105,7 +105,7 @@ class Exporter(Protocol):
 def load_exporter(name: str) -> Any:
     """The exporter module of that name: an `Exporter`, or a writer of compression jobs such as safetensors."""
     module = load(EXPORTERS, name)
-    if not hasattr(module, "export") and not hasattr(module, "write"):
+    if not callable(getattr(module, "export", getattr(module, "write", None))):
         message = "it needs a function export(checkpoint, output, options, progress)"
         raise CompressionError(f"exporter {name!r} is no plugin: {message}")
     return module

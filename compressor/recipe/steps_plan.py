@@ -5,9 +5,7 @@ A plan and its source checkpoint are enough to rebuild the output bit for bit.
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, reduce
 from itertools import groupby
@@ -16,7 +14,6 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.files import alone, json_object, replacing
-from compressor.formatting import distinct
 from compressor.recipe.plan import KEPT_WHOLE, LAYER_FACTS, ExpertPlan, Group, LayerPlan, Source, check_split
 from compressor.records import plain_json, read_as, read_json, readable_json, value_as
 
@@ -181,7 +178,7 @@ class Plan:
             if "layers" in decided:
                 decided["layers"] = [[layer["groups"], layer.get("constants")] for layer in decided["layers"]]
             steps.append([step.name, dict(step.options), decided, (step.text or {}).get("sha256")])
-        data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout", "only")}
+        data = {name: (self.calibration or {}).get(name) for name in ("sha256", "heldout")}
         facts = {"source": self.source.fingerprint, "steps": steps, "seed": self.seed, "text": data}
         if self.base is not None:
             facts["base"] = self.base.fingerprint
@@ -331,33 +328,17 @@ def _composed_group(earlier: LayerPlan, group: Group) -> Group:
     return Group(tuple(members), tuple(mixed), tuple(routed), scale)
 
 
-def source_files(output: Path, sources: Sequence[str]) -> list[Path]:
-    """plan.json, [wiki, org/code] -> plan.wiki.json, plan.org-code.json; numbered where two would be equal."""
-    names = distinct(re.sub(r"[^\w.-]+", "-", source) for source in sources)
-    return [output.with_name(f"{output.stem}.{name}{output.suffix}") for name in names]
+def check_file(path: Path, overwrite: bool) -> None:
+    """Refuse a file that exists, that `overwrite` must not replace because it is no plan, or that has no folder."""
+    if path.exists() and not overwrite:
+        raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
+    if path.exists() and not str(json_object(path).get("format", "")).startswith("moe-compressor-plan/"):
+        raise CompressionError(f"{path} is not a plan, so --overwrite will not replace it; name another file")
+    if not path.parent.is_dir():
+        raise CompressionError(f"{path.parent} does not exist; create it or name another file")
 
 
-def check_files(paths: Sequence[Path], overwrite: bool) -> None:
-    """Refuse files that exist, that `overwrite` must not replace because they are no plans, or that have no folder."""
-    for path in paths:
-        if path.exists() and not overwrite:
-            raise CompressionError(f"{path} exists already; name another file or pass --overwrite")
-        if path.exists() and not str(json_object(path).get("format", "")).startswith("moe-compressor-plan/"):
-            raise CompressionError(f"{path} is not a plan, so --overwrite will not replace it; name another file")
-        if not path.parent.is_dir():
-            raise CompressionError(f"{path.parent} does not exist; create it or name another file")
-
-
-def write_plans(paths: Sequence[Path], plans: Sequence[Plan]) -> None:
-    """Write each plan to its file, replacing what is there once all are complete; a fault leaves no new file."""
-    absent = [path for path in paths if not path.exists()]
-    try:
-        with ExitStack() as complete:  # none is put in place before the last is written
-            for path, plan in zip(paths, plans, strict=True):
-                work = complete.enter_context(alone(path))
-                fresh = complete.enter_context(replacing(path, work / path.name))
-                fresh.write_text(plan.to_json(), encoding="utf-8")
-    except BaseException:
-        for path in absent:
-            path.unlink(missing_ok=True)
-        raise
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan to a file, whole or not at all."""
+    with alone(path) as work, replacing(path, work / path.name) as fresh:
+        fresh.write_text(plan.to_json(), encoding="utf-8")

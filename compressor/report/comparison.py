@@ -30,7 +30,7 @@ from compressor.recipe.recipe import make_step
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison_report import Comparison, Row
 from compressor.run_record import versions
-from compressor.statistics.statistics import WEIGHTS, LayerStatistics
+from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.constants.mone import (
     EVEN,
     UNEVEN,
@@ -156,13 +156,6 @@ class _Table:
         """
         heldout = range(len(self.sets), len(self.evaluator.names))
         corrections = list(contender.corrections)
-        if planned.source is not None:
-            place = self.calibration.source_names.index(planned.source)
-            heldout = heldout[place : place + 1]
-            if not contender.strategy.needs - WEIGHTS:  # the plan for all sources, again
-                corrections = [correction for correction in corrections if correction.wanted]
-        if not corrections:
-            return []
         none = Correct(method="none")
         plain, uncorrected = self._carried_out(planned, contender, none)
         rows = {none.method: plain}
@@ -176,7 +169,7 @@ class _Table:
         return [rows[correction.method] for correction in corrections]
 
     def _carried_out(self, planned: Planned, contender: Contender, correction: Correct) -> tuple[Row, Figures]:
-        plan, data, begin = planned.plan, planned.calibration or self.calibration, time.perf_counter()
+        plan, data, begin = planned.plan, self.calibration, time.perf_counter()
         plans, seconds = {layer.module: layer for layer in plan.layers}, planned.seconds
         phase = f"{contender.name}{f' + {correction.method}' if correction.wanted else ''}, {plan.experts}"
         work = LayerWork(
@@ -196,7 +189,6 @@ class _Table:
             error=_layer_error(layer.figures["correction"] for layer in layers),
             seconds=seconds + (time.perf_counter() - begin if correction.wanted else 0.0),
             peak_memory=peak.anonymous,
-            source=planned.source,
             seed=contender.seed,
         )
         return row, probe.figures[0]
@@ -267,7 +259,6 @@ def compare_models(
     sets: Sequence[EvaluationSet],
     progress: Progress,
     seed: int = 0,
-    per_source: bool = False,
     constants: Sequence[Correct] = (),
 ) -> Comparison:
     """Plan with every contender at every count, from one pass of each variant, carry plans out, and evaluate all alike.
@@ -291,7 +282,7 @@ def compare_models(
         pairs = [(contender, count) for count in variant.counts for contender in contenders]
         specs = [PruneSpec(contender.strategy, count, contender.options) for contender, count in pairs]
         begin = time.perf_counter()
-        plans = replace(variant.planner, model=variant.model).plans(specs, variant.protected, per_source)
+        plans = replace(variant.planner, model=variant.model).plans(specs, variant.protected)
         shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
         table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
         for planned in plans:

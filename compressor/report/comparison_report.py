@@ -56,7 +56,6 @@ class Row:
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
     flips_by_source: Mapping[str, float] = field(default_factory=dict)
     suffering: tuple[str, ...] = ()  # sources that lose far more than the others
-    source: str | None = None  # the calibration source that it was planned for, if for one alone
     seed: int | None = None  # of a random drop
     split: int = 1  # sub-experts that each expert became before; `experts` then counts those
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
@@ -106,7 +105,7 @@ class Comparison:
 
 
 def label(row: Row, name: str | None = None) -> str:
-    """A row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge for wiki'."""
+    """A row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge'."""
     return "".join(
         (
             name or row.name,
@@ -114,7 +113,6 @@ def label(row: Row, name: str | None = None) -> str:
             f", top {row.top_k}" if row.top_k is not None else "",
             f" + {row.correction}" if row.correction != "none" else "",
             " (undone)" if row.undone else "",
-            f" for {row.source}" if row.source is not None else "",
         )
     )
 

@@ -102,7 +102,6 @@ class LayerStatistics:
     tokens: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    by_source: tuple["LayerStatistics", ...] = ()  # the same of each calibration source, where that was asked for
 
     routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
     modality_count = Statistic[Tensor](
@@ -305,7 +304,7 @@ class Collector:
             meter.all_reduce()
 
     def finish(
-        self, heldout: LayerStatistics | None = None, by_source: tuple[LayerStatistics, ...] = ()
+        self, heldout: LayerStatistics | None = None
     ) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
@@ -317,7 +316,7 @@ class Collector:
         values = {name: meter.finish() for name, meter in self.meters.items()}
         if heldout is not None:
             values["heldout"] = heldout
-        return LayerStatistics(self.layer, self.tokens, values, self.observed.seed, by_source)
+        return LayerStatistics(self.layer, self.tokens, values, self.observed.seed)
 
 
 def combined(collectors: Mapping[int, Collector], shares: Sequence[float]) -> Collector:
@@ -351,9 +350,8 @@ class Observers:
         calibration: Calibration,
         routers: Routers,
         seed: int,
-        per_source: bool = False,
     ) -> None:
-        self.layer, self.calibration, self.seed, self.per_source = layer, calibration, seed, per_source
+        self.layer, self.calibration, self.seed = layer, calibration, seed
         self.measures_heldout = bool(needs & HELDOUT)
         self.observing: Collector | None = None
         self.rows: dict[int, Tensor] = {}  # the sampled tokens of each batch
@@ -402,13 +400,7 @@ class Observers:
                 return LayerStatistics(self.layer, seed=self.seed)
         shares = self.calibration.weights
         heldout = combined(self.heldout, shares).finish() if self.measures_heldout else None
-        whole, by_source = combined(self.fit, shares), list[LayerStatistics]()
-        if self.per_source and len(self.fit) > 1:
-            several = self.measures_heldout and len(self.heldout) > 1
-            for source, collector in self.fit.items():
-                own = self.heldout[source].finish() if several and source in self.heldout else heldout
-                by_source.append(collector.finish(own))
-        return whole.finish(heldout, tuple(by_source))
+        return combined(self.fit, shares).finish(heldout)
 
 
 def collect(
@@ -417,13 +409,12 @@ def collect(
     calibration: Calibration | None,
     progress: Progress,
     seed: int = 0,
-    per_source: bool = False,
     end: LayerVisitor | None = None,
 ) -> Iterator[LayerStatistics]:
     """Statistics of every MoE layer in order, each valid until the next is asked for; one layer is in memory at a time.
 
-    Needs that are met by weights alone load the experts and run nothing. `per_source` keeps each calibration source's
-    own statistics too. For the sake of a visitor `end` the batches go on to the model's output.
+    Needs that are met by weights alone load the experts and run nothing. For the sake of a visitor `end` the batches go
+    on to the model's output.
     """
     routers = smaller_routers(model.architecture)
     if calibration is None:
@@ -433,7 +424,7 @@ def collect(
         return
     if needs & HELDOUT and not calibration.heldout:
         raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
-    watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed, per_source))
+    watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed))
     visitors = [watching] if end is None else [watching, end]
     batches = calibration.batches
     run = Pass(model, batches, progress, "calibrate and plan", seed, to_end=end is not None, shared=True)

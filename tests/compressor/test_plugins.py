@@ -94,7 +94,7 @@ def writing(stats: LayerStatistics, keep: int, protected: frozenset[int] = froze
             lambda stats, keep, protected: keep_best(stats, torch.rand(8), keep, protected),
             "'theirs' plans the same layer in two ways; draw from a torch.Generator",
         ),
-        (lambda stats, keep, protected: first(stats, 8, protected), "'theirs' returned no plan of this layer that keeps 4 experts"),
+        (lambda stats, keep, protected: first(stats, 8, protected), "no plan of this layer that keeps 4 experts"),
         (
             lambda stats, keep, protected: keep_best(stats, stats.norm_sum, keep, protected),
             "statistic 'norm_sum' was not collected",

@@ -118,7 +118,6 @@ def statistics_with_heads(
     calibration: Calibration | None,
     progress: Progress,
     seed: int,
-    per_source: bool,
     accepted: dict[str, Any],
 ) -> Iterator[LayerStatistics]:
     """Statistics of the model's MoE layers, then of the heads', each valid until the next is asked for.
@@ -127,7 +126,7 @@ def statistics_with_heads(
     module, once its statistics have been taken.
     """
     if calibration is None or not heads:
-        yield from collect(model, needs, calibration, progress, seed, per_source)
+        yield from collect(model, needs, calibration, progress, seed)
         for head in heads:
             yield from (_named(stats, head) for stats in collect(head.model, needs, None, progress, seed))
         return
@@ -135,7 +134,7 @@ def statistics_with_heads(
     for leg in legs:
         passing = replace(calibration, batches=leg.batches)
         with leg.hooked():
-            for stats in collect(leg.model, needs, passing, progress, seed, per_source, leg):
+            for stats in collect(leg.model, needs, passing, progress, seed, leg):
                 yield stats if leg.head is None else _named(stats, leg.head)
         if leg.head is not None:
             every_rank = ranks().all_reduce(agreement(legs[0], leg))
@@ -143,5 +142,4 @@ def statistics_with_heads(
 
 
 def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
-    parts = tuple(_named(part, head) for part in stats.by_source)
-    return replace(stats, layer=head.named, by_source=parts)
+    return replace(stats, layer=head.named)

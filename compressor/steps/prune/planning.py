@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,8 +20,7 @@ from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.recipe.step import Requirements, StepOptions
-from compressor.recipe.steps_plan import Plan
+from compressor.recipe.step import Requirements
 from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
@@ -50,16 +48,11 @@ class PruneSpec:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the number of its spec, the seconds that deciding it took, and the source it is for, if for one alone."""
+    """A plan, the number of its spec, and the seconds that deciding it took."""
 
     plan: ExpertPlan
     spec: int
     seconds: float
-    source: str | None = None
-    calibration: Calibration | None = None  # what it was planned on
-
-
-_Key = tuple[int, int]  # number of the spec, and of the source (-1: all)
 
 
 @dataclass(slots=True)
@@ -102,46 +95,36 @@ class Planner:
         return found
 
     def plans(
-        self,
-        specs: Sequence[PruneSpec],
-        protected: Protected | None = None,
-        per_source: bool = False,
-        heads: Sequence[Head] = (),
+        self, specs: Sequence[PruneSpec], protected: Protected | None = None, heads: Sequence[Head] = ()
     ) -> list[Planned]:
         """Several plans from one pass over the layers; nothing is written.
 
-        `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers. With
-        `per_source` each calibration source gets a plan of its own after the one for all.
+        `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers.
         """
-        data, rank_changes = self.calibration, self.rank_changes([spec.strategy for spec in specs])
+        rank_changes = self.rank_changes([spec.strategy for spec in specs])
         needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
-        layers, seconds = defaultdict[_Key, list[LayerPlan]](list), defaultdict[_Key, float](float)
+        layers, seconds = [list[LayerPlan]() for _ in specs], [0.0 for _ in specs]
         accepted: dict[str, Any] = {}
 
-        def decide(stats: LayerStatistics) -> list[tuple[_Key, LayerPlan]]:
-            decided = list[tuple[_Key, LayerPlan]]()
+        def decide(stats: LayerStatistics) -> list[LayerPlan]:
+            decided = list[LayerPlan]()
             for number, spec in enumerate(specs):
-                for source, seen in enumerate((stats, *stats.by_source), start=-1):
-                    begin, key = time.perf_counter(), (number, source)
-                    decided.append((key, _layer_plan(seen, spec, protected, rank_changes)))
-                    seconds[key] += time.perf_counter() - begin
+                begin = time.perf_counter()
+                decided.append(_layer_plan(stats, spec, protected, rank_changes))
+                seconds[number] += time.perf_counter() - begin
             return decided
 
-        run = (self.progress, self.seed, per_source, accepted)
-        for stats in statistics_with_heads(self.model, heads, needs, data, *run):
-            for key, plan in ranks().broadcast(partial(decide, stats)):
-                layers[key].append(plan)
+        run = (self.calibration, self.progress, self.seed, accepted)
+        for stats in statistics_with_heads(self.model, heads, needs, *run):
+            for number, plan in enumerate(ranks().broadcast(partial(decide, stats))):
+                layers[number].append(plan)
             del stats  # samples need not outlive the layer
-        planned = []
-        for (number, source), plans in sorted(layers.items()):
+        planned = list[Planned]()
+        for number, plans in enumerate(layers):
             for place, layer in enumerate(plans):
                 if layer.module in accepted:  # before anything is made smaller
                     plans[place] = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
-            own, name = data, None
-            if source >= 0 and data is not None:
-                own, name = data.only(source), data.source_names[source]
-            plan = self._plan(specs[number], plans, protected)
-            planned.append(Planned(plan, number, seconds[number, source], name, own))
+            planned.append(Planned(self._plan(specs[number], plans, protected), number, seconds[number]))
         return planned
 
     def plan_in_order(
@@ -292,62 +275,17 @@ def planner_of(state: State) -> Planner:
     return planner
 
 
-def plan_stage(prune: Prune, state: State, per_source: bool = False) -> list[ExpertPlan]:
-    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones.
-
-    With `per_source` the decisions for all calibration sources together are followed by those for each source alone.
-    """
+def plan_stage(prune: Prune, state: State) -> ExpertPlan:
+    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones."""
     model, planner = state.model, planner_of(state)
     spec = spec_of(prune, model, state.parts)
     protected = protected_experts(prune.protect, spec.experts, planner)
     correct, reads = state.options_of(Correct), bool(spec.strategy.needs - WEIGHTS)
     if prune.sequential and planner.calibration is not None and (reads or correct is not None):
         files = None if state.work is None else state.cut()
-        plans = [planner.plan_in_order(spec, correct, protected, files)]
-    else:
-        if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
-            spec = replace(spec, strategy=state.observer.planning(spec.strategy))
-        if not reads:
-            planner = replace(planner, calibration=None)
-        plans = [planned.plan for planned in planner.plans([spec], protected, per_source, spec.heads)]
-    return plans
-
-
-def refuse_per_source(steps: Sequence[StepOptions], sources: Sequence[Any]) -> None:
-    """Refuse plans for each source alone where there is one source only, or where each would need its own pass."""
-    prune = next((options for options in steps if isinstance(options, Prune)), None)
-    if prune is None or prune.sequential:
-        raise CompressionError("--per-source plans what a strategy prunes from one pass, without --sequential")
-    if len(sources) < 2:
-        raise CompressionError("--per-source needs several calibration sources; repeat --calibration for each")
-
-
-def refuse_sources_without_heldout(calibration: Calibration) -> None:
-    """Refuse to plan for each source alone where one is too short to have any tokens held out."""
-    held = {calibration.source_of(batch) for batch in calibration.heldout}
-    short = [name for number, name in enumerate(calibration.source_names) if number not in held]
-    if short:
-        raise CompressionError(
-            f"calibration source {short[0]} has too few sequences to hold some out and be planned for alone; raise "
-            "--samples, give it a larger weight or more text, or leave out --per-source"
-        )
-
-
-def plan_sources(state: State) -> list[Plan]:
-    """From one pass the plan for all calibration sources together, then one for each source alone, in their order.
-
-    Attribution is run once, on all sources: its hubs are protected in every plan, and every plan heeds its figures.
-    """
-    text, number, prune = state.text, state.deciding, state.options_of(Prune)
-    assert text is not None and number is not None and prune is not None
-    if text.identity.get("heldout"):
-        refuse_sources_without_heldout(text.fit)
-    sources = range(len(text.fit.weights))
-    plans = plan_stage(prune, state, per_source=True)
-    if len(plans) == 1:  # of a strategy that reads no text
-        plans *= 1 + len(sources)
-    identities = [text.identity, *(text.only(source).identity for source in sources)]
-    return [
-        replace(state.plan.with_entry(number, decision=plan), calibration=identity)
-        for plan, identity in zip(plans, identities, strict=True)
-    ]
+        return planner.plan_in_order(spec, correct, protected, files)
+    if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
+        spec = replace(spec, strategy=state.observer.planning(spec.strategy))
+    if not reads:
+        planner = replace(planner, calibration=None)
+    return planner.plans([spec], protected, spec.heads)[0].plan

@@ -41,7 +41,7 @@ class PruneStep(Step[Prune]):
         return self.options.count(layers, parts)
 
     def decide(self, state: State) -> ExpertPlan:
-        return plan_stage(self.options, state)[0]
+        return plan_stage(self.options, state)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         return protected_blocks_of((entry.get("plan") or {}).get("protected") or {})

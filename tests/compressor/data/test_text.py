@@ -187,18 +187,6 @@ def test_short_text_is_evaluated_on_what_is_held_out_of_it(tmp_path: Path) -> No
     assert read([WeightedSource(count_up(tmp_path, 1, 60), 1.0)], **whole).evaluation == ()  # nothing is held out of it
 
 
-def test_one_source_of_several(tmp_path: Path) -> None:
-    sources = [WeightedSource(count_up(tmp_path, number, 900), 1.0 + number) for number in range(2)]
-    made = read(sources)
-    alone = made.only(1)
-    assert alone.identity == {**made.identity, "only": "s1"} and [each.name for each in alone.heldout] == ["s1"]
-    assert flat(alone.fit.batches, 1) == flat(made.fit.batches, 1) and not flat(alone.fit.batches, 0)
-    for name in PARTS:
-        assert flat(alone.part(name), 1) == flat(made.part(name), 1) and not flat(alone.part(name), 0)
-    again = repeat_text(alone.identity, Numbers(), VOCAB)
-    assert again.identity == alone.identity and flat(again.part("distill"), 1) == flat(alone.part("distill"), 1)
-
-
 def test_changed_text_and_edited_parts_are_refused(tmp_path: Path) -> None:
     made = read([WeightedSource(count_up(tmp_path, 0, 900), 1.0)])
     for change, message in (

@@ -16,7 +16,6 @@ from compressor.hub.card import Again, again, card_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
 from tests.command_line import captured
-from tests.plans import recipe_of
 
 DEMO = Path("compressor/demo/checkpoint").absolute()
 SMALL: dict[str, Any] = {"experts": 12, "samples": 4, "sequence_length": 32}
@@ -98,16 +97,6 @@ def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
     (place / "mine.json").unlink()
     found = run_again(place / "out", place)
     assert found.digest() == plan.digest() and found.expert_plan.protected == plan.expert_plan.protected
-
-
-def test_a_plan_for_one_source_of_several_takes_two_commands(place: Path) -> None:
-    asked = recipe_of("checkpoint", **SMALL, strategy="count-guided", calibration=["a.txt", "b=2.txt"])
-    plans = compressor.plan_per_source(asked)
-    assert plans[1].digest() != plans[2].digest()
-    compressor.apply(plans[2], "out")
-    found = run_again(place / "out", place)
-    assert found.digest() == plans[2].digest()
-    assert found.calibration is not None and found.calibration["only"] == "b=2"
 
 
 def changed(folder: str, out: str, step: StepOptions, base: str = "checkpoint", **text: Any) -> None:

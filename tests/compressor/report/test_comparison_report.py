@@ -86,7 +86,6 @@ def test_each_of_several_evaluation_sources_has_a_column() -> None:
             8,
             2.0,
             loss_by_source={"wiki": 1.75, "code": 2.25},
-            source="code",
             suffering=("code",),
             kl_by_source={"wiki": 0.5, "code": 0.25},
             flips_by_source={"wiki": 0.125, "code": 0.75},
@@ -100,7 +99,7 @@ def test_each_of_several_evaluation_sources_has_a_column() -> None:
     assert [cells["code"] for cells in shown] == ["1.5000", "**2.2500**", "-"]
     assert [cells["wiki"] for cells in table(kl.partition("Flips by")[0])] == ["-", "0.5000", "-"]
     assert [cells["code"] for cells in table(flips)] == ["-", "**0.7500**", "-"]
-    assert [cells["model"] for cells in shown] == ["base", "reap for code", "auto"]
+    assert [cells["model"] for cells in shown] == ["base", "reap", "auto"]
     assert "evaluated on wiki (4,096 tokens) and code (2,048 tokens), seed 7" in text
     assert "evaluation source" not in markdown(comparison([rows[0], rows[2]]))
 

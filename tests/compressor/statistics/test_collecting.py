@@ -46,9 +46,9 @@ def parts_of(stock: object, seed: int = 3) -> tuple[Tensor, ...]:
 
 
 def gathered(
-    model: OpenModel, data: Calibration, needs: frozenset[str] = DATA | {"heldout"}, per_source: bool = False
+    model: OpenModel, data: Calibration, needs: frozenset[str] = DATA | {"heldout"}
 ) -> dict[str, LayerStatistics]:
-    return {stats.layer.name: stats for stats in collect(model, needs, data, Silent(), 0, per_source)}
+    return {stats.layer.name: stats for stats in collect(model, needs, data, Silent(), 0)}
 
 
 def of(parts: Sequence[Tensor]) -> Calibration:
@@ -98,49 +98,38 @@ def test_heldout_tokens_are_a_statistic_of_their_own_and_enter_no_other(name: st
 
 
 @NAMES
-def test_each_source_is_seen_as_if_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mix_weights_sums_by_share_and_holds_every_sample(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock, model = opened(name, tmp_path)
-    parts = parts_of(stock)
-    whole = gathered(model, mixed(parts), per_source=True)
+    parts, alone = parts_of(stock), list[dict[str, LayerStatistics]]()
+    whole = gathered(model, mixed(parts))
     for source, share in enumerate(SHARES):
         mine = [number for number, owner in enumerate(SOURCES) if owner == source and number not in HELDOUT]
         monkeypatch.setattr(collecting, "SAMPLE_TOKENS", round(SAMPLE * share))
-        alone = gathered(model, of([parts[number] for number in mine]), DATA)
-        for layer, stats in whole.items():
-            same(stats.by_source[source], alone[layer], DATA)
-            if "vision" not in layer:
-                count = min(round(SAMPLE * share), sum(parts[number].numel() for number in mine))
-                assert len(stats.by_source[source].inputs) == count
-    for stats in whole.values():
-        assert [part.tokens for part in stats.by_source] == [36, 24, 24] if stats.tokens else True
-
-
-@NAMES
-def test_the_mix_weights_sums_by_share_and_holds_every_sample(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    for stats in gathered(model, mixed(parts_of(stock)), per_source=True).values():
-        assert stats.tokens == sum(part.tokens for part in stats.by_source)
+        alone.append(gathered(model, of([parts[number] for number in mine]), DATA))
+    for layer, stats in whole.items():
+        sources = [seen[layer] for seen in alone]
+        assert stats.tokens == sum(part.tokens for part in sources)
         for key in SUMS:
             expected = torch.zeros(stats.values[key].shape, dtype=torch.float64)
-            for share, part in zip(SHARES, stats.by_source, strict=True):
+            for share, part in zip(SHARES, sources, strict=True):
                 if part.tokens:
                     expected += share * stats.tokens * part.values[key] / part.tokens  # its mean per token
             check(stats.values[key], expected, key)
         if stats.tokens:
             for key in (SAMPLED - {"router_arguments"}) | {"expert_outputs"}:
                 dim = 1 if key in DENSE else 0
-                check(stats.values[key], torch.cat([part.values[key] for part in stats.by_source], dim), key)
+                check(stats.values[key], torch.cat([part.values[key] for part in sources], dim), key)
 
 
-@pytest.mark.parametrize("per_source", [True, False])
-def test_one_source_is_what_it_was_before_there_were_several(per_source: bool, tmp_path: Path) -> None:
+def test_a_text_of_one_named_source_counts_as_without_a_name(tmp_path: Path) -> None:
     stock, model = opened("deepseek_v3", tmp_path)
     parts = parts_of(stock)
     plain = gathered(model, of(parts), DATA)
     named = Calibration(parts, {"source": "random tokens"}, (0,) * 6, (1.0,))
-    for layer, stats in gathered(model, named, DATA, per_source).items():
+    for layer, stats in gathered(model, named, DATA).items():
         same(stats, plain[layer], DATA)
-        assert stats.by_source == ()
         tokens = torch.cat([part.flatten() for part in parts])
         assert len(stats.inputs) == len(sample_positions(len(tokens), SAMPLE, 0)) == SAMPLE
 
