@@ -65,7 +65,8 @@ def comparisons(draw: st.DrawFn) -> Comparison:
     """A base and up to 12 rows of any order, each way of making one at most once for each count."""
     losses = st.floats(-5, 5, width=32).map(lambda loss: loss + 0.0)  # of two zeros the one without a minus
     ways = st.tuples(
-        st.sampled_from(["random", *STRATEGIES]), st.sampled_from(CORRECTIONS), st.integers(1, EXPERTS), st.integers(0, 2),
+        st.sampled_from(["random", *STRATEGIES]), st.sampled_from(CORRECTIONS),
+        st.integers(1, EXPERTS), st.integers(0, 2),
     )  # fmt: skip
     chosen = draw(st.lists(ways, max_size=12, unique_by=lambda way: way if way[0] == "random" else way[:3]))
     rows = [base(draw(losses))]

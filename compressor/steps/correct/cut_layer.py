@@ -179,7 +179,7 @@ class Recording:
             yield from part.split(CHUNK)
 
     def router_arguments(self, rows: Tensor, block: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the router's arguments for the tokens at `rows` [n], in float32, with the tensors of `block` itself."""
+        """Return the router's arguments for the tokens at `rows` [n], in float32, with tensors of `block` itself."""
 
         def value(argument: _Argument) -> Any:
             if argument.key is not None:
