@@ -12,7 +12,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from compressor.document.blocks import Block, Code, Facts, Heading, Text
 from compressor.errors import CompressionError
@@ -20,7 +20,7 @@ from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoi
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import PRUNE, SPLIT, Plan
-from compressor.records import read_object, value_as
+from compressor.records import read_object
 
 LISTED = (PRUNE, SPLIT)  # steps of which the list says all; a plan that does split is refused
 PLANS = True  # a plan file will do in place of a checkpoint
@@ -30,7 +30,7 @@ LIST, OVERRIDES, RECORD = "experts.jsonl", "hf_overrides.json", "keep_list.json"
 
 @dataclass(frozen=True, slots=True)
 class ListSummary:
-    """What was written, and how it is served."""
+    """The list that was written, and how it is served."""
 
     folder: Path
     client: str
@@ -51,8 +51,8 @@ class ListSummary:
         model = shlex.join([self.model, *(["--revision", self.revision] if self.revision else [])])
         if self.expert_prune_ratio is None:
             return f'vllm serve {model} --hf-overrides "$(cat {shlex.quote(str(self.folder / OVERRIDES))})"'
-        own = {"expert_list_file": str(self.folder / LIST), "expert_prune_ratio": self.expert_prune_ratio}
-        return f"vllm serve {model} --additional-config {shlex.quote(json.dumps(own))}"
+        config = {"expert_list_file": str(self.folder / LIST), "expert_prune_ratio": self.expert_prune_ratio}
+        return f"vllm serve {model} --additional-config {shlex.quote(json.dumps(config))}"
 
     def describe(self) -> tuple[Block, ...]:
         """Counts, the client and its command; a line for steps that the list leaves out."""
@@ -61,9 +61,11 @@ class ListSummary:
             "MoE layers": str(self.layers),
             "experts kept": f"{self.kept} of {self.layers * self.experts}",
         }
-        steps = ", ".join(self.not_listed)
-        left_out = (Text(f"The list has the base's experts as they are, without what these steps did: {steps}"),)
-        notes = (*(left_out if self.not_listed else ()), Text(("Serve with ", Code(self.command))))
+        notes = [Text(("Serve with ", Code(self.command)))]
+        if self.not_listed:
+            steps = ", ".join(self.not_listed)
+            note = f"The list has the base's experts as they are, without what these steps did: {steps}"
+            notes.insert(0, Text(note))
         return Heading("Exported as keep-list"), Facts(tuple(facts.items())), *notes
 
 
@@ -88,12 +90,9 @@ def export(checkpoint: Path, output: Path, options: None, progress: Progress) ->
 
 
 def read_summary(output: Path) -> ListSummary:
-    """What `export` returned, from the record that it left in `output`."""
-    record, kinds = read_object(output / RECORD), get_type_hints(ListSummary)
-    return ListSummary(
-        folder=output,
-        **{name: value_as(record.get(name), kind, name) for name, kind in kinds.items() if name != "folder"},
-    )
+    """The summary that `export` returned, from the record that it left in `output`."""
+    record = read_object(output / RECORD)
+    return ListSummary(output, **{**record, "not_listed": tuple(record["not_listed"])})
 
 
 def prune_ratio(experts: int, kept: int) -> float:
@@ -134,11 +133,12 @@ def _refuse_inexpressible(plan: Plan) -> None:
         raise CompressionError(
             f"a keep list leaves the base's top-k, and this plan routes tokens to {expert_plan.top_k} experts"
         )
-    if mixed := next((layer for layer in expert_plan.layers if not layer.is_drop), None):
-        raise CompressionError(
-            f"{mixed.module}: a keep list can drop experts, and this plan merges or scales them; plan with a strategy "
-            "that drops, such as reap"
-        )
+    for layer in expert_plan.layers:
+        if not layer.is_drop:
+            raise CompressionError(
+                f"{layer.module}: a keep list can drop experts, and this plan merges or scales them; plan with a "
+                "strategy that drops, such as reap"
+            )
     if len({layer.layer for layer in expert_plan.layers}) < len(expert_plan.layers):
         raise CompressionError("a keep list has one line for a decoder layer, and this model's have several routers")
     if len({layer.experts for layer in expert_plan.layers}) > 1:
@@ -153,7 +153,12 @@ def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str
     targets = dict[str, dict[str, Any]]()
     for (layer, expert), info in sorted(constants.items()):
         path = info.name.removesuffix(SUFFIX).rpartition(".")[0]
-        target = targets.setdefault(path, _target(experts[layer]))
+        target: dict[str, Any] = {
+            "num_logical_experts": experts[layer],
+            "weight_layout": "compact_retained_experts",
+            "replacements": {},
+        }
+        target = targets.setdefault(path, target)
         target["replacements"][str(expert)] = {"format": "constant-v1", "tensors": {"value": info.name}}
     semantics = {
         "preserve_logical_expert_ids": True,
@@ -174,7 +179,3 @@ def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str
         not_listed=(),
     )
     return summary, OVERRIDES, json.dumps(overrides, indent=2) + "\n"
-
-
-def _target(experts: int) -> dict[str, Any]:
-    return {"num_logical_experts": experts, "weight_layout": "compact_retained_experts", "replacements": {}}

@@ -39,7 +39,7 @@ from compressor.steps.workdir import check_space, check_target, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS, Reference, observe, unit_of
-from exporters.onnx.trace import export_graph, recipe_of, trace_inputs, traced_model
+from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, traced_model
 from exporters.onnx.verify import EXACT, HALF, STOCK, Graph, RoundingCost, Verification, compare, rounding_cost
 
 GRAPH, WEIGHTS = "model.onnx", "model.onnx.data"
@@ -56,7 +56,7 @@ RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "ro
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to make of a checkpoint."""
+    """Options of the graph and its verification."""
 
     opset: int = option(20, "Version of the ONNX operators.")
     dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.")
@@ -86,7 +86,7 @@ Options = ExportOptions  # under this name the registry finds an exporter's opti
 
 @dataclass(frozen=True, slots=True)
 class ExportSummary:
-    """What was written, and how well it agrees with the stock model."""
+    """The graph that was written, and how well it agrees with the stock model."""
 
     folder: Path
     model: str
@@ -137,18 +137,24 @@ class GraphFile:
     """
 
     def __init__(self, program: Any, folder: Path, external_bytes: int) -> None:
-        self.program, self.folder = program, folder
+        self.program = program
+        self.folder = folder
         self.values = dict(program.graph.initializers)
-        self.recipes = {key: found for key, value in self.values.items() if (found := recipe_of(value)) is not None}
+        self.recipes: dict[str, Recipe] = {}
         self.made: dict[str, list[str]] = {}  # names of initialisers by the tensor that they are made of
-        for key, recipe in self.recipes.items():
-            self.made.setdefault(recipe.source, []).append(key)
-        sizes, end = {key: value.const_value.nbytes for key, value in self.values.items()}, 0
+        for key, value in self.values.items():
+            recipe = recipe_of(value)
+            if recipe is not None:
+                self.recipes[key] = recipe
+                self.made.setdefault(recipe.source, []).append(key)
+        sizes = {key: value.const_value.nbytes for key, value in self.values.items()}
         self.places: dict[str, int] = {}  # in the file of weights
         if sum(sizes.values()) > external_bytes:
+            end = 0
             for key, nbytes in sizes.items():
                 if nbytes > INLINE_BYTES:
-                    self.places[key], end = end, end + nbytes
+                    self.places[key] = end
+                    end += nbytes
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
             for key in self.places.keys() - self.recipes.keys():
@@ -211,10 +217,11 @@ def export(
         mapped = not fits_whole(opened.source, "float32", "cpu") if options.stream is None else options.stream
         exported = Graph(content / GRAPH, mapped)
         changes = [f"experts rounded to {options.scheme.describe()}"] if options.scheme is not None else []
+        bounds = EXACT
         if options.dtype == "fp16":
             changes.insert(0, "weights rounded to float16")
+            bounds = HALF
         label = f"{STOCK} with {' and '.join(changes)}" if changes else STOCK
-        bounds = HALF if options.dtype == "fp16" else EXACT
         program = graph.program.graph
         summary = ExportSummary(
             folder=out,
@@ -298,8 +305,11 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config, and the configs inside it, without how weights are quantised: the graph's are not."""
-    kept = {name: value for name, value in raw.items() if name != "quantization_config"}
-    return {name: plain_config(value) if isinstance(value, dict) else value for name, value in kept.items()}
+    config = {}
+    for name, value in raw.items():
+        if name != "quantization_config":
+            config[name] = plain_config(value) if isinstance(value, dict) else value
+    return config
 
 
 def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summary: ExportSummary) -> None:
@@ -322,5 +332,6 @@ def _write_files(opened: OpenModel, content: Path, options: ExportOptions, summa
         "options": {name: value for name, value in asdict(options).items() if name not in UNRECORDED},
         **{name: result[name] for name in RECORDED},
     }
-    for name, values in (("config.json", plain_config(without_code(opened.checkpoint.raw_config))), (RECORD, record)):
+    config = plain_config(without_code(opened.checkpoint.raw_config))
+    for name, values in (("config.json", config), (RECORD, record)):
         (content / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

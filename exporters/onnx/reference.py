@@ -62,10 +62,12 @@ class Reference:
 
 def special_tokens(config: Any) -> frozenset[int]:
     """Token ids that the config gives a meaning: padding, images and so on."""
-    fields = (*vars(config).items(), *vars(config.get_text_config(decoder=True)).items())
-    named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
-    several = (value if isinstance(value, list | tuple) else [value] for value in named)
-    return frozenset(value for each in several for value in each if isinstance(value, int))
+    tokens = set[int]()
+    for name, value in (*vars(config).items(), *vars(config.get_text_config(decoder=True)).items()):
+        if name.endswith(("_token_id", "_token_index")):
+            several = value if isinstance(value, list | tuple) else [value]
+            tokens.update(token for token in several if isinstance(token, int))
+    return frozenset(tokens)
 
 
 def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
@@ -115,9 +117,11 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
         ask("chunked prefill", random_tokens(config, 2, sum(CHUNKS), 12), CHUNKS)
         drawn = random_tokens(config, len(PADDING), PADDED_LENGTH, 14)
         ask("left padding, cached decode", drawn, (PADDED_LENGTH - 4, 1, 1, 1, 1), mask)
-    if model.can_generate() and (count := min(tokens, longest - PROMPT)) > 0:
-        parts = (random_tokens(config, 1, PROMPT, PROMPT_SEED), random_tokens(config, 1, count - 1, TEXT_SEED))
-        ask(CONTINUED, torch.cat(parts, dim=1), (PROMPT, *[1] * (count - 1)) if past else ())
+    count = min(tokens, longest - PROMPT)
+    if model.can_generate() and count > 0:
+        prompt = random_tokens(config, 1, PROMPT, PROMPT_SEED)
+        text = random_tokens(config, 1, count - 1, TEXT_SEED)
+        ask(CONTINUED, torch.cat((prompt, text), dim=1), (PROMPT, *[1] * (count - 1)) if past else ())
     return tuple(cases)
 
 

@@ -3,7 +3,6 @@
 Large weights are absent while the graph is traced: an initialiser made of one has a `Recipe` in place of its values.
 """
 
-import builtins
 import contextlib
 import io
 import logging
@@ -132,13 +131,16 @@ def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
     """Return the axes in which two samples' cache tensors differ, and with what they grow."""
     batches, pasts = zip(*SAMPLES, strict=True)
     known = {batches: "batch", pasts: "past"}
-    grown = {axis: sizes for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if len({*sizes}) > 1}
-    if strange := [sizes for sizes in grown.values() if sizes not in known]:
-        raise CompressionError(
-            f"the cache tensor {path} grows from {strange[0][0]} to {strange[0][1]} entries while the past grows from "
-            f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
-        )
-    return {axis: known[sizes] for axis, sizes in grown.items()}
+    axes = {}
+    for axis, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+        if sizes in known:
+            axes[axis] = known[sizes]
+        elif sizes[0] != sizes[1]:
+            raise CompressionError(
+                f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the past grows from "
+                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it with --no-past"
+            )
+    return axes
 
 
 def sample_length(config: Any) -> int:
@@ -209,13 +211,12 @@ def _symbolic_minimum(model: Any) -> Iterator[None]:
         traced = len(values) == 2 and any(isinstance(value, torch.SymInt) for value in values)
         return symbolic(*values) if traced else plain(*values, **options)
 
-    modules = {name for name in (type(module).__module__ for module in model.modules()) if name.startswith(STOCK)}
+    names = {type(module).__module__ for module in model.modules()}
+    modules = [sys.modules[name] for name in names if name.startswith(STOCK)]
+    low, high = partial(extremum, min, torch.sym_min), partial(extremum, max, torch.sym_max)
     with contextlib.ExitStack() as stack:
-        for module in map(sys.modules.__getitem__, modules):
-            for name, symbolic in (("min", torch.sym_min), ("max", torch.sym_max)):
-                if not hasattr(module, name):
-                    setattr(module, name, partial(extremum, getattr(builtins, name), symbolic))
-                    stack.callback(delattr, module, name)
+        for module in modules:
+            stack.enter_context(patch.multiple(module, create=True, min=low, max=high))
         yield
 
 
@@ -269,7 +270,8 @@ def turn_absent(program: Any) -> None:
         if (node.domain, node.op_type) != ("", "Transpose"):
             continue
         value = node.inputs[0]
-        if (recipe := recipe_of(value)) is None or len(value.uses()) > 1:
+        recipe = recipe_of(value)
+        if recipe is None or len(value.uses()) > 1:
             continue
         (output,), stored = node.outputs, value.const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
@@ -357,8 +359,7 @@ def _rename(program: Any, inputs: TraceInputs) -> None:
     for value in graph.inputs:
         value.metadata_props.clear()
         _rename_axes(value, symbols)
-    if missing := sorted(wanted - {value.name for value in graph.outputs}):
-        raise CompressionError(f"the traced graph has no output {missing[0]!r}; please report this model")
+    assert wanted == {value.name for value in graph.outputs}
 
 
 def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
