@@ -12,6 +12,7 @@ from compressor.files import alone, new_folder
 from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.registry import Exporter, exporter_options, load_exporter
+from compressor.recipe.step import CONSTANTS
 from compressor.run_record import PACKAGES, answers, record_request, report_in_place, request_key, stamp, versions
 from compressor.steps.workdir import check_target
 
@@ -76,7 +77,7 @@ def _moved(summary: Any, fresh: Path, output: Path) -> Any:
 def formats_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the formats that a recipe's run writes, each once; raise `CompressionError` for what cannot be written."""
     formats = tuple(dict.fromkeys(recipe.output.formats))
-    if any(step.name == "constants" for step in recipe.steps):
+    if any(CONSTANTS in step.changes for step in recipe.steps):
         if formats not in ((SAFETENSORS,), (MONE,)):
             raise CompressionError(f"--format {','.join(formats)}: {MONE} is written alone; name one format")
         return (SAFETENSORS,)

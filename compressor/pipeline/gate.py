@@ -21,6 +21,7 @@ from compressor.pipeline.formats import SAFETENSORS, formats_of
 from compressor.pipeline.task import content_of
 from compressor.progress import Progress
 from compressor.recipe.recipe import BehaviourOptions, GateOptions, Recipe
+from compressor.recipe.step import CONSTANTS
 from compressor.run_record import request_key, write_cached
 
 MAX_LOOP_RISE = 0.01  # of answers, where prompts are named and no limit
@@ -133,7 +134,7 @@ def request_of(recipe: Recipe, device: str = "auto") -> GateRequest:
     assert gate is not None
     if not isinstance(recipe.model, str):
         raise CompressionError("a gate loads the base from its files; name the model's folder or Hub id")
-    if any(step.name == "constants" for step in recipe.steps):
+    if any(CONSTANTS in step.changes for step in recipe.steps):
         raise CompressionError("--gate loads the output by stock transformers, which cannot load --format mone")
     if SAFETENSORS not in formats_of(recipe):
         raise CompressionError("--gate judges a safetensors output; pass --format safetensors,onnx with it")

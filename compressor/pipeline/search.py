@@ -27,7 +27,9 @@ from compressor.pipeline.outcome import Attempt, GateFailedError, Outcome
 from compressor.pipeline.run import Terms, run
 from compressor.pipeline.task import content_of, of_stage, sources_of
 from compressor.recipe.recipe import Recipe
+from compressor.recipe.step import StepOptions
 from compressor.run_record import answers, cache_folder, read_cached, request_key, versions
+from compressor.steps.prune.options import Prune
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +66,21 @@ def check_search(recipe: Recipe) -> None:
     assert recipe.gate is not None
     if recipe.gate.keep_failed:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
-    prune: Any = next((step for step in recipe.steps if step.name == "prune"), None)
-    if prune is None or prune.experts is not None or prune.ratio is not None:
+    prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
+    if prune is None or prune.is_sized:
         raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
 
 
 def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
     """Return the numbers of the source's experts that every layer can be cut to."""
-    seen, parts = model, 1
+    seen = model
     stage = of_stage(recipe.steps, 0)
     for step in stage:
         resolved = step.step().resolve(model, stage)
         if resolved is not None:
             seen = resolved.model_view(seen)
-            parts *= int(getattr(resolved, "parts", 1))
     layers = seen.architecture.layers
+    parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:
         raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")
@@ -93,7 +95,9 @@ def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
 
 def with_experts(recipe: Recipe, count: int) -> Recipe:
     """Return the recipe with this number of experts."""
-    steps = (step.model_copy(update={"experts": count}) if step.name == "prune" else step for step in recipe.steps)
+    steps = list[StepOptions]()
+    for step in recipe.steps:
+        steps.append(step.model_copy(update={"experts": count}) if isinstance(step, Prune) else step)
     return recipe.model_copy(update={"steps": tuple(steps)})
 
 
