@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib.metadata import entry_points
@@ -26,11 +26,6 @@ from compressor.errors import CompressionError
 
 AT_CWD, EXCHANGE = -100, 2  # of renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NOT_WRITTEN = {  # by the error's number: what is wrong with a place, and what to do
-    **dict.fromkeys(FULL, ("the disk of {} is full", "free some space")),
-    errno.EFBIG: ("a file in {} is larger than its file system or a limit (ulimit -f) allows", "raise the limit"),
-    errno.EIO: ("input or output failed while {} was written", "check its disk and the source's"),
-}
 REPORTED = ("rows", "senders")  # the fields that tell comparison.json and attribution.json; others name their format
 LOCK = "lock"
 OUTPUT = "output"  # what is made
@@ -39,6 +34,7 @@ ARRIVING = "arriving"  # an output whose content is on its way into a folder tha
 LOST = "lost+found"  # in the root of a file system
 TOOL = "moe-compressor"
 RECORDS = ("compression.json", "onnx_export.json")  # what an output of this tool tells of itself
+PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx\.data)")
@@ -60,19 +56,17 @@ _held: set[tuple[Path, int]] = set()  # by this process, with the thread
 
 @contextmanager
 def wrap_full_disk(place: Path) -> Iterator[None]:
-    """Turn a disk that is full or fails, and a quota or limit, into a sentence with the folder and the remedy."""
+    """Turn a full disk, or a quota, into a sentence with the folder and the remedy."""
     try:
         yield
     except CompressionError:
         raise
     except Exception as error:  # safetensors has an exception of its own
-        number = getattr(error, "errno", None)
-        told = (known for known in NOT_WRITTEN if known == number or os.strerror(known) in str(error))
-        if (known := next(told, None)) is None:
+        is_full = getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
+        if not is_full:
             raise
-        fault, remedy = NOT_WRITTEN[known]
-        fault = fault.format(os.path.abspath(place))
-        raise CompressionError(f"{fault}; {remedy} and run the command again") from error
+        sentence = f"the disk of {os.path.abspath(place)} is full; free some space and run the command again"
+        raise CompressionError(sentence) from error
 
 
 @contextmanager
@@ -80,8 +74,6 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
     """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
     with wrap_full_disk(path.parent):
         try:
-            if fresh.is_symlink():
-                fresh.unlink()  # someone's link would be written through
             yield fresh
             fresh.replace(path)
         except BaseException:
@@ -89,13 +81,12 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
             raise
 
 
-def write_whole(path: Path, text: str, mode: int = 0o600, errors: str = "strict") -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file in a folder that exists, replacing what is there only once the new one is complete."""
     with wrap_full_disk(path.parent):
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8", errors=errors) as stream:
+    with replacing(path, Path(fresh)), os.fdopen(handle, "w", encoding="utf-8") as stream:
         stream.write(text)
-        os.chmod(fresh, mode)
 
 
 def replace_folder(made: Path, target: Path, old: Path) -> None:
@@ -175,37 +166,22 @@ def _is_empty(out: Path) -> bool:
     return out.is_dir() and not out.is_symlink() and not _content(out)
 
 
-def _stays(folder: Path) -> bool:
-    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that can't be written to."""
-    table = Path("/proc/self/mountinfo")  # which has bind mounts, too
-    points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
-    mounted = os.path.ismount(folder) or os.path.realpath(folder) in points
-    return mounted or not os.access(folder.parent, os.W_OK | os.X_OK)
-
-
 def work_folder(out: Path) -> Path:
     """The hidden folder in which `out` is made: a sibling, but inside a folder that is empty or has to stay."""
-    place = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
-    beside, inside = (folder / _work_name(place) for folder in (place.parent, place))
-    if place.is_symlink() or not place.is_dir():
+    target = Path(os.path.abspath(out))  # `out` may be "." or ".."; a link is not followed
+    beside = target.parent / _work_name(target)
+    inside = target / _work_name(target)
+    if target.is_symlink() or not target.is_dir():
         return beside
-    begun = not beside.exists() and (inside.exists() or _is_empty(place))
-    return inside if begun or _stays(place) else beside
-
-
-def refuse_linked_folder(folder: Path) -> None:
-    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
-    inside = (os.path.join(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))
-    for path in (str(folder), *(() if folder.is_symlink() else inside)):
-        if os.path.islink(path):
-            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
+    # nothing can be renamed to a mount point, nor to a folder in one that can't be written to
+    stays = os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK)
+    is_begun = not beside.exists() and (inside.exists() or _is_empty(target))
+    return inside if stays or is_begun else beside
 
 
 def check_parent(out: Path, what: str = "output folder") -> None:
     """Refuse an output where nothing can be written."""
     parent = work_folder(out).parent
-    if os.fsencode(out).decode(errors="ignore") != str(out):
-        raise CompressionError(f"the name {out} has a byte that is no UTF-8; name another {what}")
     if not parent.is_dir():
         raise CompressionError(f"{parent} is not a folder; create it or name another {what}")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -221,13 +197,13 @@ def alone(out: Path) -> Iterator[Path]:
     run holds it, but not on a file system without locks.
     """
     folder = work_folder(out)
-    if (mine := (folder, threading.get_ident())) in _held:
+    holder = (folder, threading.get_ident())
+    if holder in _held:
         yield folder
         return
     check_parent(out)
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     while not lock.is_locked:
-        refuse_linked_folder(folder)
         folder.mkdir(exist_ok=True)
         try:
             lock.acquire()
@@ -236,16 +212,16 @@ def alone(out: Path) -> Iterator[Path]:
                 raise CompressionError(f"another run is writing {out}; wait for it or stop it") from error
         except FileNotFoundError:
             continue  # the folder, too
-        except OSError as error:
-            if isinstance(error, PermissionError) or not (folder / LOCK).exists():
-                raise
-            break
-    _held.add(mine)
+        except PermissionError:
+            raise
+        except OSError:
+            break  # a file system without locks
+    _held.add(holder)
     try:
         _recover(folder, out)
         yield folder
     finally:
-        _held.discard(mine)
+        _held.discard(holder)
         with suppress(OSError):
             if os.listdir(folder) == [LOCK]:
                 (folder / LOCK).unlink()
@@ -270,9 +246,11 @@ def _recover(folder: Path, out: Path) -> None:
 def clear(folder: Path, keep: Collection[str] = (LOCK,)) -> None:
     """Remove everything in a folder but the names to `keep`."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.is_symlink() and path.name not in keep:
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name not in keep:
+        else:
             path.unlink(missing_ok=True)
 
 
@@ -286,18 +264,23 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
         return
     if not overwrite:
         raise CompressionError(f"{folder} exists already; name a new folder for the reports or pass --overwrite")
-    first, remedy = folder / names[0], "so --overwrite will not replace it; name a new folder for the reports"
+    first = folder / names[0]
+    remedy = "so --overwrite will not replace it; name a new folder for the reports"
     if first.suffix == ".json":
         content = json_object(first)
-        known = str(content.get("format", "")).startswith("moe-compressor-") or any(
-            each in content for each in REPORTED
-        )
+        is_report = any(name in content for name in REPORTED) or _is_of_tool(content)
     else:
-        known = first.is_file() and first.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    if folder.is_symlink() or not known:
+        is_report = first.is_file() and first.read_bytes().startswith(PNG)
+    if folder.is_symlink() or not is_report:
         raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
-    if others := sorted(path.name for path in _content(folder) if path.name not in names or not path.is_file()):
+    others = sorted(path.name for path in _content(folder) if path.name not in names or not path.is_file())
+    if others:
         raise CompressionError(f"{folder} holds {others[0]} beside {names[0]}, {remedy} or move that")
+
+
+def _is_of_tool(content: Mapping[str, Any]) -> bool:
+    """Return True if the JSON names a format of this tool."""
+    return str(content.get("format", "")).startswith(f"{TOOL}-")
 
 
 def whole_folder(folder: Path, names: Sequence[str], overwrite: bool = False) -> AbstractContextManager[Path]:
@@ -329,10 +312,8 @@ def new_folder(out: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 def default_folder() -> Path:
     """Where results are kept: $MOE_COMPRESSOR_CACHE, or the user's cache folder."""
-    if own := os.environ.get("MOE_COMPRESSOR_CACHE"):
-        return Path(own).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "moe-compressor" / "gate"
+    return Path(os.environ.get("MOE_COMPRESSOR_CACHE") or f"{caches}/{TOOL}/gate").expanduser()
 
 
 def file_digest(path: Path) -> str:
@@ -343,62 +324,59 @@ def file_digest(path: Path) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one where there is none that can be read."""
     try:
-        with path.open("rb") as stream:
-            if not stream.read(64).lstrip().startswith(b"{"):
-                return {}  # weights of many gigabytes are not read
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def is_page(path: Path, made_by: str) -> bool:
     """Return True if a file is a page that says at its end by what it was made, as the pages of this tool do."""
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(64)
-            stream.seek(-min(PAGE_END, path.stat().st_size), os.SEEK_END)
-            end = stream.read()
-    except OSError:
-        return False
-    return start.lstrip().lower().startswith(b"<!doctype html") and made_by.encode() in end
+    return path.is_file() and made_by.encode() in path.read_bytes()[-PAGE_END:]
 
 
 def refuse_replacing(out: Path) -> None:
     """Refuse to replace anything but an empty folder, an output of this tool, or nothing but a checkpoint's files."""
     remedy = "so --overwrite will not replace it"
-    entries = [] if out.is_symlink() or not out.is_dir() else _content(out)
-    checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
-    if out.is_symlink() or not out.is_dir() or (entries and not _records(out) and not checkpoint):
+    if out.is_symlink() or not out.is_dir():
         raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
-    if strays := _strays(out):
+    entries = _content(out)
+    is_checkpoint = (out / "config.json").is_file() and any(WEIGHTS.fullmatch(path.name) for path in entries)
+    if entries and not is_checkpoint and not _records(out):
+        raise CompressionError(f"{out} is not a checkpoint folder, {remedy}; name another folder")
+    strays = _strays(out)
+    if strays:
         more = f" and {len(strays) - MOST_NAMED} more" if len(strays) > MOST_NAMED else ""
-        which, them = ("which is", "that") if len(strays) == 1 else ("which are", "them")
-        what = f"{', '.join(strays[:MOST_NAMED])}{more}, {which} no part of a checkpoint"
-        raise CompressionError(f"{out} holds {what}, {remedy}; move {them} or name another folder")
+        names = f"{', '.join(strays[:MOST_NAMED])}{more}"
+        raise CompressionError(
+            f"{out} holds {names}, no part of a checkpoint, {remedy}; move what you need or name another folder"
+        )
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    return [record for name in RECORDS if (record := json_object(folder / name)).get("tool") == TOOL]
+    """Records of this tool in a folder."""
+    records = [json_object(folder / name) for name in RECORDS]
+    return [record for record in records if record.get("tool") == TOOL]
 
 
 def _strays(folder: Path) -> list[str]:
     """Names of what was neither written by this tool nor is, by its name, part of a checkpoint."""
     records, strays = _records(folder), list[str]()
-    carried = [name for record in records if isinstance(names := record.get("files"), list) for name in names]
+    known = {*RECORDS}
+    for record in records:
+        known.update(record.get("files", ()))
     subfolders = {TEMPLATES, *entry_points(group="moe_compressor.exporters").names}  # that compress makes
     for path in sorted(_content(folder)):
         name = path.name
-        if path.is_dir() and not path.is_symlink() and name in subfolders:
+        if path.is_symlink() or not path.is_dir():
+            is_known = bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in known
+            if not is_known and not (records and _is_report(path)):
+                strays.append(name)
+        elif name in subfolders:
             strays += [f"{name}/{stray}" for stray in (_strays(path) if _records(path) else ())]
-            continue
-        if path.is_dir():
-            of_hub = name == ".cache" and not path.is_symlink() and os.listdir(path) == ["huggingface"]  # its client's
-            known = of_hub or (bool(records) and all(map(_is_report, path.iterdir())))
-        else:
-            known = bool(WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name)) or name in (*RECORDS, *carried)
-            known = known or (bool(records) and _is_report(path))
-        if not known:
+        elif name == ".cache" and os.listdir(path) == ["huggingface"]:
+            continue  # of the Hub's client
+        elif not records or not all(map(_is_report, path.iterdir())):
             strays.append(name)
     return strays
 
@@ -407,5 +385,6 @@ def _is_report(path: Path) -> bool:
     """Return True if `plan`, `report`, `gate`, `attribute` or `compare` writes such a file."""
     if path.is_symlink() or not path.is_file():
         return False
-    written = str(json_object(path).get("format", "")).startswith(f"{TOOL}-")
-    return bool(REPORTS.fullmatch(path.name)) or written or is_page(path, MADE_BY)
+    if path.suffix == ".html":
+        return is_page(path, MADE_BY)
+    return bool(REPORTS.fullmatch(path.name)) or (path.suffix == ".json" and _is_of_tool(json_object(path)))

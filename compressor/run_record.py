@@ -94,7 +94,7 @@ def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
     """Write a private file of the cache, whole or not at all; where that fails, return the error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content), errors="backslashreplace")
+        write_whole(path, json.dumps(content))
     except (OSError, ValueError, CompressionError) as error:
         logger.debug("%s could not be written: %s", path, error)
         return error

@@ -11,7 +11,6 @@ A layer's file is written beside, flushed and renamed. Its header says which ste
 after a loss of power, counts as none.
 """
 
-import errno
 import json
 import math
 import os
@@ -37,7 +36,6 @@ from compressor.files import (
     check_parent,
     clear,
     is_free,
-    refuse_linked_folder,
     refuse_replacing,
     replace_folder,
     work_folder,
@@ -70,22 +68,22 @@ class Workdir:
 
     def __init__(self, out: Path, folder: Path) -> None:
         self.out, self.folder = Path(os.path.abspath(out)), folder
-        self.key, self.steps = "", dict[int, dict[str, Any]]()
+        self.key = ""
+        self.steps = dict[int, dict[str, Any]]()
 
     def resume(self, key: str) -> None:
         """Resume the work of a run of this key; that of any other run is cleared away."""
         self.key = key
-
-        def journal() -> dict[int, Any]:
-            with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
-                content = read_object(self.folder / JOURNAL)
-                if content.get("key") == key:
-                    return {int(number): entry for number, entry in content["steps"]}
-            clear(self.folder)
-            return {}
-
-        self.steps = ranks().broadcast(journal)
+        self.steps = ranks().broadcast(self._journal)
         self._save()
+
+    def _journal(self) -> dict[int, dict[str, Any]]:
+        with suppress(OSError, LookupError, TypeError, ValueError, CompressionError):  # none, or a broken one
+            content = read_object(self.folder / JOURNAL)
+            if content["key"] == self.key:
+                return {int(number): entry for number, entry in content["steps"]}
+        clear(self.folder)
+        return {}
 
     def record(self, number: int, entry: Mapping[str, Any]) -> None:
         """Record what step `number` decided, and in the end its result."""
@@ -142,7 +140,6 @@ def check_target(out: Path, overwrite: bool) -> None:
     """
     out = Path(os.path.abspath(out))
     check_parent(out)
-    refuse_linked_folder(work_folder(out))
     if is_free(out):
         return
     if not overwrite:
@@ -174,7 +171,8 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
     with LayerWriter() as writer:
         for number, (unit, file) in enumerate(files.items()):
             done = made_by(folder / file)
-            if ranks().takes_turn(number) and (done is None or done[: len(steps)] != tuple(steps)):
+            is_done = done is not None and done[: len(steps)] == tuple(steps)
+            if ranks().takes_turn(number) and not is_done:
                 outputs = [output for output in job.outputs if output.unit == unit]
                 writer.write(folder / file, outputs, job.produce(unit), steps)
             advance(unit or "embeddings and head")
@@ -191,49 +189,62 @@ def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
     stored = Checkpoint(folder).tensors
     with LayerWriter() as writer:
         for file in sorted({stored[name].file for name in tensors}):
-            if step not in (steps := made_by(folder / file) or ()):
+            steps = made_by(folder / file) or ()
+            if step not in steps:
                 infos = [info for info in stored.values() if info.file == file]
                 writer.write(folder / file, infos, _changed(folder, infos, tensors), (*steps, step))
 
 
 def _changed(folder: Path, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]) -> Named:
     for info in infos:
-        value = tensors.get(info.name)
-        stored: Piece = FileRange(folder / info.file, info.begin, info.nbytes)
-        yield info.name, iter([stored if value is None else tensor_bytes_view(refuse_overflow(info.name, value))])
+        piece: Piece = FileRange(folder / info.file, info.begin, info.nbytes)
+        if info.name in tensors:
+            piece = tensor_bytes_view(refuse_overflow(info.name, tensors[info.name]))
+        yield info.name, iter([piece])
 
 
 def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None = None) -> None:
     """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    names = dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values())
-    layers = [[*read_header(stage / name).values()] for name in names]
-    most = max_shard_bytes or math.inf  # of a part of a layer; one tensor may be larger
-    parts = [[layer[n] for n in part] for layer in layers for part in shards([info.nbytes for info in layer], most)]
-    groups = shards([sum(info.nbytes for info in part) for part in parts], max_shard_bytes or MAX_SHARD_BYTES, SMALL)
+    shard_files = _shard_files(stage, max_shard_bytes)
     places = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
-        for number, group in enumerate(groups, start=1):
-            shard = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            infos = [info for part in group for info in parts[part]]
+        for number, infos in enumerate(shard_files, start=1):
+            shard = f"model-{number:05d}-of-{len(shard_files):05d}.safetensors" if len(shard_files) > 1 else SINGLE_NAME
             places |= dict.fromkeys(infos, shard)
-            if infos in layers:
+            sources = list(dict.fromkeys(info.file for info in infos))
+            if len(sources) == 1 and len(infos) == len(read_header(stage / sources[0])):
                 try:
-                    os.link(stage / infos[0].file, output / shard)
+                    os.link(stage / sources[0], output / shard)
                 except OSError:  # a file system without second names
-                    shutil.copyfile(stage / infos[0].file, output / shard)
-            else:
-                sources = dict.fromkeys(info.file for info in infos)
-                steps = dict.fromkeys(step for file in sources for step in made_by(stage / file) or ())
-                writer.write(output / shard, infos, _changed(stage, infos, {}), [*steps])
-    if len(groups) > 1:
+                    shutil.copyfile(stage / sources[0], output / shard)
+                continue
+            steps = dict[str, None]()
+            for source in sources:
+                steps |= dict.fromkeys(made_by(stage / source) or ())
+            writer.write(output / shard, infos, _changed(stage, infos, {}), [*steps])
+    if len(shard_files) > 1:
         write_index(output, places)
     for path in stage.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(stage), path.read_bytes())
     for name, content in files.items():
         write_file(output / name, content)
+
+
+def _shard_files(stage: Path, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
+    """The tensors of each file of the output, in the order of a stage's files; one tensor may be larger than a file."""
+    parts = list[list[TensorInfo]]()
+    for name in dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values()):
+        infos = [*read_header(stage / name).values()]
+        for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
+            parts.append([infos[number] for number in numbers])
+    sizes = [sum(info.nbytes for info in part) for part in parts]
+    groups = list[list[TensorInfo]]()
+    for numbers in shards(sizes, max_shard_bytes or MAX_SHARD_BYTES, SMALL):
+        groups.append([info for number in numbers for info in parts[number]])
+    return groups
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -260,17 +271,21 @@ def publish(work: Workdir, overwrite: bool) -> None:
 
 def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str] = ()) -> tuple[bytes, dict[str, int]]:
     """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **({STEPS: json.dumps(list(steps))} if steps else {})}}
-    position, places = 0, dict[str, int]()
+    metadata = {"format": "pt"}
+    if steps:
+        metadata[STEPS] = json.dumps(list(steps))
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    places = dict[str, int]()
     for output in sorted(outputs, key=lambda output: -DTYPE_BITS[output.dtype]):
+        places[output.name] = position
         end = position + output.nbytes
         entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [position, end]}
-        places[output.name] = position
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: start + place for name, place in places.items()}
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + place for name, place in places.items()}
 
 
 def made_by(path: Path) -> tuple[str, ...] | None:
@@ -344,23 +359,20 @@ def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int,
 
 def put(piece: Piece, target: int, offset: int) -> int:
     """Write bytes, or a range of another file, at an offset of an open file; returns how many bytes they are."""
+    done = 0
     if not isinstance(piece, FileRange):
-        view, done = memoryview(piece), 0
+        view = memoryview(piece)
         while done < len(view):
             done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
         return done
     with piece.path.open("rb", buffering=0) as source:
-        done = 0
         while done < piece.length:
-            size, begin = min(piece.length - done, COPY_BYTES), piece.offset + done
-            try:
+            size = min(piece.length - done, COPY_BYTES)
+            begin = piece.offset + done
+            copied = 0
+            with suppress(OSError):  # between file systems, or one that cannot: it is read and written instead
                 copied = os.copy_file_range(source.fileno(), target, size, begin, offset + done)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-                copied = 0
-            if not copied:  # between file systems, or one that cannot
-                copied = os.pwrite(target, os.pread(source.fileno(), min(size, 8 * 2**20), begin), offset + done)
+            copied = copied or os.pwrite(target, os.pread(source.fileno(), size, begin), offset + done)
             if not copied:
                 raise CompressionError(f"{piece.path} ended while it was copied; it was changed or cut off meanwhile")
             done += copied
@@ -388,5 +400,6 @@ def write_index(folder: Path, places: Mapping[TensorInfo | OutputTensor, str]) -
     }
     weight_map = dict(sorted((output.name, file) for output, file in places.items()))
     content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
-    write_file(fresh := folder / f"{INDEX_NAME}.new", content.encode())
+    fresh = folder / f"{INDEX_NAME}.new"
+    write_file(fresh, content.encode())
     fresh.replace(folder / INDEX_NAME)
