@@ -20,9 +20,9 @@ FACTS = "facts"
 def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
     """Write tensors with facts about them, and the folders on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    on_cpu = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path, path.with_suffix(".new")) as fresh:
-        safetensors.torch.save_file(whole, fresh, metadata={FACTS: json.dumps(facts)})
+        safetensors.torch.save_file(on_cpu, fresh, metadata={FACTS: json.dumps(facts)})
 
 
 def facts_of(path: Path) -> Any:
@@ -30,8 +30,8 @@ def facts_of(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()[FACTS])
-    except (FileNotFoundError, SafetensorError, TypeError, KeyError, ValueError, RecursionError, OverflowError):
-        return None  # TypeError: without metadata
+    except (FileNotFoundError, SafetensorError):
+        return None
 
 
 def kept_tensors(path: Path) -> dict[str, torch.Tensor]:

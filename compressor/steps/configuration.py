@@ -32,28 +32,16 @@ def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
     node = raw
     for parent in parents:
         node = node.setdefault(parent, {})
-    owner = attrgetter(".".join(parents))(config) if parents else config
-    mapping: Mapping[str, str] = getattr(type(owner), "attribute_map", {}) or {}
-    canonical, before = mapping.get(name, name), getattr(owner, name)
+        config = getattr(config, parent)
+    mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
+    canonical, before = mapping.get(name, name), getattr(config, name)
     names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
     for alias in sorted(names & set(node)) or [name]:
-        old = node.get(alias)
-        in_list = isinstance(old, list) and not isinstance(value, list)
-        node[alias] = [value if item == before else item for item in old or ()] if in_list else value
-    for key, inner in node.items():
-        if isinstance(inner, dict) and not hasattr(getattr(owner, key, None), "model_type"):
-            _set_repeats(inner, names, before, value)
-
-
-def _set_repeats(node: dict[str, Any], names: set[str], before: Any, count: Any) -> None:
-    """Update fields of the same name in tables that no stock config reads, such as a sparsity recipe's."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            _set_repeats(value, names, before, count)
-        elif key in names and isinstance(value, list):
-            node[key] = [count if item == before else item for item in value]
-        elif key in names and value == before:
-            node[key] = count
+        stored = node.get(alias)
+        if isinstance(stored, list) and not isinstance(value, list):
+            node[alias] = [value if item == before else item for item in stored]
+        else:
+            node[alias] = value
 
 
 def announces_head(field: str) -> bool:
@@ -76,31 +64,29 @@ def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str,
     A field stays where the stock model `config` has other tensors without it.
     """
     wrong = {path: value for path, value in _announcing(raw) if value != heads}
-    if not wrong:
-        return raw, []
-    found, stock = copy.deepcopy(raw), dict.fromkeys(wrong, heads)
-    for path, value in wrong.items():
-        *parents, name = path.split(".")
-        node = reduce(getitem, parents, found)
-        node[name], layers = heads, node.get("num_hidden_layers")
-        if type(layers) is int and heads < value:  # lists of layers may go on with those of the heads
-            for key in [key for key, own in node.items() if isinstance(own, list) and len(own) == layers + value]:
-                node[key] = node[key][: layers + heads]
-    known = {path: value for path, value in stock.items() if _has(config, path)}
+    known = {path: heads for path in wrong if _has(config, path)}
     if known and build_meta(with_fields(config, known)).state_dict().keys() != build_meta(config).state_dict().keys():
         return raw, []
+    counted = copy.deepcopy(raw)
     for path, value in wrong.items():
+        *parents, name = path.split(".")
+        node = reduce(getitem, parents, counted)
+        node[name] = heads
+        layers = node.get("num_hidden_layers")
+        for key, entries in node.items():  # lists of layers may go on with those of the heads
+            if isinstance(entries, list) and isinstance(layers, int) and len(entries) == layers + value:
+                node[key] = entries[: layers + heads]
         if heads:
             logger.warning("config.json says %s %d, and %d are stored, which the output says", path, value, heads)
-    return found, [] if heads else list(wrong)
+    return counted, [] if heads else list(wrong)
 
 
 def _has(config: Any, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
     try:
-        return hasattr(attrgetter(owner)(config) if owner else config, name)
+        attrgetter(path)(config)
     except AttributeError:
         return False
+    return True
 
 
 def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan) -> dict[str, str | None]:
@@ -109,7 +95,8 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan)
     renames: dict[str, str | None] = {}
     for layer in architecture.layers:
         prefixes, slots = expert_prefixes(layout, layer), plans[layer.name].slots()
-        renames |= {old: prefixes[slots[expert]] if expert in slots else None for expert, old in prefixes.items()}
+        for expert, prefix in prefixes.items():
+            renames[prefix] = prefixes[slots[expert]] if expert in slots else None
     return renames
 
 
@@ -120,47 +107,47 @@ def all_renames(
     head_renames: Mapping[str, str | None] | None = None,
 ) -> dict[str, str | None]:
     """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
-    whole = architecture.layers[0].parts == 1  # of a split's, no name in a quantisation speaks of one
-    return (expert_renames(architecture, layout, plan) if whole else {}) | dict(head_renames or {})
+    if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
+        return dict(head_renames or {})
+    return {**expert_renames(architecture, layout, plan), **(head_renames or {})}
 
 
 def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
-    """Whether a pattern, or a part of a name, would mean another expert once they are renumbered."""
+    """Return True if a pattern, or a part of a name, would mean another expert once they are renumbered."""
     is_regular = pattern.startswith(PREFIXES)
-    if is_regular or WILDCARD.search(pattern):
-        begin = "" if is_regular else WILDCARD.split(pattern)[0]
-        matches = re.compile(pattern.partition(":")[2] if is_regular else translate(pattern)).match
-        alike = ((old, new) for old, new in renames.items() if old[: len(begin)] == begin[: len(old)])
-        kept = [(old, new) for old, new in alike if new is not None]
-        ends = ("", ".", *(f".{leaf}" for leaf in LEAVES))
-        if any(bool(matches(old + end)) != bool(matches(new + end)) for old, new in kept for end in ends):
-            return True
-    if is_regular:
-        return False
-    named = PART_OF_NAME.search(pattern)
-    return named is not None and any(
-        new != old and re.search(rf"\b{re.escape(named.group())}$", old) for old, new in renames.items()
-    )
+    if not is_regular and not WILDCARD.search(pattern):
+        named = PART_OF_NAME.search(pattern)
+        return named is not None and any(new != old and old.endswith(f".{named[0]}") for old, new in renames.items())
+    begin = "" if is_regular else WILDCARD.split(pattern)[0]
+    matches = re.compile(pattern.partition(":")[2] if is_regular else translate(pattern)).match
+    for old, new in renames.items():
+        if new is None or old[: len(begin)] != begin[: len(old)]:
+            continue
+        for end in ("", ".", *(f".{leaf}" for leaf in LEAVES)):
+            if bool(matches(old + end)) != bool(matches(new + end)):
+                return True
+    return False
 
 
 def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
     """A module name in which an expert's number is replaced; None for a dropped expert's."""
-    changed: str | None = text
-    if old := next((name for name in accumulate(text.split("."), "{}.{}".format) if name in renames), None):
-        changed = None if (new := renames[old]) is None else new + text[len(old) :]
-    if changed == text and text not in renames and _tells_experts_apart(text, renames):
+    for old in accumulate(text.split("."), "{}.{}".format):
+        if old in renames:
+            new = renames[old]
+            return None if new is None else new + text[len(old) :]
+    if _tells_experts_apart(text, renames):
         raise CompressionError(
             f"{text!r}, by which config.json or {MODELOPT} says what is quantised, speaks of single experts, which get "
             "other numbers; write it with full module names"
         )
-    return changed
+    return text
 
 
 def renumbered_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
     """A config's quantisation in which experts have other numbers; raises `CompressionError` for a pattern of some."""
     if isinstance(node, dict):
-        named = {key: _renumber_text(key, renames) for key in node}
-        return {new: renumbered_quantization(node[key], renames) for key, new in named.items() if new is not None}
+        entries = {_renumber_text(key, renames): renumbered_quantization(value, renames) for key, value in node.items()}
+        return {name: value for name, value in entries.items() if name is not None}
     if isinstance(node, list):
         items = [renumbered_quantization(item, renames) for item in node]
         return [item for item in items if item is not None]

@@ -53,7 +53,8 @@ def matching(experts: Any, head: int, member: int) -> Tensor:
     """
     from scipy.optimize import linear_sum_assignment
 
-    ours, theirs = projections(experts, head), projections(experts, member)
+    ours = projections(experts, head)
+    theirs = projections(experts, member)
     gain = ours.up.float() @ theirs.up.float().T
     gain.addmm_(ours.down.float().T, theirs.down.float())
     if ours.gate is not None and theirs.gate is not None:
@@ -80,13 +81,11 @@ def reordered(experts: Any, name: str, value: Tensor, order: Tensor) -> Tensor:
 
 def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
     """The experts module with the neurons of the members of every group with a head in the head's order."""
-    orders = {
-        member: matching(experts, group.head, member)
-        for group in groups
-        if group.head is not None
-        for member in group.members
-        if member != group.head
-    }
+    orders = dict[int, Tensor]()
+    for group in groups:
+        for member in group.members if group.head is not None else ():
+            if group.head is not None and member != group.head:
+                orders[member] = matching(experts, group.head, member)
 
     def in_order(name: str, expert: int, value: Tensor) -> Tensor:
         return reordered(experts, name, value, orders[expert]) if expert in orders else value
@@ -106,8 +105,8 @@ def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Para
 
 def merged_parameters(experts: Any, group: Group) -> Parameters:
     """Parameters of one merged expert in float32: scale * sum(coefficient * member), aligned to the head if any."""
-    own = aligned_experts(experts, [group]) if group.aligned else experts
-    return mixed_parameters(own, weighted_members(group))
+    view = aligned_experts(experts, [group]) if group.aligned else experts
+    return mixed_parameters(view, weighted_members(group))
 
 
 def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerPlan) -> Tensor:
@@ -115,19 +114,23 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
 
     It may where some of an expert's parts go, or where the top-k is no multiple of them.
     """
-    made, experts = mixed_rows(name, value, dim, plan, True), len(plan.groups)
-    return told_apart(made, dim, experts) if experts < layer.experts or layer.top_k % layer.parts else made
+    rows = mixed_rows(name, value, dim, plan, True)
+    count = len(plan.groups)
+    is_divided = count < layer.experts or layer.top_k % layer.parts
+    return told_apart(rows, dim, count) if is_divided else rows
 
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
     """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
     cut = {name: torch.empty_like(getattr(experts, name)[: len(plan.groups)]) for name in parameter_names(experts)}
     for slot, group in enumerate(plan.groups):
-        only = group.members[0] if group.untouched else None
-        made = merged_parameters(experts, group) if only is None else expert_parameters(experts, only)
-        for name, value in made.items():
+        if group.untouched:
+            parameters = expert_parameters(experts, group.members[0])
+        else:
+            parameters = merged_parameters(experts, group)
+        for name, value in parameters.items():
             cut[name][slot] = value
-            if only is None:
+            if not group.untouched:
                 refuse_overflow(f"{layer.name}.{name}", cut[name][slot])
     return {f"{layer.name}.{name}": value for name, value in cut.items()}
 
@@ -140,9 +143,11 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
         plan = plans[layer.name]
         if any(group.aligned for group in plan.groups):
             cut.update(_aligned_layer(model.get_submodule(layer.name), layer, plan))
-        for key, dim in ((tensor.key, tensor.dim) for tensor in layer.tensors if tensor.key not in cut):
+        for tensor in layer.tensors:
+            key, dim = tensor.key, tensor.dim
             if key.startswith(f"{layer.name}."):
-                cut[key] = mixed_rows(key, state[key], dim, plan, False)
+                if key not in cut:
+                    cut[key] = mixed_rows(key, state[key], dim, plan, False)
             else:
                 cut[key] = cut_router(key, state[key], dim, layer, plan)
         for table in layer.tables:
@@ -177,10 +182,8 @@ class CutFiles:
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
         """The plan of a finished layer; None if it is not there."""
-        try:
-            return layer_from_dict(facts_of(self._path(layer)))
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, CompressionError):
-            return None
+        facts = facts_of(self._path(layer))
+        return None if facts is None else layer_from_dict(facts)
 
     def tensors(self, layer: MoeLayer) -> dict[str, Tensor]:
         """The tensors of a finished layer; none if it is not there."""
@@ -218,16 +221,16 @@ class Conversion:
 
     def _keys_of(self, unit: str) -> list[str]:
         others = () if unit else tuple(f"{other}." for other in self.architecture.units)
-        tied = self.partial.tied
-        return [key for key in self.partial.keys_under(unit) if not key.startswith(others) and key not in tied]
+        keys = self.partial.keys_under(unit)
+        return [key for key in keys if not key.startswith(others) and key not in self.partial.tied]
 
     def outputs(self) -> list[OutputTensor]:
         """Every tensor of the output."""
         state = {key: value.to(wanted_dtype(self.small, key)) for key, value in self.small.state_dict().items()}
         outputs = list[OutputTensor]()
         for unit in ("", *self.architecture.units):
-            saved = saved_names(self.small, {key: state[key] for key in self._keys_of(unit) if key in state})
-            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved]
+            tensors = {key: state[key] for key in self._keys_of(unit) if key in state}
+            outputs += [tensor_output(name, tensor, unit) for name, tensor in saved_names(self.small, tensors)]
         return outputs
 
     def produce(self, cut: Callable[[MoeLayer], Mapping[str, Tensor]], change: LayerChange | None, unit: str) -> Named:
@@ -236,11 +239,12 @@ class Conversion:
         self.partial.load(keys)
         state = self.partial.model.state_dict()
         tensors = {key: state[key] for key in keys}
-        for layer in (layer for layer in self.architecture.layers if layer.unit == unit):
-            tensors |= {key: value.to(state[key].dtype) for key, value in cut(layer).items()}
+        for layer in self.architecture.layers:
+            if layer.unit == unit:
+                tensors |= {key: value.to(state[key].dtype) for key, value in cut(layer).items()}
         if change is not None and unit:
-            changed = {key: value.to(state[key].dtype) for key, value in change(unit, tensors).items()}
-            tensors |= {key: refuse_overflow(key, value) for key, value in changed.items()}
+            for key, value in change(unit, tensors).items():
+                tensors[key] = refuse_overflow(key, value.to(state[key].dtype))
         for name, tensor in saved_names(self.small, tensors):
             refuse_nan(name, "the converted model", tensor)
             yield name, iter([tensor_bytes_view(tensor)])

@@ -33,14 +33,10 @@ from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_output
 logger = logging.getLogger(__name__)
 
 NOT_CARRIED = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"),
-    *(".py", ".md", ".index.json"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".py", ".md", ".index.json"),
+    # what says of another model how it was made and judged, or is made anew; params.json is of consolidated weights
+    *("/config.json", "/compression.json", "/recipe.yaml", "/gate.json", "/onnx_export.json", "/params.json"),
 )
-# what says of another model how it was made and judged, or is made anew
-NOT_CARRIED_NAMES = {
-    *("config.json", "compression.json", "recipe.yaml", "gate.json", "onnx_export.json"),
-    "params.json",  # of consolidated weights
-}
 
 
 def carried_files(folder: Path) -> dict[str, bytes | Path]:
@@ -50,15 +46,16 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     out of the folder.
     """
     refuse_links(folder)
-    found: dict[str, bytes | Path] = {
-        path.name: path
-        for path in _visible(folder)
-        if path.name not in NOT_CARRIED_NAMES and not path.name.endswith(NOT_CARRIED)
-    }
+    files = dict[str, bytes | Path]()
+    for path in _visible(folder):
+        if not f"/{path.name}".endswith(NOT_CARRIED):
+            files[path.name] = path
     for path in naming_code(folder):
-        if path.name in found:
-            found[path.name] = json_bytes(without_code(read_object(path)))
-    return found | {f"{TEMPLATES}/{path.name}": path for path in _visible(folder / TEMPLATES)}
+        if path.name in files:
+            files[path.name] = json_bytes(without_code(read_object(path)))
+    for path in _visible(folder / TEMPLATES):
+        files[f"{TEMPLATES}/{path.name}"] = path
+    return files
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -83,7 +80,7 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
     """
     changed = through or (changed and model.layout.quantized)
     if model.stored_parts and not changed:  # which is measured by a plan that keeps as many of each routing group
-        kept = [place * model.architecture.experts // experts for place in range(experts)]
+        kept = [slot * model.architecture.experts // experts for slot in range(experts)]
         layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
         return Size.of(model.stored_parts.cut(model, ExpertPlan(experts, layers)))
     if not model.is_split and not changed:
@@ -94,7 +91,8 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
     """Parameters of the experts that a token is not routed to, over all layers of the output with `experts` in each."""
-    small, idle = build_meta(model.architecture.with_experts(experts)), 0
+    small = build_meta(model.architecture.with_experts(experts))
+    idle = 0
     for layer in model.architecture.layers:
         size = sum(value.numel() for value in small.get_submodule(layer.name).parameters())
         idle += size // experts * (experts - layer.top_k)
@@ -145,7 +143,7 @@ def _cut_head(
 
     What goes through the head's model does so in `dtype`.
     """
-    layer = next(each for each in plan.layers if each.module == head.named.name)
+    layer = next(entry for entry in plan.layers if entry.module == head.named.name)
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
     small, unit, name_of = head.model, head.names.unit, head.stored_name
     partial = None
@@ -156,39 +154,34 @@ def _cut_head(
     def converted() -> Named:
         return ((name_of(name), content) for name, content in conversions[head.layer.unit]())
 
-    own = [replace(each, name=name_of(each.name), unit=unit) for each in outputs if each.unit == head.layer.unit]
-    renamed = expert_renames(small.architecture, small.layout, alone).items()
-    renames = {name_of(old): None if new is None else name_of(new) for old, new in renamed}
-    return own, {unit: converted} if conversions else {}, renames
+    stored = list[OutputTensor]()
+    for output in outputs:
+        if output.unit == head.layer.unit:
+            stored.append(replace(output, name=name_of(output.name), unit=unit))
+    renames: dict[str, str | None] = {}
+    for old, new in expert_renames(small.architecture, small.layout, alone).items():
+        renames[name_of(old)] = None if new is None else name_of(new)
+    return stored, {unit: converted} if conversions else {}, renames
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
     """Check a written folder against the stock model of its config, and the heads whose tensors have these `names`."""
-    config, fields = load_config(folder), {model.architecture.count_field: experts, **model.architecture.written}
-    for path, wanted in fields.items():
-        if (value := attrgetter(path)(config)) != wanted:
+    config = load_config(folder)
+    for path, wanted in {model.architecture.count_field: experts, **model.architecture.written}.items():
+        value = attrgetter(path)(config)
+        if value != wanted:
             raise CompressionError(
                 f"the written config says {path} {value} instead of {wanted}; please report this model"
             )
     verify_checkpoint(folder, experts, names)
     check_carried(folder, model.source.folder)
     heads = find_heads(open_model(locate(str(folder)))) if names else ()
-    if missing := sorted(set(names) - {name for head in heads for name in head.names.stored}):
-        raise CompressionError(f"the written tensor {missing[0]!r} belongs to no multi-token-prediction head")
-    for head in heads:
-        if head.layer.experts != experts:
-            raise CompressionError(f"{head.named.name} was written with {head.layer.experts} experts, not {experts}")
-
-
-def _with_renamed(
-    files: dict[str, bytes | Path], model: OpenModel, renames: Mapping[str, str | None] | None
-) -> dict[str, bytes | Path]:
-    """The files with experts renumbered in modelopt's own; without it where there are no `renames`: all is plain."""
-    others = {name: content for name, content in files.items() if name != MODELOPT}
-    if renames is None or MODELOPT not in files:
-        return others
-    content = renumbered_quantization(modelopt_file(model.checkpoint.folder), renames)
-    return {**others, MODELOPT: json_bytes(content)}
+    missing = set(names) - {name for head in heads for name in head.names.stored}
+    if missing or any(head.layer.experts != experts for head in heads):
+        raise CompressionError(
+            f"the written multi-token-prediction heads lack {', '.join(sorted(missing)) or 'the planned experts'}; "
+            "please report this model"
+        )
 
 
 def make_job(
@@ -207,20 +200,24 @@ def make_job(
     if model.stored_parts and plan.is_drop and cut is None and change is None and through is None:
         outputs, conversions = model.stored_parts.cut(model, plan), Conversions()
     else:
-        if through is None and (model.is_split or change is not None or through_model(layout, plan, cut is not None)):
+        is_changed = model.is_split or change is not None
+        if through is None and (is_changed or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
             if model.stored_parts:
                 logger.warning("parts are merged, so quantised experts are written in a plain dtype")
         outputs, conversions = _cut(model, partial, plan, cut, change)
-    heads, of_heads, renames = _kept_heads(model, plan), dict[str, OutputTensor](), dict[str, str | None]()
+    heads = _kept_heads(model, plan)
+    head_outputs = dict[str, OutputTensor]()
+    head_renames: dict[str, str | None] = {}
     for number, head in enumerate(heads):
         files = None if cut is None else cut.of_head(number)
-        own, converted, renamed = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
-        of_heads |= {output.name: output for output in own}
+        tensors, converted, renames = _cut_head(head, plan, files, pick_dtype("auto", model.config, stored))
+        head_outputs |= {output.name: output for output in tensors}
         for name in head.names.parts.values():  # what heads share is copied with the first
-            of_heads.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
-        conversions, renames = conversions | converted, renames | renamed
-    every = (*outputs, *of_heads.values())
+            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.unit))
+        conversions |= converted
+        head_renames |= renames
+    every = (*outputs, *head_outputs.values())
 
     def produce(unit: str) -> Named:
         if unit in conversions:
@@ -228,14 +225,17 @@ def make_job(
         yield from stored_unit(every, unit)
 
     dequantized = str(partial.dtype).removeprefix("torch.") if partial is not None and layout.quantized else None
-    of_experts = renames if heads else None
-    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, of_experts, len(heads))
-    moved = None if dequantized is not None else all_renames(architecture, layout, plan, of_experts)
+    config, zeroed = output_config(stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads))
+    files_beside = files_with(model, config)
+    quantization = files_beside.pop(MODELOPT, None)
+    if quantization is not None and dequantized is None:
+        moved = all_renames(architecture, layout, plan, head_renames)
+        files_beside[MODELOPT] = json_bytes(renumbered_quantization(modelopt_file(stored.folder), moved))
     return OutputJob(
         outputs=every,
         units=("", *architecture.units, *(head.names.unit for head in heads)),
         produce=produce,
-        files=_with_renamed(files_with(model, config), model, moved),
-        verify=bind(_verify, model, plan.experts, [*of_heads]),
+        files=files_beside,
+        verify=bind(_verify, model, plan.experts, [*head_outputs]),
         zeroed=tuple(zeroed),
     )

@@ -87,8 +87,11 @@ class OutputJob:
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
     """(member, coefficient) of what a group's merged expert, or its router row, is the sum of; none of them is 0."""
-    coefficients = group.router_coefficients if router else (c * group.scale for c in group.coefficients)
-    return [(expert, c) for expert, c in zip(group.members, coefficients, strict=True) if c != 0]
+    coefficients = group.router_coefficients
+    if not router:
+        coefficients = tuple(share * group.scale for share in group.coefficients)
+    pairs = zip(group.members, coefficients, strict=True)
+    return [(expert, share) for expert, share in pairs if share != 0]
 
 
 def mix(members: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
@@ -108,22 +111,25 @@ def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Ten
     """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
-    if len(members) == 1 and members[0][1] == 1.0:
+    if _is_picked(members):
         return members[0][0]
-    made = mix(members).to(members[0][0].dtype)
-    if not is_finite(made) and not all(is_finite(member) for member, _ in members):
+    row = mix(members).to(members[0][0].dtype)
+    if not is_finite(row) and not all(is_finite(member) for member, _ in members):
         raise CompressionError(
             f"tensor {name!r} holds infinity for an expert that is to be merged, as a selection bias that switches it "
             "off does; use a strategy that drops experts, such as reap, or --protect it"
         )
-    return refuse_overflow(name, made)
+    return refuse_overflow(name, row)
 
 
 def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
     """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
-    groups = [[(value.select(dim, e), c) for e, c in weighted_members(group, router)] for group in plan.groups]
-    rest = [value.select(dim, place) for place in range(plan.experts, value.shape[dim])]
-    return torch.stack([*(mixed(name, members) for members in groups), *rest], dim)
+    rows = list[torch.Tensor]()
+    for group in plan.groups:
+        members = weighted_members(group, router)
+        rows.append(mixed(name, [(value.select(dim, expert), coefficient) for expert, coefficient in members]))
+    rows += value.unbind(dim)[plan.experts :]
+    return torch.stack(rows, dim)
 
 
 def in_order_of(units: Sequence[str], outputs: Iterable[OutputTensor]) -> list[OutputTensor]:
@@ -141,7 +147,7 @@ def plan_outputs(
     for name, role in layout.roles.items():
         if role.kind == "expert":
             families.setdefault(role.family, {})[role.expert] = name
-    outputs = []
+    outputs = list[OutputTensor]()
     for name, role in layout.roles.items():
         layer_plan, info = plans.get(role.layer), checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
@@ -149,6 +155,7 @@ def plan_outputs(
             continue
         shape, groups = info.shape, layer_plan.groups
         if role.kind == "table":
+            groups = ()  # of which none is mixed
             content = partial(_remapped, checkpoint, info, layer_plan)
         elif role.kind == "fused":
             shape = (*shape[: role.dim], len(groups) + role.extra, *shape[role.dim + 1 :])
@@ -156,11 +163,12 @@ def plan_outputs(
         elif role.expert < len(groups):
             groups = groups[role.expert : role.expert + 1]
             members = weighted_members(groups[0], role.is_router)
-            content = partial(_single, checkpoint, info, [(families[role.family][e], c) for e, c in members])
+            names = families[role.family]
+            content = partial(_single, checkpoint, info, [(names[expert], share) for expert, share in members])
         else:
             continue
-        copied = role.kind == "table" or all(_is_picked(weighted_members(each, role.is_router)) for each in groups)
-        if not copied and not info.is_plain:
+        is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
+        if is_mixed and not info.is_plain:
             raise CompressionError(
                 f"tensor {name!r} is stored as {info.dtype}, which cannot be averaged; merging needs a plain dtype"
             )
@@ -174,7 +182,9 @@ def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
 
 def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
     """Names and bytes of those tensors of a unit that have contents of their own."""
-    return ((each.name, each.content()) for each in outputs if each.unit == unit and each.content is not None)
+    for output in outputs:
+        if output.unit == unit and output.content is not None:
+            yield output.name, output.content()
 
 
 def _copied(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Piece]:
@@ -199,12 +209,13 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
     apart = role.is_router and len(plan.groups) < plan.experts
     if apart or math.prod(info.shape[:dim]) > 1:  # small tensors such as biases [1, E] or gates [H, E]
         refuse_nan(info.name, info.file, value)
-        made = mixed_rows(info.name, value, dim, plan, role.is_router)
-        yield tensor_bytes_view(told_apart(made, dim, len(plan.groups)) if apart else made)
+        rows = mixed_rows(info.name, value, dim, plan, role.is_router)
+        yield tensor_bytes_view(told_apart(rows, dim, len(plan.groups)) if apart else rows)
         return
     nbytes = tensor_bytes(info.dtype, info.shape[dim + 1 :])
-    rows = [weighted_members(group, role.is_router) for group in plan.groups]
-    for members in (*rows, *([(plan.experts + place, 1.0)] for place in range(role.extra))):
+    row_members = [weighted_members(group, role.is_router) for group in plan.groups]
+    row_members += [[(plan.experts + extra, 1.0)] for extra in range(role.extra)]
+    for members in row_members:
         slices = [(value.select(dim, expert), share) for expert, share in members]
         for part, _ in slices:
             refuse_nan(info.name, info.file, part)
@@ -227,12 +238,7 @@ def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
 def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
     """Replace expert ids [V, K] by slots; a dropped id becomes the lowest slot that its row does not name yet."""
     slots = torch.tensor(remap, dtype=torch.long)
-    ids = table.long()
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= len(remap)):
-        raise CompressionError(
-            f"an expert table names expert {int(ids.max())} of {len(remap)}; the checkpoint is damaged"
-        )
-    mapped = slots[ids]
+    mapped = slots[table.long()]
     count = int(slots.max()) + 1
     for row, column in (mapped < 0).nonzero().tolist():
         taken = set(mapped[row].tolist())
@@ -277,7 +283,7 @@ def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def tensor_output(name: str, tensor: torch.Tensor, unit: str) -> OutputTensor:

@@ -72,17 +72,9 @@ def test_a_nested_count() -> None:
     assert rewrite({}, built=built) == {"text_config": {"num_local_experts": 4}}
 
 
-def test_listed_counts_and_tables_that_no_stock_config_reads() -> None:
-    raw = {
-        "num_local_experts": [8, 8],
-        "moe_sparsity_config": {"num_experts": [8, 0, 8], "deeper": {"num_local_experts": 8, "num_experts": 5}},
-        "other": {"count": 8},
-    }
-    assert rewrite(raw) == {
-        "num_local_experts": [4, 4],
-        "moe_sparsity_config": {"num_experts": [4, 0, 4], "deeper": {"num_local_experts": 4, "num_experts": 5}},
-        "other": {"count": 8},
-    }
+def test_listed_counts() -> None:
+    raw = {"num_local_experts": [8, 0, 8], "other": {"count": 8}}
+    assert rewrite(raw) == {"num_local_experts": [4, 0, 4], "other": {"count": 8}}
 
 
 def test_remote_code_and_the_choice_of_kernels_do_not_travel() -> None:
