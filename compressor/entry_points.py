@@ -5,8 +5,8 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, field, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import asdict, field, fields, is_dataclass
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
@@ -29,38 +29,34 @@ KINDS = {
 }
 
 
-def _entries(group: str) -> dict[str, dict[str, EntryPoint]]:
-    """Entry points by name and value, as two packages may offer one name."""
-    offered: dict[str, dict[str, EntryPoint]] = {}
-    for entry in entry_points(group=group):
-        offered.setdefault(entry.name, {})[entry.value] = entry
-    return offered
-
-
 def names(group: str) -> list[str]:
-    return sorted(_entries(group))
+    """Names of all plugins of a group."""
+    return sorted({entry.name for entry in entry_points(group=group)})
 
 
 def packages() -> list[str]:
     """Top-level packages of all installed plugins, the built-in ones included."""
-    offered = [value for group in KINDS for entries in _entries(group).values() for value in entries]
-    return sorted({re.split(r"[.:]", value)[0] for value in offered})
+    found = set[str]()
+    for group in KINDS:
+        found.update(re.split(r"[.:]", entry.value)[0] for entry in entry_points(group=group))
+    return sorted(found)
 
 
 def load(group: str, name: str, place: str = "") -> Any:
     """What stands behind a name; raises `CompressionError` for one that is unknown, offered twice or broken."""
-    offered, what = _entries(group), KINDS[group]
-    if name not in offered:
-        where, more = f" at {place}" if place else "", "" if offered else " (is the package installed?)"
-        raise CompressionError(f"there is no {what} {name!r}{where}; {known_names(name, sorted(offered))}{more}")
-    value, *others = offered[name]
+    kind = KINDS[group]
+    offers = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
+    if not offers:
+        where = f" at {place}" if place else ""
+        raise CompressionError(f"there is no {kind} {name!r}{where}; {known_names(name, names(group))}")
+    value, *others = offers
     if others:
         raise CompressionError(f"two packages offer {name!r} in {group} ({value} and {others[0]}); uninstall one")
     try:
-        return offered[name][value].load()
+        return offers[value].load()
     except (Exception, SystemExit) as error:  # a plugin runs what it likes
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {reason_of(error)}"
-        raise CompressionError(f"{what} {name!r} ({value}) cannot be imported: {reason}") from error
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise CompressionError(f"{kind} {name!r} ({value}) cannot be imported: {reason}") from error
 
 
 def takes(function: Any, count: int) -> bool:
@@ -74,10 +70,10 @@ def takes(function: Any, count: int) -> bool:
 
 def optional(module: Any, name: str, what: str) -> Callable[..., Any] | None:
     """An optional function of a plugin; one that cannot be called is refused."""
-    found = getattr(module, name, None)
-    if found is not None and not callable(found):
-        raise CompressionError(f"{what} is no plugin: {name} should be a function, not {type(found).__name__}")
-    return found
+    function = getattr(module, name, None)
+    if function is not None and not callable(function):
+        raise CompressionError(f"{what} is no plugin: {name} should be a function, not {type(function).__name__}")
+    return function
 
 
 def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
@@ -96,33 +92,26 @@ def option(default: T, help: str, choices: Iterable[T] = ()) -> T:
 
 
 def defaults(options_class: Any) -> dict[str, Any]:
-    return {
-        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
-        for entry in (fields(options_class) if is_dataclass(options_class) else ())
-    }
+    """Default values of an `Options` dataclass by name; none of no class."""
+    return {} if options_class is None else asdict(options_class())
 
 
 def make_options(what: str, options_class: Any, settings: Mapping[str, Any]) -> Any:
     """A plugin's options with these settings, None where it has none; `what` names it in a `CompressionError`."""
-    if options_class is None:
-        if settings:
-            raise CompressionError(f"{what} has no option {min(settings)!r}; it has none")
-        return None
-    if not isinstance(options_class, type) or not is_dataclass(options_class):
+    if options_class is not None and not (isinstance(options_class, type) and is_dataclass(options_class)):
         raise CompressionError(f"{what}: Options should be a frozen dataclass")
-    known = defaults(options_class)
-    if unknown := sorted(set(settings) - set(known)):
-        raise CompressionError(f"{what} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    for entry in fields(options_class):
-        name, default, choices = entry.name, known[entry.name], entry.metadata.get("choices")
-        value = settings.get(name, default)
-        alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
-        if isinstance(default, bool | int | float | str) and not alike:  # one without a plain default checks itself
+    entries = {} if options_class is None else {entry.name: entry for entry in fields(options_class)}
+    for name, value in settings.items():
+        if name not in entries:
+            raise CompressionError(f"{what} has no option {name!r}; it has {', '.join(sorted(entries)) or 'none'}")
+        default, choices = entries[name].default, entries[name].metadata.get("choices")
+        is_alike = type(value) is type(default) or (isinstance(default, float) and type(value) is int)
+        if isinstance(default, bool | int | float | str) and not is_alike:  # one without a plain default checks itself
             raise CompressionError(f"{what}: option {name} is {value!r}, it should be like its default {default!r}")
-        if choices and name in settings and value not in choices:
+        if choices and value not in choices:
             raise CompressionError(f"there is no {name} {value!r}; known are {', '.join(map(str, choices))}")
     try:
-        return options_class(**settings)
+        return None if options_class is None else options_class(**settings)
     except CompressionError:
         raise
     except Exception as error:  # a plugin checks its options as it likes

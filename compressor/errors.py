@@ -17,7 +17,6 @@ SHORTEST_TOKEN = 8  # a shorter value is a placeholder, and part of ordinary wor
 NO_MEMORY = ("out of memory", "cannot allocate memory")  # of a device, and of the system
 NAMED = 3  # faults of items that a warning quotes
 PATIENCE = 1_000  # items with a fault before the first one without
-MOST_LETTERS = 2_000  # of a sentence, whatever it quotes: a path may have 4,096, a name in a file 100 million
 
 
 class CompressionError(Exception):
@@ -72,25 +71,17 @@ class LeftOut:
             logger.warning("%s have columns of text that are not read: %s (SOURCE#column reads one)", self.what, names)
 
 
-def plain(text: str, most: int = MOST_LETTERS) -> str:
-    """Text without its middle where it is too long, as remedies stand at the end; what cannot be seen is escaped."""
-    if len(text) > most:
-        text = without_tokens(text)  # before half of one is cut off
-        text = f"{text[: most - most // 4]} ... {text[-(most // 4) :]}" if len(text) > most else text
+def plain(text: str) -> str:
+    """Text in which what cannot be seen is escaped."""
     if text.isprintable():
         return text
-    return "".join(x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
+    shown = (x if x.isprintable() or x in "\n\t\xa0" else x.encode("unicode_escape").decode() for x in text)
+    return "".join(shown)
 
 
 def is_panic(error: BaseException) -> bool:
     """Return True if a library in Rust panicked, as a tokenizer whose pattern backtracks for ever: no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what another library's exception says, or its type where it says nothing."""
-    text = without_tokens(str(error)).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:

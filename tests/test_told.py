@@ -15,7 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from compressor.cli.main import _OneLine
 from compressor.cli.terminal import Bars, print_json
-from compressor.errors import MOST_LETTERS, CompressionError, wrap_faults
+from compressor.errors import CompressionError, wrap_faults
 from tests import small
 from tests.command_line import Run, names, refused
 
@@ -56,25 +56,18 @@ def test_json_on_the_terminal_is_of_letters_that_can_be_seen(content: Any) -> No
     text.encode()
 
 
-@given(st.text() | st.just(HOSTILE * 1000) | st.integers(1, 4).map(lambda n: "x" * 10**n * 2))
-def test_a_sentence_hides_nothing_and_keeps_its_ends(name: str) -> None:
+@given(st.text() | st.just(HOSTILE))
+def test_a_sentence_hides_nothing(name: str) -> None:
     said = str(CompressionError(f"tensor {name} is odd; download it again"))
     assert said.startswith("tensor ") and said.endswith(" is odd; download it again")
-    assert len(said) < 12 * MOST_LETTERS and all(x.isprintable() or x in "\n\t\xa0" for x in said)
-    assert not name.isprintable() or len(name) > 1000 or name in said
+    assert all(x.isprintable() or x in "\n\t\xa0" for x in said)
+    assert not name.isprintable() or name in said
 
 
-def test_a_sentence_that_is_cut_keeps_no_half_of_a_token() -> None:
-    token = "hf_" + "Aa1" * 12
-    for start in range(MOST_LETTERS - MOST_LETTERS // 4 - 60, MOST_LETTERS - MOST_LETTERS // 4 + 10):
-        assert "Aa1" not in str(CompressionError("x " * (start // 2) + f"{token} " + "y" * MOST_LETTERS))
-
-
-def test_warnings_are_short_and_plain() -> None:
-    record = logging.LogRecord("compressor", logging.WARNING, "", 1, "%s of a plugin", (HOSTILE + "x" * 10**6,), None)
+def test_warnings_are_plain() -> None:
+    record = logging.LogRecord("compressor", logging.WARNING, "", 1, "%s of a plugin", (HOSTILE,), None)
     said = _OneLine().format(record)
     assert said.startswith("WARNING: [/b]") and said.endswith("of a plugin") and said.isprintable()
-    assert len(said) < 2 * MOST_LETTERS
 
 
 def test_a_panic_is_told_and_a_key_is_not() -> None:

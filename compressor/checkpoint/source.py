@@ -31,7 +31,7 @@ from compressor.checkpoint.reader import (
     refuse_links,
 )
 from compressor.distributed import ranks
-from compressor.errors import CompressionError, first_line, without_tokens
+from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import TEMPLATES, json_object
 from compressor.progress import Progress, Silent
 
@@ -41,7 +41,7 @@ PASSING = (408, 429)  # answers that say nothing about the model: too slow, too 
 def hub_fault(model: str, revision: str | None, error: Exception, file: str | None = None) -> CompressionError:
     """The sentence for an exception of the Hub client, which met it over one `file` or over the model as a whole."""
     not_here = isinstance(error, errors.LocalEntryNotFoundError)  # says no more than that; what led to it does
-    reason = first_line(error.__cause__ or error if not_here else error)
+    reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
         message = f"{model} is gated on the Hub; ask for access on its page and log in with `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
@@ -129,7 +129,7 @@ def find_repository(model: str, revision: str | None) -> Repository | Path:
         if missing := [name for name in _weight_files(folder, head) if name not in names]:
             raise CompressionError(
                 f"{model}: {missing[0]} is not in the cache, and the Hub could not be asked for it "
-                f"({first_line(error)}); run the command again with a network"
+                f"({reason_of(error)}); run the command again with a network"
             ) from error
         logger.warning("the Hub could not be asked for %s; its cached commit %s is used", model, folder.name)
         return folder

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
 
-from compressor.errors import KEY_VARIABLE, CompressionError, first_line, reason_of
+from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
 
 if TYPE_CHECKING:
     import ssl
@@ -186,13 +186,13 @@ class Client:
             ) from error
         except httpx2.ConnectError as error:
             raise CompressionError(
-                f"{self.address} cannot be reached ({first_line(error)}); start the server, or correct its address"
+                f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
             ) from error
         except (httpx2.TransportError, OSError) as error:
-            raise CompressionError(f"{url} gave no whole answer ({first_line(error)}); see its log") from error
+            raise CompressionError(f"{url} gave no whole answer ({reason_of(error)}); see its log") from error
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
             raise CompressionError(
-                f"{self.address} cannot be asked ({first_line(error)}); correct the address, or the proxy that the "
+                f"{self.address} cannot be asked ({reason_of(error)}); correct the address, or the proxy that the "
                 "environment names"
             ) from error
 

@@ -181,25 +181,6 @@ def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     return gap / (float(before.square().sum()) or 1.0)
 
 
-def rescaled_error(stats: LayerStatistics, plan: LayerPlan) -> float:
-    """Weighted share of ||y||^2 that is missed once each token's y' has its best scale: sum_t w_t ||y||^2 sin^2(y, y').
-
-    Fewer duplicates of a split expert leave more of the softmax to each, which scales a token's output up by a factor
-    of its own; norms and corrections take that away, so it says nothing of what is lost. The scale is in closed form,
-    max(0, <y, y'> / ||y'||^2). As in a correction, w = 1 / (||y||^2 + its median over tokens), so that a few tokens of
-    huge output do not decide alone. 0 without tokens, or where there is nothing to bring back.
-    """
-    before, after = as_float64(original(stats)), as_float64(reconstruct(stats, plan))
-    energies, sizes = before.square().sum(1), after.square().sum(1)
-    if not float(energies.sum()):
-        return 0.0
-    median = energies.median()
-    weights = 1.0 / (energies + (median if median > 0 else energies.mean()))
-    shared = (before * after).sum(1).clamp(min=0).square() / sizes.masked_fill(sizes == 0, 1.0)
-    missed = (energies - shared).clamp(min=0)
-    return float(weights @ missed / (weights @ energies))
-
-
 @dataclass(frozen=True, slots=True)
 class Routed:
     """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors [n] in float64."""

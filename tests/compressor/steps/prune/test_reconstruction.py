@@ -1,7 +1,6 @@
 """Reconstruction: routing, outputs and errors of the stock modules of the really smaller model."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from compressor.steps.prune.reconstruction import (
     original,
     reconstruct,
     relative_error,
-    rescaled_error,
 )
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
@@ -89,38 +87,6 @@ def test_errors_of_kept_sets_are_squared_distances_of_outputs(name: str, tmp_pat
             torch.testing.assert_close(errors.kept(kept, rows).errors, expected[rows], rtol=1e-3, atol=1e-6)
             assert set(found.experts.unique().tolist()) <= set(kept)
         assert float(errors.kept(range(8)).errors.max()) < 1e-9
-
-
-def test_rescaled_errors_are_the_least_of_all_scales(tmp_path: Path) -> None:
-    """Every scale of a token is tried, on outputs of the stock modules; how large the original's are does not count."""
-    stock, model = opened("mixtral", tmp_path)
-    parts = batches(stock)
-    calls, small = plain_calls(stock, model.architecture, parts), Small.of("mixtral", stock)
-    scales = torch.linspace(0, 8, 4001, dtype=torch.float64)
-    turned = 0
-    for stats in layers(model, parts):
-        seen = calls[stats.layer.name]
-        before = torch.cat(seen.experts_outputs).double()
-        energies = before.square().sum(1)
-        ordered = sorted(energies.tolist())
-        weights = [1 / (energy + ordered[(len(ordered) - 1) // 2]) for energy in energies.tolist()]
-        for plan in plans(stats):
-            after = small.run(stats.layer, plan, seen)[2].double()
-            turned += int(((before * after).sum(1) < 0).sum())
-            least = [
-                min((y[None] - scales[:, None] * other[None]).square().sum(1).tolist())
-                for y, other in zip(before, after, strict=True)
-            ]
-            whole = sum(weight * float(energy) for weight, energy in zip(weights, energies, strict=True))
-            expected = sum(weight * gap for weight, gap in zip(weights, least, strict=True)) / whole
-            assert rescaled_error(stats, plan) == pytest.approx(expected, rel=1e-3, abs=1e-6)
-            larger = changed(stats, top_k_weights=3 * stats.top_k_weights)  # of the original alone
-            assert rescaled_error(larger, plan) == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert turned  # some tokens' output points the other way, and no scale below 0 is allowed
-
-
-def changed(stats: LayerStatistics, **values: Any) -> LayerStatistics:
-    return replace(stats, values={**stats.values, **values})
 
 
 def test_a_layer_that_no_token_reached_has_no_error_and_routes_nothing(tmp_path: Path) -> None:
