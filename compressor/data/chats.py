@@ -18,6 +18,7 @@ PAIRS = (
 COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
 SYSTEM = ("system", "system_prompt")  # beside a chat
 DATA = ("input", "context")  # of an instruction
+HISTORY = "history"  # turns before it
 OURS = frozenset({"id", "domain", "ended"})  # of the rows that `traces` writes
 MEDIA = {
     **{"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"},
@@ -44,8 +45,8 @@ class Conversation:
 def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[str, ...]] = COLUMNS) -> Conversation:
     """Read the first of these combinations of columns that a row has, or the named column alone.
 
-    Beside a chat, its system prompt and the data of an instruction are read. Raises `ItemError` for a row without text,
-    and for what is no chat.
+    Beside a chat, its system prompt, earlier turns, and the data of an instruction are read. Raises `ItemError` for a
+    row without text, and for what is no chat.
     """
     if isinstance(row, ItemError):
         raise row
@@ -80,11 +81,26 @@ def _conversation(
     messages = list[dict[str, Any]]()
     for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
         messages += _messages(row, name, turn, role, where)
-    if column is None and messages[0].get("role") != "system":
-        system = [name for name in SYSTEM if _is_text(row.get(name))][:1]
-        beside += system
-        messages = [*({"role": "system", "content": row[name]} for name in system), *messages]
+    if column is None:
+        columns, earlier = _before(row, messages[0].get("role") != "system", where)
+        beside += columns
+        messages = earlier + messages
     return Conversation((*names, *beside), messages, _tools_of(row, where), None if beside else text)
+
+
+def _before(row: Mapping[str, Any], without_system: bool, where: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the columns of what comes before a chat, and its messages: a system prompt, and earlier turns."""
+    columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
+    messages = [{"role": "system", "content": row[name]} for name in columns]
+    history = row.get(HISTORY)
+    if history and not isinstance(history, str):
+        columns.append(HISTORY)
+        if isinstance(history, list) and isinstance(history[0], list):
+            for question, answer in history:
+                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        else:
+            messages += _messages(row, HISTORY, history, "user", where)
+    return columns, messages
 
 
 def note_columns(row: Any, conversation: Conversation, left_out: LeftOut, known: Sequence[str] = ()) -> None:

@@ -131,8 +131,8 @@ BESIDE = [
     ),
     ({"system": "S", "messages": [{"role": "system", "content": "T"}]}, "<system>T\n", "system"),
     (
-        {"instruction": "And?", "input": "", "output": "Yes.", "system": "S"},
-        "<system>S\n<user>And?\n<assistant>Yes.\n",
+        {"instruction": "And?", "input": "", "output": "Yes.", "system": "S", "history": [["q", "a"]]},
+        "<system>S\n<user>q\n<assistant>a\n<user>And?\n<assistant>Yes.\n",
         "",
     ),
     ({"question": "2+2?", "answer": "4", "level": "easy"}, "<user>2+2?\n<assistant>4\n", "level"),

@@ -131,6 +131,7 @@ MALFORMED: list[Any] = [  # rows, or the text of one
     *(turns(wrong) for wrong in (3, True, None, {"a": 1}, [3], [None], [["x"]], "\ud83d")),
     *(turns([part]) for part in ({"type": ["text"]}, {"type": {}}, {"type": "text", "text": 3}, {"text": ["x"]})),
     *({**PAIR, "prompt": wrong} for wrong in (3, " ", [], {"a": 1}, [{"role": "user", "content": 3}])),
+    *({**PAIR, "history": wrong} for wrong in ([3], [["x"]], [[1, 2]], [["x", None]], [{"a": 1}], {"a": 1}, 3)),
     *(turns("x", role="assistant", tools=wrong) for wrong in ("{", "\ud800")),
     {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [3]}]},
 ]
