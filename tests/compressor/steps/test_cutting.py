@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from compressor.model.architecture import discover
