@@ -16,10 +16,12 @@ from compressor.memory import available
 def pick_device(name: str) -> torch.device:
     """The torch device for `auto` or a device's name; refuses one that is not there."""
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None or ranks().is_alone:
-            return found or torch.device("cpu")
-        return torch.device(found.type, ranks().local % torch.accelerator.device_count())
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return torch.device("cpu")
+        if ranks().is_alone:
+            return accelerator
+        return torch.device(accelerator.type, ranks().local % torch.accelerator.device_count())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

@@ -28,8 +28,8 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     least noise do not count. Whole numbers stay exact, infinite values and NaN what they are.
     """
     exact = values.detach().cpu().double()
-    counted = not values.is_floating_point() or bool(((exact == exact.round()) & (exact.abs() <= COUNTED)).all())
-    if counted or not exact.numel():
+    counts = (exact == exact.round()) & (exact.abs() <= COUNTED)
+    if not values.is_floating_point() or bool(counts.all()):
         return exact.to(float64_device(values.device), copy=True)
     limits = torch.as_tensor(noise, dtype=torch.float64).cpu().expand_as(exact)
     known = exact.isfinite()
@@ -37,10 +37,10 @@ def rounded(values: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     ordered, order = numbers.sort()
     reach = (ROUNDING * ordered.abs()).clamp(min=float(limits.min()))
     ends = torch.searchsorted(ordered, ordered + reach, right=True).tolist()
-    starts, place = list[int](), 0  # of those from which rounding alone parts the ones that follow
-    while place < len(ends):
-        starts.append(place)
-        place = ends[place]
+    starts, start = list[int](), 0  # of those from which rounding alone parts the ones that follow
+    while start < len(ends):
+        starts.append(start)
+        start = ends[start]
     of = torch.searchsorted(torch.tensor(starts), torch.arange(len(ends)), right=True) - 1
     result = exact.clone()
     least = ordered[starts].numpy()
@@ -59,5 +59,5 @@ def stable_argmin(values: Iterable[float], noise: float = 0.0) -> int:
 
 
 def exceeds(value: float, bound: float) -> bool:
-    """Whether a value is above a bound by more than rounding."""
+    """Return True if a value is above a bound by more than rounding."""
     return value > bound + ROUNDING * abs(bound)

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
@@ -121,7 +122,7 @@ class _Fp8Dequantize(Fp8Dequantize):
         return plain
 
 
-def _one(parts: dict[str, list[torch.Tensor]], expert: int) -> dict[str, torch.Tensor]:
+def _one(parts: dict[str, list[Tensor]], expert: int) -> dict[str, Tensor]:
     """The stored parts of one expert's matrix."""
     return {part: tensors[expert] for part, tensors in parts.items()}
 
@@ -135,7 +136,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         target, plain = kwargs["full_layer_name"], dict[str, Any]()
         dtype = wanted_dtype(kwargs["model"], target)
-        modules: dict[str, dict[str, list[torch.Tensor]]] = {}  # pattern -> part -> one tensor per expert
+        modules: dict[str, dict[str, list[Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
             module, _, part = pattern.rpartition(".")
             modules.setdefault(module, {})[part] = tensors if isinstance(tensors, list) else [tensors]
@@ -158,10 +159,10 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
                 list(pool.map(partial(self._fill, stacked, parts, name), range(1, experts)))
         return plain
 
-    def _fill(self, stacked: torch.Tensor, parts: dict[str, list[torch.Tensor]], name: str, expert: int) -> None:
+    def _fill(self, stacked: Tensor, parts: dict[str, list[Tensor]], name: str, expert: int) -> None:
         stacked[expert] = self._weight(_one(parts, expert), name)
 
-    def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
+    def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
         """One module's plain weight."""
         if "weight_scale" not in parts:
             return parts["weight"]
@@ -182,7 +183,7 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
 class _ModelOptDequantize(_CompressedTensorsDequantize):
     """NVFP4 and FP8 of NVIDIA's modelopt, a mixture of both, too: which one it is, a module's own tensors say."""
 
-    def _weight(self, parts: dict[str, torch.Tensor], name: str) -> Any:
+    def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
         weight, scale = parts["weight"], parts.get("weight_scale")
         if scale is None:
             return weight

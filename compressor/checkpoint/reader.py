@@ -21,6 +21,7 @@ from typing import Any, Self
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.files import TEMPLATES
@@ -294,17 +295,17 @@ class Checkpoint:
         stats = [(self.folder / file).stat() for file in files]
         return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """One tensor as a read-only view of its mapped file."""
         return self.read_all([name])[name]
 
-    def read_checked(self, name: str) -> torch.Tensor:
+    def read_checked(self, name: str) -> Tensor:
         """The same; raises `CompressionError` naming the tensor when it holds a NaN."""
         tensor = self.read(name)
         refuse_nan(name, self.tensors[name].file, tensor)
         return tensor
 
-    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors as read-only views of their files; neighbours share a mapping, which ends with its last tensor.
 
         Only the bytes asked for are mapped, so neither memory nor address space need hold more than these tensors.
@@ -316,7 +317,7 @@ class Checkpoint:
             if last is None or info.file != last.file or info.begin > last.end + GAP_BYTES:
                 extents.append([])
             extents[-1].append(info)
-        views = dict[str, torch.Tensor]()
+        views = dict[str, Tensor]()
         for extent in extents:
             views |= self._map(extent)
         return views
@@ -335,7 +336,7 @@ class Checkpoint:
                     return False
         return True
 
-    def _map(self, extent: list[TensorInfo]) -> dict[str, torch.Tensor]:
+    def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         end = max(info.end for info in extent)
         with (self.folder / extent[0].file).open("rb") as stream:
@@ -351,7 +352,7 @@ class Checkpoint:
         return views
 
 
-def contains_nan(tensor: torch.Tensor) -> bool:
+def contains_nan(tensor: Tensor) -> bool:
     """Return True if a tensor of any stored dtype holds a NaN: one pass, no copy of it in memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return False
@@ -363,14 +364,14 @@ def contains_nan(tensor: torch.Tensor) -> bool:
     return bool((bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)).any())  # the single NaN
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return True if a tensor of a plain dtype holds neither NaN nor Inf: one pass, no copy of it in memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # which hand a NaN on
 
 
-def refuse_nan(name: str, file: str, tensor: torch.Tensor) -> None:
+def refuse_nan(name: str, file: str, tensor: Tensor) -> None:
     """Raise `CompressionError` naming the tensor when it holds a NaN."""
     if contains_nan(tensor):
         raise CompressionError(f"tensor {name!r} in {file} holds NaN; repair or download the checkpoint again")

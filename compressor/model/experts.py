@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from compressor.model.moe_layer import MoeLayer
 
-Parameters = dict[str, torch.Tensor]
+Parameters = dict[str, Tensor]
 
 
 def width_of(experts: Any) -> int:
@@ -33,19 +33,19 @@ def expert_parameters(experts: Any, expert: int) -> Parameters:
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
-def _project(experts: Any, parameters: Parameters, name: str, value: torch.Tensor) -> torch.Tensor:
+def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> Tensor:
     weight, bias = parameters[name], parameters.get(f"{name}_bias")
     return linear(value, weight.T if experts.is_transposed else weight, bias)
 
 
-def intermediate(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
+def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
     """What an expert's down projection is given, [T, I], for tokens [T, H]."""
     inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
-    activated: torch.Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
 
 
-def apply_expert(experts: Any, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
+def apply_expert(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
     """Output [T, H] of an expert with these parameters on tokens [T, H], before its gate weight."""
     output = _project(experts, parameters, "down_proj", intermediate(experts, parameters, x))
     return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
@@ -57,7 +57,7 @@ class ExpertsView:
     `expert_parameters` and `apply_expert` take it for the module itself. Every reading is made anew, nothing is kept.
     """
 
-    def __init__(self, experts: Any, change: Callable[[str, int, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, experts: Any, change: Callable[[str, int, Tensor], Tensor]) -> None:
         self._experts, self._change = experts, change
 
     def __getattr__(self, name: str) -> Any:
@@ -67,10 +67,10 @@ class ExpertsView:
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    whole: torch.Tensor
-    change: Callable[[int, torch.Tensor], torch.Tensor]
+    whole: Tensor
+    change: Callable[[int, Tensor], Tensor]
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
+    def __getitem__(self, expert: int) -> Tensor:
         return self.change(expert, self.whole[expert])
 
 
@@ -78,18 +78,18 @@ class _Slices:
 class Projections:
     """One expert in canonical layout: gate and up [I, H] (gate is None where there is none), down [H, I]."""
 
-    gate: torch.Tensor | None
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
 
 
-def matrix_of(experts: Any, name: str, value: torch.Tensor, part: str) -> torch.Tensor:
+def matrix_of(experts: Any, name: str, value: Tensor, part: str) -> Tensor:
     """The matrix `part`, gate, up or down, [out, in] of one expert's slice of the parameter `name`: a view."""
     matrix = value.T if experts.is_transposed else value
     if name != "gate_up_proj":
         return matrix
-    gate, up = matrix.chunk(2, dim=0) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
-    return gate if part == "gate" else up
+    half = 0 if part == "gate" else 1
+    return matrix.chunk(2)[half] if experts.is_concatenated else matrix[half::2]
 
 
 def projections(experts: Any, expert: int) -> Projections:
@@ -101,8 +101,8 @@ def projections(experts: Any, expert: int) -> Projections:
 
 
 def routed(
-    weights: torch.Tensor, index: torch.Tensor, among: Collection[int] | None = None
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    weights: Tensor, index: Tensor, among: Collection[int] | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For each expert that got a token, by gate weights and choices [n, K]: its number, and the choices' places [m].
 
     Experts that are not `among` those given are left out.
@@ -115,12 +115,10 @@ def routed(
         yield expert, rows, slots
 
 
-Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Observe = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-def observed_forward(
-    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, observe: Observe
-) -> torch.Tensor:
+def observed_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, observe: Observe) -> Tensor:
     """The stock computation of an experts module, expert by expert, showing each one's routed outputs.
 
     hidden [T, H], index and weights [T, K] -> [T, H]; `observe(expert, tokens, gate_weights, outputs)` sees the rows
@@ -161,7 +159,8 @@ class Watch:
     def attach(self) -> Self:
         """Begin to watch; once attached, begin anew."""
         self.detach()
-        router, experts, block = map(self.model.get_submodule, (self.layer.router, self.layer.name, self.layer.block))
+        modules = (self.layer.router, self.layer.name, self.layer.block)
+        router, experts, block = map(self.model.get_submodule, modules)
 
         def choices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             return [*args, *kwargs.values()][:3]

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,11 +64,10 @@ def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> d
     """
     if not isinstance(batch, Inputs):
         return {"input_ids": batch.to(device)}
-    more = {
-        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in batch.more.items()
-    }
-    return {"input_ids": batch.as_subclass(Tensor).to(device), **more}
+    inputs = {"input_ids": batch.as_subclass(Tensor).to(device)}
+    for name, value in batch.more.items():
+        inputs[name] = value.to(device, dtype if value.is_floating_point() else None)
+    return inputs
 
 
 def media_of(batch: Tensor) -> Tensor:
@@ -82,17 +82,18 @@ def parts_of(batch: Tensor) -> Sequence[Tensor]:
     """
     if not isinstance(batch, Inputs):
         return ()
-    marked = [value.flatten() > 0 for name, value in batch.more.items() if name.endswith("mm_token_type_ids")]
+    marked = [value > 0 for name, value in batch.more.items() if name.endswith("mm_token_type_ids")]
     parts = list[Tensor]()
-    for mask in (own for each in (batch.media.flatten(), *marked) for own in (each, ~each)):
-        if not any(torch.equal(mask, part) for part in parts):
-            parts.append(mask)
+    for mask in (batch.media, *marked):
+        for part in (mask.flatten(), ~mask.flatten()):
+            if not any(torch.equal(part, known) for known in parts):
+                parts.append(part)
     return parts
 
 
 def sees_media(config: Any) -> bool:
-    """Whether a model of that config has an encoder of pictures or sound."""
-    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+    """Return True if a model of that config has an encoder of pictures or sound."""
+    return any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
 def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
@@ -100,13 +101,14 @@ def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
 
     A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks are that list's.
     """
-    above = {unit[:place] for unit in units for place in range(len(unit)) if unit[place] == "."}
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    above = {unit[:position] for unit in units for position in range(len(unit)) if unit[position] == "."}
     blocks = dict[str, str]()
-    for name in lists:
-        if name in above or any(f"{name}.".startswith(f"{outer}.") for outer in (*units, *blocks)):
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or name in above:
             continue
-        parts = name.split(".")
-        tower = next(".".join(parts[:end]) for end in range(1, len(parts) + 1) if ".".join(parts[:end]) not in above)
-        blocks |= {f"{name}.{place}": tower for place in range(len(model.get_submodule(name)))}  # type: ignore[arg-type]
+        if any(f"{name}.".startswith(f"{outer}.") for outer in (*units, *blocks)):
+            continue
+        outer = accumulate(name.split("."), "{}.{}".format)
+        tower = next(prefix for prefix in outer if prefix not in above)
+        blocks |= {f"{name}.{number}": tower for number in range(len(module))}
     return blocks

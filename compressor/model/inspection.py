@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from compressor.checkpoint.loader_fault import loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
@@ -79,26 +78,36 @@ def stored_with(tensors: Mapping[str, TensorInfo], layout: Layout, experts: int)
     return Size(parameters, nbytes)
 
 
-def _part_of(target: str, role: Any, embeddings: frozenset[str], blocks: tuple[str, ...]) -> str:
-    if role.layer:
-        return "routers" if role.is_router or role.kind == "table" else "routed experts"
-    if target.rpartition(".")[0] in embeddings:
-        return "embeddings"
-    inside = next((block for block in blocks if target.startswith(f"{block}.")), None)
-    if inside is not None and "shared" in target.removeprefix(inside):
-        return "shared experts"
-    return "attention" if "attn" in target or "attention" in target else "other"
+def _parts(model: OpenModel) -> dict[str, str]:
+    """Which of `PARTS` each stored tensor belongs to."""
+    stock, targets = model.partial.model, model.partial.plain_keys.targets
+    ends = [stock.get_input_embeddings(), stock.get_output_embeddings()]
+    embeddings = {name for name, module in stock.named_modules() if module in ends}
+    blocks = [layer.block for layer in model.architecture.layers]
+    parts = dict[str, str]()
+    for name, role in model.layout.roles.items():
+        target = targets.get(name, name)
+        block = next((block for block in blocks if target.startswith(f"{block}.")), None)
+        if role.layer:
+            parts[name] = "routers" if role.is_router or role.kind == "table" else "routed experts"
+        elif target.rpartition(".")[0] in embeddings:
+            parts[name] = "embeddings"
+        elif block is not None and "shared" in target.removeprefix(block):
+            parts[name] = "shared experts"
+        else:
+            parts[name] = "attention" if "attn" in target or "attention" in target else "other"
+    return parts
 
 
 def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
     """Numbers of experts to show: the one that was asked for, or three quarters, a half and a quarter of them all."""
     if experts is not None:
         return [resolve_count(layers, experts, None)]
-    found = []
+    counts = []
     for ratio in (0.25, 0.5, 0.75):
         with suppress(CompressionError):  # the router cannot take that many
-            found.append(resolve_count(layers, None, ratio))
-    return found
+            counts.append(resolve_count(layers, None, ratio))
+    return counts
 
 
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
@@ -112,18 +121,19 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 def stock_fault(model: OpenModel) -> str | None:
     """What stock transformers does wrong with a model's quantised experts, in a sentence; None if nothing is known."""
-    packed = (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale"))
+    packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
     shared = model.layout.quantized and not model.layout.regular
-    if not (name := next(packed, "")) and not shared:
+    if packed is None and not shared:
         return None
-    alone = model.architecture.family if model.partial.has_single_experts or shared else None
+    family = model.architecture.family if model.partial.has_single_experts or shared else None
     keys, experts = model.partial.plain_keys, tuple(f"{layer.name}." for layer in model.architecture.layers)
     merged = (
         key
         for name, key in keys.targets.items()
         if str(keys.patterns[name]).endswith(".weight") and not key.startswith(experts)
     )
-    return loader_fault(model.checkpoint.quantization, name.rpartition(".")[0], alone, next(merged, None))
+    module = (packed or "").rpartition(".")[0]
+    return loader_fault(model.checkpoint.quantization, module, family, next(merged, None))
 
 
 def inspect(model: str, revision: str | None = None, experts: int | None = None) -> Inspection:
@@ -132,28 +142,28 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     if source.revision is None and declared(checkpoint.raw_config):
         checkpoint = SubstitutedCheckpoint(source.folder)
     opened = open_checkpoint(source, checkpoint, "auto", "cpu")
-    architecture, layout, partial = opened.architecture, opened.layout, opened.partial
-    stock, first = partial.model, architecture.layers[0]
-    ends = (stock.get_input_embeddings(), stock.get_output_embeddings())
-    embeddings = frozenset(name for name, module in stock.named_modules() if any(module is end for end in ends))
-    blocks = tuple(layer.block for layer in architecture.layers)
+    architecture, layout = opened.architecture, opened.layout
+    first = architecture.layers[0]
     tensors, constants, counts = checkpoint.tensors, None, candidates(architecture.layers, experts)
     parts: dict[str, list[TensorInfo]] = {part: [] for part in PARTS}
     if isinstance(checkpoint, SubstitutedCheckpoint):
-        tensors, gone = checkpoint.stored, [*checkpoint.constants.values()]
-        parts[PARTS[0]] += gone
+        tensors, counts = checkpoint.stored, []
+        parts["routed experts"] += checkpoint.constants.values()
         every = sum(layer.experts for layer in architecture.layers)
-        constants, counts = f"for {len(gone)} of {every} experts; {NOT_STOCK}", []
-    for name, role in layout.roles.items():
-        if (info := checkpoint.tensors[name]) is tensors.get(name):  # or its expert is a constant
-            parts[_part_of(partial.plain_keys.targets.get(name, name), role, embeddings, blocks)].append(info)
+        constants = f"for {len(checkpoint.constants)} of {every} experts; {NOT_STOCK}"
+    for name, part in _parts(opened).items():
+        info = checkpoint.tensors[name]
+        if info is tensors.get(name):  # or its expert is a constant
+            parts[part].append(info)
     sizes = {part: Size.of(infos) for part, infos in parts.items()}
     left = {count: stored_with(checkpoint.tensors, layout, count) for count in counts}
-    routing = f"top-{first.top_k} of {first.experts} ({type(stock.get_submodule(first.router)).__name__})"
+    router = type(opened.partial.model.get_submodule(first.router)).__name__
+    routing = f"top-{first.top_k} of {first.experts} ({router})"
     if first.routing_groups > 1:
         routing += f", {first.routing_groups} routing groups of which a token may use {first.chosen_groups}"
     total, served, largest = Size.of(tensors.values()), served_model(opened), opened.largest_layer
     written = next(iter(left.values()), total).bytes
+    shown = dict.fromkeys([first.experts, *left])
     return Inspection(
         model=model,
         revision=source.revision,
@@ -171,12 +181,12 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
         outcomes=tuple(Outcome(count, size.parameters, size.bytes) for count, size in left.items()),
         largest_layer_bytes=largest,
         peak_memory=2 * largest,
-        export_memory=4 * sum(value.numel() for value in partial.empty.values()),
+        export_memory=4 * sum(value.numel() for value in opened.partial.empty.values()),
         bytes_read=total.bytes + written,
         bytes_written=written,
         left_out=layout.left_out,
         module_of_layers=tuple(layer.name for layer in architecture.layers),
-        servers=tuple(advice_on(served, architecture.layers, count) for count in dict.fromkeys([first.experts, *left])),
+        servers=tuple(advice_on(served, architecture.layers, count) for count in shown),
         constants=constants,
         loader_fault=stock_fault(opened),
     )

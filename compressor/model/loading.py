@@ -188,7 +188,7 @@ def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module_name), name
 
 
-def set_tensor(model: nn.Module, key: str, value: torch.Tensor) -> None:
+def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     module, name = parent_and_name(model, key)
     if name not in module._parameters:

@@ -127,37 +127,36 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is missing.
     """
-    names, units = sorted(model.layout.left_out), model.architecture.units
-    if not names:
+    left_out, units = sorted(model.layout.left_out), model.architecture.units
+    if not left_out:
         return ()
 
     def under(prefix: str) -> list[str]:
-        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        return [name.removeprefix(prefix) for name in left_out if name.startswith(prefix)]
+
+    def parts(prefix: str) -> dict[str, str]:
+        return {PARTS[name]: prefix + name for name in under(prefix) if name in PARTS}
 
     container = stored_prefix(model, units[-1]).removesuffix(f"{layer_number(units[-1])}.")
     heads = list[HeadNames]()
     for number in count(len(units)):
         prefix = f"{container}{number}."
-        if not (own := under(prefix)):
+        if not (names := under(prefix)):
             break
-        parts = {PARTS[name]: prefix + name for name in own if name in PARTS}
-        heads.append(HeadNames(prefix, number, tuple(name for name in own if name not in PARTS), parts))
-    if not heads and (own := under(ROOT)):  # which share what stands beside their layers
-        parts = {PARTS[name]: ROOT + name for name in own if name in PARTS}
-        layers = {name: OWN_LAYER.match(name) for name in own if name not in PARTS}
-        if odd := [name for name, inside in layers.items() if inside is None]:
-            raise CompressionError(f"no known layout of a head has the tensor {ROOT + odd[0]!r}")
-        numbers = sorted({int(inside.group(1)) for inside in layers.values() if inside})
-        if numbers != list(range(max(len(numbers), 1))):
-            raise CompressionError(f"the layers under {ROOT!r} are numbered {numbers}")
-        for number in numbers:
-            prefix = f"{ROOT}layers.{number}."
-            heads.append(HeadNames(prefix, len(units) + number, tuple(under(prefix)), parts))
+        heads.append(HeadNames(prefix, number, tuple(name for name in names if name not in PARTS), parts(prefix)))
+    if not heads:  # which share what stands beside their layers
+        layers = dict[str, None]()
+        for name in under(ROOT):
+            match = OWN_LAYER.match(name)
+            if match:
+                layers[ROOT + match[0]] = None
+            elif name not in PARTS:
+                raise CompressionError(f"no known layout of a head has the tensor {ROOT + name!r}")
+        for number, prefix in enumerate(layers, start=len(units)):
+            heads.append(HeadNames(prefix, number, tuple(under(prefix)), parts(ROOT)))
     for head in heads:
         if missing := [part for part in NEEDED if part not in head.parts]:
             raise CompressionError(f"{head.prefix}* has no tensor for its {missing[0].replace('_', ' ')}")
-        if not head.block:
-            raise CompressionError(f"{head.prefix}* has no decoder layer of its own")
     return tuple(heads)
 
 
@@ -177,30 +176,27 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     """
     heads = known_heads(model)
     for head in heads:
-        own = head.layer.experts
-        if own < experts or (own > experts and not cut):
-            remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if own > experts else ""
-            logger.warning(
-                "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s",
-                head.names.unit,
-                own,
-                experts,
-                remedy,
-            )
+        stored = head.layer.experts
+        if stored < experts or (stored > experts and not cut):
+            remedy = f"; with --experts {experts} and --mtp keep it is cut to that" if stored > experts else ""
+            text = "the multi-token-prediction head %s is left out: it has %d experts, and the other layers %d%s"
+            logger.warning(text, head.names.unit, stored, experts, remedy)
             return ()
     return heads
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     """The heads whose experts modules a plan names, which must be all or none of them."""
-    trunk = {layer.name for layer in model.architecture.layers}
-    if not (outside := set(modules) - trunk) or not model.layout.left_out:
+    outside = set(modules) - {layer.name for layer in model.architecture.layers}
+    if not outside or not model.layout.left_out:
         return ()
     heads = find_heads(model)
     known = {head.named.name for head in heads}
-    if known & outside and (absent := sorted(known - outside)):
+    if not known & outside:
+        return ()
+    if absent := sorted(known - outside):
         raise CompressionError(f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none")
-    return heads if known & outside else ()
+    return heads
 
 
 def written_heads(folder: Path) -> tuple[str, ...]:
@@ -210,14 +206,16 @@ def written_heads(folder: Path) -> tuple[str, ...]:
     """
     model = open_model(locate(str(folder)))
     heads, experts = find_heads(model), model.architecture.experts
-    if odd := next((head for head in heads if head.layer.experts != experts), None):
-        own = odd.layer.experts
-        remedy = f"--experts {min(own, experts)} or --mtp drop"
-        raise CompressionError(
-            f"{odd.names.unit} has {own} experts and the other layers {experts}, which servers build with one number; "
-            f"compress it with {remedy}"
-        )
-    return tuple(name for head in heads for name in head.names.stored)
+    names = list[str]()
+    for head in heads:
+        stored = head.layer.experts
+        if stored != experts:
+            raise CompressionError(
+                f"{head.names.unit} has {stored} experts and the other layers {experts}, which servers build with one "
+                f"number; compress it with --experts {min(stored, experts)} or --mtp drop"
+            )
+        names += head.names.stored
+    return tuple(names)
 
 
 def stored_prefix(model: OpenModel, unit: str) -> str:
@@ -232,7 +230,7 @@ def stored_prefix(model: OpenModel, unit: str) -> str:
 
 def _experts_of(model: OpenModel, names: HeadNames) -> int:
     """How many experts a head's stored tensors are of, which other tools may have left beside a smaller trunk."""
-    if numbers := {found[1] for name in names.block if (found := ONE_EXPERT.search(name))}:
+    if numbers := {match[1] for match in map(ONE_EXPERT.search, names.block) if match}:
         return len(numbers)
     shapes = (model.checkpoint.tensors[names.prefix + name].shape for name in names.block if "experts." in name)
     return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
@@ -240,11 +238,11 @@ def _experts_of(model: OpenModel, names: HeadNames) -> int:
 
 def _kind(shapes: Mapping[str, tuple[int, ...]], experts: int) -> frozenset[tuple[Any, ...]]:
     """What makes decoder layers alike, by the names of a layer's tensors: shapes, whatever the number of experts."""
-    found = Counter((ONE_EXPERT.sub("experts.*.", name), shape) for name, shape in shapes.items())
-    return frozenset(
-        (name, tuple(-1 if size == experts else size for size in shape), -1 if number == experts else number)
-        for (name, shape), number in found.items()
-    )
+    kinds = Counter[tuple[str, tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        whatever = tuple(-1 if size == experts else size for size in shape)
+        kinds[ONE_EXPERT.sub("experts.*.", name), whatever] += 1
+    return frozenset((*kind, -1 if number == experts else number) for kind, number in kinds.items())
 
 
 def _head(model: OpenModel, names: HeadNames) -> Head:
@@ -253,22 +251,22 @@ def _head(model: OpenModel, names: HeadNames) -> Head:
     experts = _experts_of(model, names)
     for layer in reversed(model.architecture.layers):
         prefix = stored_prefix(model, layer.unit)
-        own = {
-            n.removeprefix(prefix): tensors[n].shape
-            for n, role in model.layout.roles.items()
-            if role.unit == layer.unit
-        }
-        kinds.setdefault(_kind(own, layer.experts), layer.unit)
-    alike = kinds.get(_kind({name: tensors[names.prefix + name].shape for name in names.block}, experts))
-    plain = all(tensors[names.prefix + name].is_plain for name in names.block)
-    faults = list[str]()
-    for unit in [alike] if alike else [*kinds.values()] if plain else ():
+        stored = [name for name, role in model.layout.roles.items() if role.unit == layer.unit]
+        shapes = {name.removeprefix(prefix): tensors[name].shape for name in stored}
+        kinds.setdefault(_kind(shapes, layer.experts), layer.unit)
+    infos = {name: tensors[names.prefix + name] for name in names.block}
+    alike = kinds.get(_kind({name: info.shape for name, info in infos.items()}, experts))
+    candidates = [alike] if alike else []
+    if not alike and all(info.is_plain for info in infos.values()):
+        candidates = list(kinds.values())
+    reasons = list[str]()
+    for unit in candidates:
         try:
             return _built(model, names, unit, experts, quantized=bool(alike) and model.layout.quantized)
         except CompressionError as error:
-            faults.append(str(error))
-    faults.append("no decoder layer of the model with experts has such tensors")
-    raise CompressionError(f"{names.prefix}* is not understood: {faults[0]}")
+            reasons.append(str(error))
+    reasons.append("no decoder layer of the model with experts has such tensors")
+    raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:

@@ -50,7 +50,9 @@ class _Watch(TorchFunctionMode):
             return result
         self.seen = True
         inputs, weight = args[0], args[1]
-        bias = (*args[2:3], (kwargs or {}).get("bias"))[0] if func.__name__ == "linear" else None
+        bias = None
+        if func.__name__ == "linear":
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
         changed = self.show(Product(inputs.reshape(-1, inputs.shape[-1]), result, weight, bias))
         return result if changed is None else changed
 
@@ -60,24 +62,22 @@ def router_weight(layer: MoeLayer) -> str:
 
     Raises `CompressionError` for a router that has none, or several.
     """
-    own = [
-        tensor.key
-        for tensor in layer.tensors
-        if tensor.key.startswith(f"{layer.router}.") and tensor.dim == 0 and tensor.key.endswith("weight")
-    ]
-    if len(own) != 1:
+    inside = [tensor for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}.")]
+    matrices = [tensor.key for tensor in inside if tensor.dim == 0 and tensor.key.endswith("weight")]
+    if len(matrices) != 1:
         raise CompressionError(
-            f"{layer.router} has {len(own)} matrices with a row for each expert where one is needed, so its logits "
-            "cannot be moved; leave out what moves them"
+            f"{layer.router} has {len(matrices)} matrices with a row for each expert where one is needed, so its "
+            "logits cannot be moved; leave out what moves them"
         )
-    return own[0]
+    return matrices[0]
 
 
 @contextmanager
 def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor | None]) -> Iterator[None]:
     """While the block runs, `show` gets the product of each call of the layer's router, and may return other logits."""
     router = model.get_submodule(layer.router)
-    widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == router_weight(layer)}
+    weight = router_weight(layer)
+    widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == weight}
     own = router.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import nn
+from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
 
 from compressor.model.architecture import experts_modules
 
@@ -16,21 +17,19 @@ from compressor.model.architecture import experts_modules
 def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
     """Weight converters for experts that the names which the loader does not know hold one by one."""
     ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
-    return [
-        converter
-        for end, module in ends.items()
-        if any(re.search(rf"\b{re.escape(end)}\.\d+\.down_proj\.weight", name) for name in unknown)
-        for converter in _converters(f".{end}", module)
-    ]
+    converters = list[Any]()
+    for end, module in ends.items():
+        stored = re.compile(rf"\b{re.escape(end)}\.\d+\.down_proj\.weight")
+        if any(map(stored.search, unknown)):
+            converters += _converters(f".{end}", module)
+    return converters
 
 
 def _converters(end: str, experts: Any) -> list[Any]:
     """Those of the experts modules whose names end so: each projection's tensors are stacked, then laid out."""
-    from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
-
-    made = []
+    converters = []
     inner = (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
-    for kind, suffix in (("weight", ""), ("bias", "_bias"))[: 1 + experts.has_bias]:
+    for kind, suffix in (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),):
         for sources, target in (inner, (["down_proj"], "down_proj")):
             operations: list[Any] = [MergeModulelist(dim=0)]
             if len(sources) > 1:
@@ -39,5 +38,5 @@ def _converters(end: str, experts: Any) -> list[Any]:
             if experts.is_transposed and kind == "weight":
                 operations.append(Transpose(1, 2))
             patterns = [f"{end}.*.{source}.{kind}" for source in sources]
-            made.append(WeightConverter(patterns, f"{end}.{target}{suffix}", operations))
-    return made
+            converters.append(WeightConverter(patterns, f"{end}.{target}{suffix}", operations))
+    return converters

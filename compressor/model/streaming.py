@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
@@ -45,9 +45,10 @@ logger = logging.getLogger(__name__)
 TINY = torch.finfo(torch.float32).tiny
 BUDGET = 4 * 2**30  # bytes of one recorded tensor that are held in memory
 DEFAULT_ACTIVATION_BUDGET = 4 * 2**30  # bytes of hidden states held in memory before they go to disk
+Arguments = tuple[tuple[str | None, Any], ...]  # of a call, each with its keyword or None
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> torch.Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, budget: int = BUDGET) -> Tensor:
     """An uninitialised tensor, in memory or, on the CPU past the budget, in a mapped file without a name."""
     count = torch.Size(shape).numel()
     if device.type != "cpu" or count * dtype.itemsize <= budget:
@@ -67,7 +68,7 @@ class Spill:
 
     def keep(self, place: Hashable, value: Any) -> None:
         """Count what waits at a place, if it is a floating-point tensor, and move what is too much, in place."""
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == "cpu":
+        if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
             self.forget(place)
             if value.numel() and self.total + value.nbytes > self.budget:
                 self._to_file(value)
@@ -80,13 +81,13 @@ class Spill:
         self.total -= self.held.pop(place, 0)
 
     @staticmethod
-    def _to_file(value: torch.Tensor) -> None:
+    def _to_file(value: Tensor) -> None:
         value.data = allocate(tuple(value.shape), value.dtype, value.device, budget=0).copy_(value)
 
 
 def token_dim(value: Any, tokens: int) -> int | None:
     """The dimension of a router's argument that counts tokens: 0 of [T, ...], 1 of [B, L, ...], None of another."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         if value.dim() >= 1 and len(value) == tokens:
             return 0
         if value.dim() >= 2 and value.shape[:2].numel() == tokens:
@@ -94,34 +95,40 @@ def token_dim(value: Any, tokens: int) -> int | None:
     return None
 
 
-def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str | None, Any], ...]:
+def as_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """A call's arguments in order, each with its keyword or None."""
     return (*((None, value) for value in args), *kwargs.items())
 
 
 def as_call(arguments: Iterable[tuple[str | None, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and those by keyword: what `as_arguments` listed."""
-    listed = list(arguments)
-    return tuple(value for name, value in listed if name is None), {name: value for name, value in listed if name}
+    """Positional arguments and those by keyword: the reverse of `as_arguments`."""
+    positional, by_keyword = list[Any](), dict[str, Any]()
+    for name, value in arguments:
+        if name is None:
+            positional.append(value)
+        else:
+            by_keyword[name] = value
+    return tuple(positional), by_keyword
 
 
-def picked(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def picked(value: Tensor, rows: Tensor) -> Tensor:
     """[n, ...] rows by their places, which may be of another device; indexing gives the same in five times as long."""
     return value.index_select(0, rows.to(value.device))
 
 
-def hidden_of(output: Any) -> torch.Tensor:
+def hidden_of(output: Any) -> Tensor:
     """The hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
     return next(_tensors(output))
 
 
-def stream_weights(hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+def stream_weights(hidden: Tensor, tokens: int) -> Tensor:
     """How much an error counts behind a layer, 1 / ||h||^2 of each token: [B, L, ...] -> [tokens], float64.
 
     Later layers see a hidden state divided by its size. Experts that see other tokens than the layer puts out, so many
     of them, have the mean for all.
     """
-    weights = 1 / as_float64(hidden.detach().flatten(0, 1).flatten(1)).square().sum(-1).clamp(min=TINY)
+    states = as_float64(hidden.detach().flatten(0, 1).flatten(1))
+    weights = 1 / states.square().sum(-1).clamp(min=TINY)
     return weights if len(weights) == tokens else weights.mean().expand(tokens)
 
 
@@ -194,22 +201,18 @@ class Pass:
     """
 
     model: OpenModel
-    batches: Sequence[torch.Tensor]
+    batches: Sequence[Tensor]
     progress: Progress = _SILENT
     phase: str = ""
     seed: int | None = None
     to_end: bool = False
-    evaluation: Sequence[torch.Tensor] = ()
+    evaluation: Sequence[Tensor] = ()
     wanted: Collection[str] | None = None  # decoder layers
     shared: bool = False
     own: Collection[int] | None = None
-    padding: Sequence[torch.Tensor] = ()  # attention masks [B, L] of the batches, if there are any
+    padding: Sequence[Tensor] = ()  # attention masks [B, L] of the batches, if there are any
     gradients: bool = False  # whether the stock code around the layers runs with gradients
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
-
-    def __post_init__(self) -> None:
-        units = set(self.model.architecture.units)
-        assert not (self.finishing and self.wanted is not None and set(self.wanted) < units), "the output needs all"
 
     @property
     def finishing(self) -> range:
@@ -375,10 +378,15 @@ class _Lockstep:
         inputs = forward_inputs(self.batches[number], device, self.partial.dtype)
         return self.model(**inputs, **more, use_cache=False)
 
+    def _spill(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Have the hidden states that a layer or block is called with wait on disk, where they are too much."""
+        hidden = next(iter((*args, *kwargs.values())), None)
+        self.spill.keep(self.place.batch, hidden)
+
     def _pass_block(self, block: str, own: Forward, *args: Any, **kwargs: Any) -> Any:
         """The forward of a tower's block: wait until it is loaded; one that layers call later is loaded as it runs."""
         if self.before_layers:
-            self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
+            self._spill(args, kwargs)
             self.driver.switch(block)
         self.partial.load(self.partial.keys_under(block))
         return own(*args, **kwargs)
@@ -386,9 +394,9 @@ class _Lockstep:
     def _pass_layer(self, unit: str, *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward: wait until it is loaded, run it as often as it is replayed, and go on."""
         own = self.forwards[unit]
-        self.spill.keep(self.place.batch, next(iter((*args, *kwargs.values())), None))
+        self._spill(args, kwargs)
         while self.driver.switch(unit) == _REPLAY:
-            copies = (value.clone() if isinstance(value, torch.Tensor) else value for value in args)
+            copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
             self._came_out(own(*copies, **kwargs))  # which may change them in place without the batch noticing
         for visitor in self.visitors:
             own = visitor.wrap_forward(unit, own)
@@ -406,7 +414,8 @@ class _Lockstep:
 
 def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, list[str]]:
     """For each module outside the decoder layers and blocks `units`: the tensors that its forward may use directly."""
-    model, head, found = partial.model, head_of(partial.model), {}
+    model, head = partial.model, head_of(partial.model)
+    keys_of = dict[str, list[str]]()
     direct: dict[str, list[str]] = {}  # tensors by the module that owns them
     for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced
         direct.setdefault(key.rpartition(".")[0], []).append(key)
@@ -417,22 +426,24 @@ def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, li
         children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]
         owners = [name, *(child for child in children if child not in units)]
         if keys := [key for owner in owners for key in direct.get(owner, ())]:
-            found[name] = keys
-    return found
+            keys_of[name] = keys
+    return keys_of
 
 
 def _release_embedding(partial: PartialModel) -> None:
     """Give back the token embedding, often larger than a layer; one that a later part of the model shares stays."""
     model = partial.model
     names = {module: name for name, module in model.named_modules()}
-    own = names[model.get_input_embeddings()]
-    head = names.get(head_of(model), own)
-    sharing = [{name.rpartition(".")[0] for name in pair} for pair in partial.tied.items()]
-    if all(pair <= {own, head} for pair in sharing if own in pair):
-        partial.release(own)
+    embedding = names[model.get_input_embeddings()]
+    known = {embedding, names.get(head_of(model), embedding)}
+    for pair in partial.tied.items():
+        sharing = {name.rpartition(".")[0] for name in pair}
+        if embedding in sharing and not sharing <= known:
+            return
+    partial.release(embedding)
 
 
-Loss = Callable[[int, Any], torch.Tensor]  # (batch, the model's output) -> its share of the loss
+Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share of the loss
 
 
 class ReverseVisitor(LayerVisitor):
@@ -442,7 +453,7 @@ class ReverseVisitor(LayerVisitor):
     gradients unless a visitor has them do so there.
     """
 
-    def came_back(self, unit: str, batch: int, gradient: torch.Tensor) -> None:
+    def came_back(self, unit: str, batch: int, gradient: Tensor) -> None:
         """The gradient of the loss at the hidden states [B, L, H] that the layer has put out for a batch."""
 
     def replaying(self, unit: str, batch: int) -> None:
@@ -464,8 +475,8 @@ class ReversePass:
     """
 
     model: OpenModel
-    batches: Sequence[torch.Tensor]
-    padding: Sequence[torch.Tensor] = ()
+    batches: Sequence[Tensor]
+    padding: Sequence[Tensor] = ()
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
     def run(self, loss: Loss, *visitors: ReverseVisitor) -> list[float]:
@@ -527,9 +538,9 @@ class _Calls(LayerVisitor):
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
         self.partial, self.loss, self.spill = run.model.partial, loss, Spill(run.activation_budget)
-        self.held: dict[tuple[str, int], tuple[tuple[str | None, Any], ...]] = {}
-        self.left: list[list[torch.Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
-        self.outputs: list[list[torch.Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
+        self.held: dict[tuple[str, int], Arguments] = {}
+        self.left: list[list[Tensor]] = [[] for _ in range(count)]  # what layers put into containers, by batch
+        self.outputs: list[list[Tensor]] = [[] for _ in range(count)]  # of the last layer passed, by batch
         self.gradients = [torch.empty(0)] * count  # of the loss, at the hidden states that come out of a layer
         self.losses = [0.0] * count
         self.strayed = list[str]()
@@ -551,7 +562,7 @@ class _Calls(LayerVisitor):
                 output = own(*args, **kwargs)
             left = (value for value in _tensors(others) if id(value) not in before)  # for later layers, if any asks
             self.left[self.at.batch] += [value for value in left if value.is_floating_point()]
-            leaves = self.outputs[self.at.batch] = list[torch.Tensor]()
+            leaves = self.outputs[self.at.batch] = list[Tensor]()
             return _as_leaves(output, leaves)
 
         return forward
@@ -595,7 +606,7 @@ class _Calls(LayerVisitor):
         self.spill.forget((unit, batch))
         self._keep_gradient(batch, hidden)
 
-    def _keep_gradient(self, batch: int, hidden: torch.Tensor) -> None:
+    def _keep_gradient(self, batch: int, hidden: Tensor) -> None:
         gradient = (torch.zeros_like(hidden) if hidden.grad is None else hidden.grad).cpu()
         self.spill.keep(batch, gradient)
         self.gradients[batch] = gradient
@@ -608,8 +619,8 @@ def _another_way(partial: PartialModel, how: str) -> CompressionError:
     )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
@@ -619,9 +630,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(entry)
 
 
-def _as_leaves(output: Any, leaves: list[torch.Tensor]) -> Any:
+def _as_leaves(output: Any, leaves: list[Tensor]) -> Any:
     """A layer's output, its tensors in `leaves` too, where gradients that come back to them end."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         leaves.append(output.detach())
         return leaves[-1].requires_grad_(output.is_floating_point())
     return tuple(_as_leaves(entry, leaves) for entry in output) if isinstance(output, tuple) else output

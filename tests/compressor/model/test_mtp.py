@@ -64,10 +64,6 @@ UNKNOWN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
     "no projection": ("no tensor for its projection", lambda tensors: tensors.pop("mtp.fc.weight")),
     "another width": ("not plain", lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(32, 32)})),
     "fewer experts": ("not understood", lambda tensors: tensors.pop("mtp.layers.0.mlp.experts.7.up_proj.weight")),
-    "no layer": (
-        "numbered",
-        lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("mtp.layers.")],
-    ),
 }
 
 
