@@ -1,7 +1,7 @@
 """The processes of one run: this one's rank, its share of the work, and how all of them join and end.
 
-A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides, prints and writes;
-batches of text are assigned by their sizes. Importing this module loads no torch.
+A launcher such as `torchrun` starts all processes with the same command line. Rank 0 decides, prints and writes, and
+the ranks take batches of text in turn. Importing this module loads no torch.
 """
 
 import os
@@ -68,8 +68,7 @@ class Ranks:
 
     def share(self, batches: "Sequence[Tensor]") -> frozenset[int]:
         """Return the numbers of this rank's batches of token ids [B, L]."""
-        ranks = owners([batch.numel() for batch in batches], self.size)
-        return frozenset(number for number, owner in enumerate(ranks) if owner == self.rank)
+        return frozenset(range(self.rank, len(batches), self.size))
 
     def own(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
         """Return the numbers of this rank's batches of all groups in one row.
@@ -78,20 +77,20 @@ class Ranks:
         """
         numbers, begin = set[int](), 0
         for group in groups:
-            numbers |= {begin + number for number in self.share(group)}
+            numbers.update(begin + number for number in self.share(group))
             begin += len(group)
         return frozenset(numbers)
 
     def barrier(self) -> None:
         self.all_gather(None)
 
-    def broadcast(self, make: Callable[[], Any], owner: int = 0) -> Any:
-        """Return what one rank makes, from several ranks with its tensors on the CPU; the others do not make it."""
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        """Return what rank 0 makes, from several ranks with its tensors on the CPU; the others do not make it."""
         if self.is_alone:
             return make()
-        value = [_on_cpu(make()) if self.rank == owner else None]
+        value = [_on_cpu(make()) if self.is_first else None]
         with _connected() as dist:
-            dist.broadcast_object_list(value, owner)
+            dist.broadcast_object_list(value)
         return value[0]
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -120,22 +119,12 @@ class Ranks:
 
     def first_before_others(self, make: Callable[[], _T]) -> _T:
         """Return what each rank makes for itself, the others after rank 0 has filled the caches."""
-        made = [make()] if self.is_first else []
+        if self.is_first:
+            value = make()
+            self.barrier()
+            return value
         self.barrier()
-        return made[0] if made else make()
-
-
-def owners(sizes: Sequence[int], count: int) -> list[int]:
-    """Assign batches of so many tokens to `count` ranks: in each round the largest goes to the rank with the least."""
-    ranks, load = list[int](), [0] * count
-    for begin in range(0, len(sizes), count):
-        batches = sizes[begin : begin + count]
-        idle = sorted(range(count), key=lambda rank: load[rank])
-        turn = dict(zip(sorted(range(len(batches)), key=lambda batch: -batches[batch]), idle, strict=False))
-        for batch, size in enumerate(batches):
-            load[turn[batch]] += size
-            ranks.append(turn[batch])
-    return ranks
+        return make()
 
 
 def launched() -> Ranks:

@@ -311,7 +311,7 @@ def _collectives(arguments: Sequence[Any], streams: Path, environment: Mapping[s
         assert ranks.all_gather({"rank": ranks.rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert ranks.broadcast(lambda: ["rank 0's", ranks.rank]) == ["rank 0's", 0]
         assert torch.equal(ranks.all_reduce(values[ranks.rank]), values.sum(0))
-        shown = ranks.broadcast(lambda: {"a": values[ranks.rank], "b": torch.tensor(True)}, owner=2)
+        shown = ranks.broadcast(lambda: {"a": values[2 - ranks.rank], "b": torch.tensor(True)})
         assert torch.equal(shown["a"], values[2]) and shown["b"]
         uneven = ranks.all_gather({"a": values[: ranks.rank].clone()})
         assert [each["a"].tolist() for each in uneven] == [values[:rank].tolist() for rank in range(3)]
