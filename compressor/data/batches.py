@@ -43,6 +43,10 @@ class EvaluationSet:
     batches: tuple[Tensor, ...]
     counted: tuple[Tensor, ...] = ()  # masks [B, L] of the tokens that count where not all but the first do
 
+    @property
+    def tokens(self) -> int:
+        return sum(batch.numel() for batch in self.batches)
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

@@ -21,7 +21,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Evaluator, require_head, rows_at_once
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import Forward, LayerVisitor, Pass, allocate
+from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
 from compressor.progress import Progress
 
 KEPT = 64  # log probabilities of each position
@@ -45,8 +45,8 @@ class Distributions:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Those that there are, by name."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in named if value is not None}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def check_base(smaller: OpenModel, base: OpenModel) -> None:
@@ -78,14 +78,13 @@ def read_base(
     names its own batches. Raises `CompressionError` for a model without a language-model head.
     """
     require_head(model.partial.model)
-    answers = {
-        name: [
-            _Answer(model, folder / f"{name}-{number:07d}.safetensors", batch, name in hidden)
-            for number, batch in enumerate(batches)
+    answers, wanted = dict[str, list[_Answer]](), list[_Answer]()
+    for name, batches in texts.items():
+        paths = (folder / f"{name}-{number:07d}.safetensors" for number in range(len(batches)))
+        answers[name] = [
+            _Answer(model, path, batch, name in hidden) for path, batch in zip(paths, batches, strict=True)
         ]
-        for name, batches in texts.items()
-    }
-    wanted = [answer for each in answers.values() for answer in each if not answer.is_kept]
+        wanted += [answer for answer in answers[name] if not answer.is_kept]
     inputs: dict[int, _Answer] = {}  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
@@ -95,17 +94,21 @@ def read_base(
                 evaluator.inputs[number] = kept_tensors(path)["input"]
     asked = [] if evaluator is None else evaluator.missing()
     if wanted or asked:
-        batches = [answer.batch for answer in wanted]
+        passing = [answer.batch for answer in wanted]
         visitors: list[LayerVisitor] = [_Asking(model.architecture.units[-1], wanted)]
         with ExitStack() as stack:
             if evaluator is not None and asked:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))
-                visitors, batches = [*visitors, probe], [*batches, *probe.batches]
-            Pass(model, batches, progress, "ask the base", to_end=True).run(*visitors)
+                visitors.append(probe)
+                passing += probe.batches
+            Pass(model, passing, progress, "ask the base", to_end=True).run(*visitors)
         if evaluator is not None:
             for number in asked:
                 inputs[number].keep({"input": evaluator.inputs[number]})
-    return {name: [Distributions(**kept_tensors(answer.path)) for answer in each] for name, each in answers.items()}
+    distributions = dict[str, list[Distributions]]()
+    for name, of_text in answers.items():
+        distributions[name] = [answer.read() for answer in of_text]
+    return distributions
 
 
 class _Answer:
@@ -124,6 +127,9 @@ class _Answer:
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         keep_tensors(self.path, tensors, self.facts)
 
+    def read(self) -> Distributions:
+        return Distributions(**kept_tensors(self.path))
+
 
 class _Asking(LayerVisitor):
     """Keeps the distributions of a pass's first batches, and of some what the last decoder layer outputs."""
@@ -134,18 +140,11 @@ class _Asking(LayerVisitor):
         self.last, self.wanted = last, wanted
         self.states: dict[int, Tensor] = {}
 
-    def wrap_forward(self, unit: str, own: Forward) -> Forward:
+    def on_layer_output(self, output: Any) -> None:
         batch = self.at.batch
-        if unit != self.last or batch >= len(self.wanted) or not self.wanted[batch].hidden:
-            return own
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
-            hidden = output if isinstance(output, Tensor) else output[0]
+        if self.at.layer == self.last and batch < len(self.wanted) and self.wanted[batch].hidden:
+            hidden = hidden_of(output)
             self.states[batch] = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0).copy_(hidden.detach())
-            return output
-
-        return forward
 
     @torch.no_grad()
     def on_batch_end(self, batch: int, output: Any) -> None:

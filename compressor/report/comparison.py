@@ -293,7 +293,7 @@ def compare_models(
         model=base.source.label,
         rows=tuple(rows),
         calibration=calibration.identity,
-        evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},
+        evaluation={entry.name: entry.tokens for entry in sets},
         calibration_seconds=shared,
         seed=seed,
         versions=versions(),

@@ -33,9 +33,9 @@ from compressor.data.sources import DEMO_SOURCE, Address, divide, parse_sources,
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
 from compressor.model.experts import Watch
-from compressor.model.moe_layer import MoeLayer
+from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.opened import DTYPES, OpenModel, open_model
-from compressor.model.streaming import Forward, LayerVisitor, Pass
+from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
 from compressor.recipe.plan import LayerPlan
@@ -78,31 +78,34 @@ def measure(
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
+    as_run = calibration is None and dtype == "auto"
     plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
     base = _base(folder, plan, record, model, revision, dtype, device, progress)
-    output, text, how = None, None, (dtype, device)
     if base is not None:  # both compute alike
-        name = str(base.partial.dtype).removeprefix("torch.")
-        how = (name if name in DTYPES else dtype), str(base.partial.device)
+        dtype = base.dtype_name if base.dtype_name in DTYPES else dtype
+        device = str(base.partial.device)
+    output, text = None, None
     try:
-        output = open_model(locate(str(folder)), *how)
+        output = open_model(locate(str(folder)), dtype, device)
     except CompressionError as error:  # it has no weights here
         logger.debug("%s cannot be run: %s", folder, error)
-    if (opened := base or output) is not None:
-        if calibration is None:
-            text = _recorded_text(opened, plan, record, samples)
-        else:
-            length = DEFAULT_LENGTH if sequence_length is None else sequence_length
-            sources, tokenizer = parse_sources(calibration), load_tokenizer(opened.source.folder)
-            wanted = samples or max(len(sources), TOKENS // max(length, 1))
-            text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
-    run = (kept_measures(folder, "run") if calibration is None and dtype == "auto" else None) or Measured()
-    layers, tokens, source = {layer.module: layer for layer in run.layers}, run.tokens, run.text
+    opened = base or output
+    if opened is not None and calibration is None:
+        text = _recorded_text(opened, plan, record, samples)
+    elif opened is not None and calibration is not None:
+        length = DEFAULT_LENGTH if sequence_length is None else sequence_length
+        sources, tokenizer = parse_sources(calibration), load_tokenizer(opened.source.folder)
+        wanted = samples or max(len(sources), TOKENS // max(length, 1))
+        text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
+    recorded = Measured()
+    if as_run:
+        recorded = kept_measures(folder, "run") or recorded
+    layers, tokens, source = {layer.module: layer for layer in recorded.layers}, recorded.tokens, recorded.text
     planned = {layer.module: layer for layer in plan.expert_plan.layers}
 
     @cache
     def similarity(module: str) -> Similarity:
-        """How a layer's experts are compared; a matrix that the run kept stands."""
+        """Return how a layer's experts are compared; a matrix that the run kept stands."""
         if module not in layers or layers[module].similarity is None:
             return similarity_of(plan, planned.get(module))
         known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
@@ -117,28 +120,33 @@ def measure(
     for layer in fresh:  # beside what the run kept
         known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
         layers[layer.module] = replace(layers.get(layer.module, layer), **known)
-    missing = tuple(_missing(folder, plan, base, output, text, " beyond what the run recorded" if run.tokens else ""))
-    measured = Measured(tuple(layers.values()), tokens, source, missing)
+    beyond = " beyond what the run recorded" if recorded.tokens else ""
+    missing = _missing(folder, plan, base, output, text, beyond)
+    measured = Measured(tuple(layers.values()), tokens, source, tuple(missing))
     keep_measures(folder, measured, "report")
     return measured
 
 
 def _missing(
     folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None, beyond: str
-) -> Iterator[str]:
-    lost = f"so routed tokens, errors and similarities of outputs are not measured{beyond}"
+) -> list[str]:
+    """Return a sentence on each thing that is not measured."""
+    lost, sentences = f"so routed tokens, errors and similarities of outputs are not measured{beyond}", list[str]()
     if base is None:
-        yield (
+        sentences.append(
             f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
             f"before and the errors are not measured{beyond}; name it with --model."
         )
-    if text is None and plan.calibration is None:
-        yield f"The plan was made without any text, {lost}; name one with --calibration."
-    elif text is None and plan.calibration is not None:
+    if plan.calibration is None and text is None:
+        sentences.append(f"The plan was made without any text, {lost}; name one with --calibration.")
+    elif plan.calibration is not None and text is None:
         name = _name(plan.calibration)
-        yield f"The calibration text {name} is not available or has changed, {lost}; name it with --calibration."
+        sentences.append(
+            f"The calibration text {name} is not available or has changed, {lost}; name it with --calibration."
+        )
     if output is None:
-        yield f"{folder.name} holds no weights that can be run, {lost}."
+        sentences.append(f"{folder.name} holds no weights that can be run, {lost}.")
+    return sentences
 
 
 def _base(
@@ -204,12 +212,13 @@ def part_of(calibration: Calibration, samples: int | None = None) -> tuple[Tenso
     present = sorted({calibration.source_of(number) for number in range(len(batches))})
     rows = max(len(present), samples or TOKENS // max(batch.shape[1] for batch in batches))
     quota = dict(zip(present, divide(rows, [calibration.weights[source] for source in present]), strict=True))
-    found = []
+    parts = list[Tensor]()
     for number, batch in enumerate(batches):
-        taken = batch[: quota[calibration.source_of(number)]]
-        quota[calibration.source_of(number)] -= len(taken)
-        found += [taken] if len(taken) else []
-    return tuple(found)
+        part = batch[: quota[calibration.source_of(number)]]
+        quota[calibration.source_of(number)] -= len(part)
+        if len(part):
+            parts.append(part)
+    return tuple(parts)
 
 
 def _name(identity: Mapping[str, Any]) -> str:
@@ -320,8 +329,10 @@ class Similarity:
             what = "%s: the report lacks the similarity of its experts, which could not be compared: %s"
             logger.warning(what, stats.layer.name, reason_of(error))
             return None, ""
-        rows = table.cpu().clamp(0, 1).tolist()
-        return tuple(tuple(round(value, DIGITS) for value in row) for row in rows), str(label)
+        matrix = list[tuple[float, ...]]()
+        for row in table.cpu().clamp(0, 1).tolist():
+            matrix.append(tuple(round(value, DIGITS) for value in row))
+        return tuple(matrix), str(label)
 
 
 def own_similarity(strategy: Strategy) -> Similarity | None:
@@ -347,7 +358,7 @@ def similarity_of(plan: Plan, layer: LayerPlan | None) -> Similarity:
 
 
 @dataclass(slots=True)
-class Gap:
+class RelativeError:
     """How far outputs are from the base's, summed over tokens."""
 
     missed: float = 0.0  # ||y' - y||^2
@@ -380,7 +391,7 @@ class Gap:
         return float(f"{value:.6g}") if self.tokens and math.isfinite(value) else None
 
 
-class _Watched:
+class _WatchedLayer:
     """One MoE layer of the models, base and output or the output alone, while the batches pass it."""
 
     def __init__(
@@ -391,20 +402,16 @@ class _Watched:
         sizes: Sequence[int],
         seed: int,
     ) -> None:
-        self.layer, self.block, self.stream = layers[0], Gap(), Gap()
-        self.collectors = [Collector(*one, seed) for one in zip(layers, models, needs, strict=True)]
-        self.rows = list(zip(sizes, sample_rows(sizes, sample_size(self.layer.experts), seed), strict=True))
+        self.layer, self.block, self.stream = layers[0], RelativeError(), RelativeError()
+        self.sizes, self.rows = sizes, sample_rows(sizes, sample_size(self.layer.experts), seed)
         self.width = int(models[0].config.get_text_config().hidden_size)
         self.outputs = [torch.empty(0), torch.empty(0)]  # of the models' blocks
         self.small = models[1].get_submodule(self.layer.block) if len(models) > 1 else None
-        self.watches = [
-            Watch(
-                model, self.layer, on_output=partial(self._experts_ran, turn), on_block=partial(self._block_ran, turn)
-            )
-            for turn, model in enumerate(models)
-        ]
-        for watch in self.watches:
-            watch.attach()
+        self.collectors, self.watches = list[Collector](), list[Watch]()
+        for turn, model in enumerate(models):
+            self.collectors.append(Collector(layers[turn], model, needs[turn], seed))
+            on_output, on_block = partial(self._experts_ran, turn), partial(self._block_ran, turn)
+            self.watches.append(Watch(model, self.layer, on_output=on_output, on_block=on_block).attach())
 
     def _experts_ran(self, turn: int, hidden: Tensor, output: Tensor) -> None:
         self.outputs[turn] = output
@@ -412,25 +419,35 @@ class _Watched:
     def _block_ran(self, turn: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Have the output's block run on the arguments of the base's, unless it is the output's turn anyway."""
         if self.layer.block != self.layer.unit:  # one that is the decoder layer is compared by its experts' outputs
-            self.outputs[turn] = _first(output)
+            self.outputs[turn] = hidden_of(output)
         if turn == 0 and self.small is not None:
             base, self.outputs[0] = self.outputs[0], torch.empty(0)
             if base.numel():
                 self.small(*args, **kwargs)
                 self.block.add(base, self.outputs[1], self.width)
 
+    def begin(self, turn: int, number: int) -> None:
+        """Collect what a batch shows of one of the models alone."""
+        self.stop_collecting()
+        self.collectors[turn].enter(self.sizes[number], self.rows[number])
+
     def stop_collecting(self) -> None:
         for collector in self.collectors:
             collector.detach()
 
+    def detach(self) -> None:
+        self.stop_collecting()
+        for watch in self.watches:
+            watch.detach()
+
     def measures(self, similarity: Similarity) -> LayerMeasures:
         *before, after = [collector.finish() for collector in self.collectors]
-        found = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
+        measures = LayerMeasures(self.layer.name, visits_after=shares(after.routed_count))
         if not before:
-            return found
+            return measures
         matrix, label = similarity.compare(before[0])
         return replace(
-            found,
+            measures,
             similarity=matrix,
             similarity_label=label,
             visits_before=shares(before[0].routed_count),
@@ -441,60 +458,52 @@ class _Watched:
         )
 
 
-def _first(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple | list) else output
-    return found
+class _BaseAndOutput(LayerVisitor):
+    """Lets every second batch pass the output's layers, and compares both; a single model is watched alone.
 
-
-class _SideBySide(LayerVisitor):
-    """Lets every second batch pass the output's layers, and compares both; a single model is watched alone."""
+    The output is a checkpoint of its own, with its own config, and compared layer by layer, not at the model's output:
+    so it is no `Substitution`.
+    """
 
     def __init__(
         self, models: Sequence[OpenModel], sizes: list[int], similarity: Callable[[str], Similarity], seed: int
     ) -> None:
         self.models, self.sizes, self.similarity, self.seed = models, sizes, similarity, seed
-        self.watches: list[_Watched] = []
-        self.turn, self.held, self.random = 0, torch.empty(0), torch.get_rng_state()
+        self.watched: list[_WatchedLayer] = []
+        self.turn, self.hidden, self.random = 0, torch.empty(0), torch.get_rng_state()
 
     def on_layer_loaded(self, unit: str) -> None:
         for model in self.models[1:]:
             model.partial.load(model.partial.keys_under(unit))
-        models = [model.partial.model for model in self.models]
-        by_model = ([layer for layer in model.architecture.layers if layer.unit == unit] for model in self.models)
-        self.watches = []
+        live = [model.partial.model for model in self.models]
+        by_model = [layers_by_unit(model.architecture.layers).get(unit, ()) for model in self.models]
         for layers in zip(*by_model, strict=True):
-            needs = [VISITS | self.similarity(layers[0].name).needs, VISITS][-len(models) :]
-            self.watches.append(_Watched(layers, models, needs, self.sizes, self.seed))
+            needs = [VISITS | self.similarity(layers[0].name).needs, VISITS][-len(live) :]
+            self.watched.append(_WatchedLayer(layers, live, needs, self.sizes, self.seed))
 
     def on_batch_start(self, batch: int) -> None:
         number, self.turn = divmod(batch, len(self.models))
-        for watch in self.watches:
-            watch.stop_collecting()
-            watch.collectors[self.turn].enter(*watch.rows[number])
+        for layer in self.watched:
+            layer.begin(self.turn, number)
         if self.turn:  # each model draws the same numbers
             torch.set_rng_state(self.random)
         else:
             self.random = torch.get_rng_state()
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
-        forward = self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
+        return self.models[1].partial.model.get_submodule(unit).forward if self.turn else own
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            for watch in self.watches if self.turn else ():  # with what the base's has just made of the same batch
-                watch.stream.add(self.held, _first(output), watch.width)
-            self.held = _first(output)
-            return output
-
-        return run
+    def on_layer_output(self, output: Any) -> None:
+        if self.turn:  # with what the base's has just made of the same batch
+            for layer in self.watched:
+                layer.stream.add(self.hidden, hidden_of(output), layer.width)
+        self.hidden = hidden_of(output)
 
     def clear(self, unit: str = "") -> None:
         """Leave the models as they were."""
-        for watch in self.watches:
-            watch.stop_collecting()
-            for each in watch.watches:
-                each.detach()
-        self.watches = []
+        for layer in self.watched:
+            layer.detach()
+        self.watched = []
         for model in self.models[1:]:
             model.partial.release(unit)
 
@@ -507,21 +516,22 @@ def measure_layers(
     progress: Progress,
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
-    """Each MoE layer's measures in order, on batches of token ids [B, L]; without a base, the visits after alone."""
+    """Yield each MoE layer's measures in order, on token ids [B, L]; without a base, the routed tokens after alone."""
     models = [output] if base is None else [base, output]
-    one, two = ((m.architecture.units, [layer.name for layer in m.architecture.layers]) for m in (models[0], output))
-    if one != two:
+    other = models[0].architecture
+    names = [layer.name for layer in output.architecture.layers]
+    if names != [layer.name for layer in other.layers] or output.architecture.units != other.units:
         raise CompressionError(
             f"{models[0].source.label} and {output.source.label} have different layers, so they are no base and its "
             "output; name the base with --model"
         )
     doubled = [batch for batch in batches for _ in models]
-    both = _SideBySide(models, [batch.numel() for batch in batches], similarity, seed)
+    both = _BaseAndOutput(models, [batch.numel() for batch in batches], similarity, seed)
     with closing(Pass(models[0], doubled, progress, "measure", seed).layers(both)) as passed:
         try:
             for unit in passed:
-                for watch in both.watches:
-                    yield watch.measures(similarity(watch.layer.name))
+                for layer in both.watched:
+                    yield layer.measures(similarity(layer.layer.name))
                 both.clear(unit)
         finally:
             both.clear()

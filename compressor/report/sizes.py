@@ -121,7 +121,8 @@ class PlannedShare:
     def round(self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a cut layer's tensors with its experts rounded to nearest."""
         matrices, live = self.matrices.by_layer[decoder_layer], self.matrices.model
-        copies = {key: tensors[key].clone() for key in {matrix.key for matrix in matrices}}
+        keys = {matrix.key for matrix in matrices}
+        copies = {key: tensors[key].clone() for key in keys}
         empty = {key: live.get_parameter(key) for key in copies}
         for key, value in copies.items():
             set_tensor(live, key, value)
@@ -308,7 +309,7 @@ def measure_sizes(
         left_out=tuple(dict.fromkeys(left_out)),
         schemes_left_out=tuple(name for name in SCHEMES if name not in (STORED, *schemes)),
         calibration=data.identity,
-        evaluation={entry.name: sum(batch.numel() for batch in entry.batches) for entry in sets},
+        evaluation={entry.name: entry.tokens for entry in sets},
         calibration_seconds=seconds,
         seed=seed,
         versions=versions(),

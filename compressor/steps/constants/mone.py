@@ -132,22 +132,28 @@ def measure(
 
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
-    paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in model.architecture.layers if kept is not None}
+    paths = dict[str, Path]()
+    if kept is not None:
+        paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in model.architecture.layers}
     if paths and all(facts_of(path) is not None for path in paths.values()):
         return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
-    constants: dict[str, LayerConstants] = {}
+    constants = dict[str, LayerConstants]()
     for stats in collect(model, NEEDS, calibration, progress, seed):
-        name = stats.layer.name
-        own = constants[name] = LayerConstants.of(stats)
+        name, measured = stats.layer.name, LayerConstants.of(stats)
+        constants[name] = measured
         if name in paths:
-            keep_tensors(paths[name], {"values": own.values, "missed": own.missed}, name)
+            keep_tensors(paths[name], {"values": measured.values, "missed": measured.missed}, name)
     return constants
 
 
 def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str, LayerConstants]) -> ConstantsByLayer:
     """The constants of the experts that are `dropped`, both by experts module."""
-    chosen = {name: sorted(experts) for name, experts in dropped.items() if experts}
-    return {name: Substitutes(tuple(own), constants[name].values[own]) for name, own in chosen.items()}
+    substitutes = dict[str, Substitutes]()
+    for name, experts in dropped.items():
+        if experts:
+            chosen = sorted(experts)
+            substitutes[name] = Substitutes(tuple(chosen), constants[name].values[chosen])
+    return substitutes
 
 
 def replacing(
@@ -157,8 +163,8 @@ def replacing(
     numbers: Sequence[int],
 ) -> ConstantsByLayer:
     """The constants of a division: of each layer's `numbers` the first of the experts that are `replaceable`."""
-    each = zip(layers, orders, numbers, strict=True)
-    return substitutes_of({layer.name: order[:number] for layer, order, number in each}, constants)
+    divided = zip(layers, orders, numbers, strict=True)
+    return substitutes_of({layer.name: order[:number] for layer, order, number in divided}, constants)
 
 
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
@@ -229,6 +235,13 @@ def halfway(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return numbers
 
 
+def shifted(numbers: Sequence[int], layer: int, change: int) -> list[int]:
+    """Return a division with another number of one layer."""
+    changed = list(numbers)
+    changed[layer] += change
+    return changed
+
+
 @dataclass(slots=True)
 class _Search:
     """Measures divisions of the same sum, numbers in the order of the layers, each of them once."""
@@ -265,43 +278,47 @@ class _Search:
         return min(self.figures, key=self.kl)
 
     def curves(self) -> list[Curve]:
-        """Each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
-        layers, batches = self.model.architecture.layers, self.evaluator.batches
-        alone = [
-            (place, number)
-            for place, layer in enumerate(layers)
-            for number in probed_numbers(len(self.orders[place]), layer.experts)
-        ]
-        divisions = [[number if each == place else 0 for each in range(len(layers))] for place, number in alone]
-        before = np.cumsum([0, *(batch.numel() for batch in batches)])  # tokens of the batches before each
-        few = [number for number in range(len(batches)) if before[number] < PROBED]
-        measured = [own.means["kl"] for own in self.costs(divisions, "measure curves", few)]
+        """Return each layer's cost of replacing 0, 1 ... experts while all others stay as they are."""
+        layers = self.model.architecture.layers
+        changes = list[tuple[int, int]]()
+        for place, layer in enumerate(layers):
+            changes += [(place, number) for number in probed_numbers(len(self.orders[place]), layer.experts)]
+        nothing = [0] * len(layers)
+        divisions = [shifted(nothing, *change) for change in changes]
+        measured: list[dict[int, float]] = [{} for _ in layers]
+        for (place, number), figures in zip(changes, self.costs(divisions, "measure curves", self._few()), strict=True):
+            measured[place][number] = figures.means["kl"]
         curves = list[Curve]()
-        for place, (layer, order) in enumerate(zip(layers, self.orders, strict=True)):
-            costs = {number: cost for (own, number), cost in zip(alone, measured, strict=True) if own == place}
+        for layer, order, costs in zip(layers, self.orders, measured, strict=True):
             curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs))
         return curves
 
+    def _few(self) -> list[int]:
+        """Return the first held-out batches, of `PROBED` tokens at least if there are as many."""
+        numbers, tokens = list[int](), 0
+        for number, batch in enumerate(self.evaluator.batches):
+            if tokens < PROBED:
+                numbers.append(number)
+                tokens += batch.numel()
+        return numbers
+
     def moved(self, step: int) -> list[list[int]]:
-        """Divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
+        """Return divisions in which the layers that cost least give `step` more, those that cost most as many fewer."""
         best, base = self.best, self.kl(self.best)
-        changes = [
-            (place, change)
-            for place in range(len(best))
-            for change in (step, -step)
-            if 0 <= best[place] + change <= len(self.orders[place])
-        ]
-        tried = [[number + (change if place == p else 0) for p, number in enumerate(best)] for place, change in changes]
-        costs = [figures.means["kl"] - base for figures in self.costs(tried, "measure moves")]
-        ranked = sorted((cost, *change) for cost, change in zip(costs, changes, strict=True))
-        giving, taking = ([(cost, place) for cost, place, own in ranked if own == change] for change in (step, -step))
+        changes = list[tuple[int, int]]()
+        for place, order in enumerate(self.orders):
+            changes += [(place, change) for change in (step, -step) if 0 <= best[place] + change <= len(order)]
+        costs = self.costs([shifted(best, *change) for change in changes], "measure moves")
+        ranked = sorted((figures.means["kl"] - base, *change) for figures, change in zip(costs, changes, strict=True))
+        giving = [(cost, place) for cost, place, change in ranked if change == step]
+        taking = [(cost, place) for cost, place, change in ranked if change == -step]
         divisions, numbers, used = list[list[int]](), list(best), set[int]()
         for (more, giver), (less, taker) in zip(giving, taking, strict=False):
             if more + less >= 0 or giver == taker or {giver, taker} & used:
                 break
             used |= {giver, taker}
-            numbers[giver], numbers[taker] = numbers[giver] + step, numbers[taker] - step
-            divisions.append([*numbers])
+            numbers = shifted(shifted(numbers, giver, step), taker, -step)
+            divisions.append(numbers)
         return divisions
 
 
@@ -322,7 +339,8 @@ def divide(
     require_enough(evaluator.sequences, "an uneven budget", REMEDY)
     search = _Search(model, constants, orders, evaluator, progress)
     curves = search.curves()
-    even, alone = tuple(even_numbers(removed, [*map(len, orders)])), tuple(cheapest_numbers(curves, removed))
+    even = tuple(even_numbers(removed, [len(order) for order in orders]))
+    alone = tuple(cheapest_numbers(curves, removed))
     wary = tuple(cheapest_numbers([costs**2 for costs in curves], removed))
     search.consider([even, alone, wary, halfway(even, alone), halfway(even, wary)])
     step = max(1, model.architecture.layers[0].experts // 16)
@@ -429,14 +447,12 @@ def plan_stage(options: Constants, state: State) -> ExpertPlan:
     numbers, figures = even_numbers(removed, most), dict[str, Any]()
     if budget_of(options) == UNEVEN:
         numbers, figures = divide(model, constants, orders, removed, calibration.heldout_batches, state.progress)
-    plans = []
+    plans = list[LayerPlan]()
     for layer, order, number in zip(layers, orders, numbers, strict=True):
         missed, replaced = constants[layer.name].missed, sorted(order[:number])
         share = float(missed[replaced].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
-        figured = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
-        kept = sorted({*range(layer.experts)}.difference(replaced))
-        by = "sum g^2 ||o - c||^2"
-        plans.append(LayerPlan.keep(layer, kept, constants=tuple(replaced), decided_by=by, figures=figured))
+        layer_figures = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
+        plans.append(layer_plan(layer, replaced, decided_by="sum g^2 ||o - c||^2", figures=layer_figures))
     return ExpertPlan(
         total // len(layers),
         tuple(plans),
@@ -446,6 +462,12 @@ def plan_stage(options: Constants, state: State) -> ExpertPlan:
         experts_total=total,
         figures=figures,
     )
+
+
+def layer_plan(layer: MoeLayer, replaced: Sequence[int], **more: Any) -> LayerPlan:
+    """Return the plan by which constants stand for some of a layer's experts."""
+    kept = [expert for expert in range(layer.experts) if expert not in replaced]
+    return LayerPlan.keep(layer, kept, constants=tuple(replaced), **more)
 
 
 def refit(
@@ -463,14 +485,14 @@ def refit(
     Every layer is refitted on what the corrected earlier layers output. The batches of an evaluator's `probe` run
     through them to the model's end. Layers that are in `files` are not made again.
     """
-
-    def keep(stats: LayerStatistics) -> LayerPlan:
-        dropped = planned[stats.layer.name].dropped
-        kept = sorted({*range(stats.layer.experts)}.difference(dropped))
-        return LayerPlan.keep(stats.layer, kept, constants=dropped)
-
-    at_once = correction.model_copy(update={"toward": 0.0})  # which is not known beside constants
-    work = LayerWork(None, keep, correction=at_once, seed=seed, constants=planned)
+    correction = correction.model_copy(update={"toward": 0.0})  # which is not known beside constants
+    work = LayerWork(
+        None,
+        lambda stats: layer_plan(stats.layer, planned[stats.layer.name].dropped),
+        correction=correction,
+        seed=seed,
+        constants=planned,
+    )
     plans = compress_in_order(model, work, calibration, progress, files, probe)
     return {plan.module: plan for plan in plans}
 

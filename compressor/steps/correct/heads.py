@@ -81,13 +81,7 @@ def acceptance_of(
 
     `folder` holds the output that the plan has made of `model`, maybe `changed` by further steps.
     """
-    known = {
-        layer.module: dict(figure)
-        for layer in plan.layers
-        if isinstance(figure := layer.figures.get(ACCEPTANCE), Mapping)  # which may have been edited
-        and type(figure.get("positions")) is int
-        and all(isinstance(figure.get(when, 0), int | float) for when in ("before", "after"))
-    }
+    known = {layer.module: dict(layer.figures[ACCEPTANCE]) for layer in plan.layers if ACCEPTANCE in layer.figures}
     if calibration is None or not heads:
         return known
     known = {head.named.name: known.get(head.named.name, {}) for head in heads}
@@ -128,7 +122,8 @@ def statistics_with_heads(
     if calibration is None or not heads:
         yield from collect(model, needs, calibration, progress, seed)
         for head in heads:
-            yield from (_named(stats, head) for stats in collect(head.model, needs, None, progress, seed))
+            for stats in collect(head.model, needs, None, progress, seed):
+                yield _named(stats, head)
         return
     legs = legs_of(model, heads, calibration.batches, evaluated_batches(calibration))
     for leg in legs:

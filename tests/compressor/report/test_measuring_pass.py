@@ -17,7 +17,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerMeasures
-from compressor.report.measuring import Gap, measure_layers, similarity_of
+from compressor.report.measuring import RelativeError, measure_layers, similarity_of
 from tests import zoo
 from tests.opened import batches, calibration, opened, plain_calls
 from tests.plans import Decided, by_hand, make_plan
@@ -210,7 +210,7 @@ def test_models_of_different_depth_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_gap_by_hand() -> None:
-    gap = Gap()
+    gap = RelativeError()
     assert (gap.error, gap.cosine) == (None, None)
     gap.add(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]]), 2)
     assert (gap.error, gap.cosine) == pytest.approx((16 / 25, 3 / 5))
