@@ -35,7 +35,8 @@ def available() -> int | None:
     """Bytes that this process may still take: the least that machine, cgroup and limits leave; None: not known."""
     left = [_field(MACHINE, "MemAvailable"), *_left_in_groups()]
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most, held = resource.getrlimit(limit)[0], _field(STATUS, field)
+        most = resource.getrlimit(limit)[0]
+        held = _field(STATUS, field)
         left.append(None if most == resource.RLIM_INFINITY or held is None else most - held)
     return max(0, min(known)) if (known := [nbytes for nbytes in left if nbytes is not None]) else None
 
@@ -77,7 +78,10 @@ class PeakMemory:
 
 
 CACHED_KERNELS = "32"  # oneDNN compiles and keeps a kernel for every number of tokens that an expert gets
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's names for them
+# glibc's names for them
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 HEAP = 2**25  # bytes: smaller blocks come from the heap, larger ones each time from the system, in fresh pages
 
 

@@ -63,7 +63,8 @@ def quiet_transformers() -> Iterator[None]:
     """Silence transformers' own progress bars and warnings while its loader works on one part at a time."""
     from transformers.utils import logging as transformers_logging
 
-    enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    enabled = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:

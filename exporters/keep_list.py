@@ -24,8 +24,11 @@ from compressor.records import read_object
 
 LISTED = (PRUNE, SPLIT)  # steps of which the list says all; a plan that does split is refused
 PLANS = True  # a plan file will do in place of a checkpoint
-ASCEND, VLLM = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only", "vLLM 0.33 or later"
-LIST, OVERRIDES, RECORD = "experts.jsonl", "hf_overrides.json", "keep_list.json"
+ASCEND = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only"
+VLLM = "vLLM 0.33 or later"
+LIST = "experts.jsonl"
+OVERRIDES = "hf_overrides.json"
+RECORD = "keep_list.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ class ListSummary:
         model = shlex.join([self.model, *(["--revision", self.revision] if self.revision else [])])
         if self.expert_prune_ratio is None:
             return f'vllm serve {model} --hf-overrides "$(cat {shlex.quote(str(self.folder / OVERRIDES))})"'
-        config = {"expert_list_file": str(self.folder / LIST), "expert_prune_ratio": self.expert_prune_ratio}
+        config = {
+            "expert_list_file": str(self.folder / LIST),
+            "expert_prune_ratio": self.expert_prune_ratio,
+        }
         return f"vllm serve {model} --additional-config {shlex.quote(json.dumps(config))}"
 
     def describe(self) -> tuple[Block, ...]:
@@ -159,14 +165,20 @@ def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str
             "replacements": {},
         }
         target = targets.setdefault(path, target)
-        target["replacements"][str(expert)] = {"format": "constant-v1", "tensors": {"value": info.name}}
+        target["replacements"][str(expert)] = {
+            "format": "constant-v1",
+            "tensors": {"value": info.name},
+        }
     semantics = {
         "preserve_logical_expert_ids": True,
         "preserve_router_weights": True,
         "renormalize_after_substitution": False,
     }
     substitution = {"version": 1, "router_semantics": semantics, "targets": targets}
-    overrides = {FIELD: None, "compression_config": {"transform_config": {"expert_substitution": substitution}}}
+    overrides = {
+        FIELD: None,
+        "compression_config": {"transform_config": {"expert_substitution": substitution}},
+    }
     summary = ListSummary(
         folder=output,
         client=VLLM,

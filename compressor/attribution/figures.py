@@ -16,8 +16,19 @@ from typing import Any, NamedTuple, TypeGuard
 # that of the projection which mixes an attention's heads
 KINDS = ("token", "attention", "head", "bias", "mlp", "moe", "expert", "shared", "other")
 UNRANKED = ("head", "bias")  # kinds whose AARV is not measured
-COMPONENTS = ("token", "attention", "mlp", "moe", "other")  # whose sub-scores add up to the logits
-ZEROED = (*COMPONENTS, "shared")  # whose AARV is compared with their influence, apart from that of single experts
+# whose sub-scores add up to the logits
+COMPONENTS = (
+    "token",
+    "attention",
+    "mlp",
+    "moe",
+    "other",
+)
+# whose AARV is compared with their influence, apart from that of single experts
+ZEROED = (
+    *COMPONENTS,
+    "shared",
+)
 
 
 def adds_up(kind: str, module: str, split: Container[str]) -> bool:

@@ -42,11 +42,18 @@ from compressor.tolerance import rounded
 if TYPE_CHECKING:
     import networkx as nx
 
-INFLUENCE, AARV, DEGREE, PAGERANK = "influence", "AARV", "out-degree", "PageRank"
-RELATIVE, BETWEENNESS, CORE = "relative PageRank", "betweenness", "core"
+INFLUENCE = "influence"
+AARV = "AARV"
+DEGREE = "out-degree"
+PAGERANK = "PageRank"
+RELATIVE = "relative PageRank"
+BETWEENNESS = "betweenness"
+CORE = "core"
 MEASURES = (INFLUENCE, AARV, DEGREE, PAGERANK, RELATIVE, BETWEENNESS, CORE)
 TOP = 10
-STEERS, ROUTES, SCORES = "steers", "routes", "scores"
+STEERS = "steers"
+ROUTES = "routes"
+SCORES = "scores"
 BEFORE = -1  # the layer of the token's embedding
 NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exceed chance
 FOLLOWING = 8  # experts of the next router that are kept for each expert
@@ -71,8 +78,10 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     """
     import networkx as nx
 
-    kinds, modules = dict(graph.nodes(data="kind")), dict(graph.nodes(data="module"))
-    steering, routes = edges_of(graph, STEERS), edges_of(graph, ROUTES)
+    kinds = dict(graph.nodes(data="kind"))
+    modules = dict(graph.nodes(data="module"))
+    steering = edges_of(graph, STEERS)
+    routes = edges_of(graph, ROUTES)
     strong = strong_edges(steering)
     experts = [node for node, kind in kinds.items() if kind == "expert" and steering.out_degree(node)]
     routers = [node for node, kind in kinds.items() if kind == "router"]
@@ -105,7 +114,8 @@ def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
     """The edges into each router that are at least as heavy as the mean of those from senders of the same kind."""
     import networkx as nx
 
-    kinds, strong = steering.nodes(data="kind"), nx.create_empty_copy(steering)
+    kinds = steering.nodes(data="kind")
+    strong = nx.create_empty_copy(steering)
     weights: dict[tuple[str, str], list[float]] = {}
     for sender, router, weight in steering.edges(data="weight"):
         weights.setdefault((router, kinds[sender]), []).append(weight)
@@ -148,7 +158,8 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     import networkx as nx
 
     graph = nx.DiGraph(model=one_line(attribution.model), tokens=attribution.tokens)
-    senders, routers = attribution.parts(), router_labels(attribution.receivers)
+    senders = attribution.parts()
+    routers = router_labels(attribution.receivers)
     numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
     labels: dict[str, str] = {}  # by the sender's name
     experts: dict[Expert, Sender] = {}
@@ -159,12 +170,20 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     groups = communities(experts, attribution.together, seed)
     community = {experts[expert].name: group for expert, group in groups.items()}
     for sender in senders:
-        layer, label = BEFORE if sender.layer is None else sender.layer, labels[sender.name]
+        layer = BEFORE if sender.layer is None else sender.layer
+        label = labels[sender.name]
         facts = _measured(share=sender.share, number=sender.number, community=community.get(sender.name))
         graph.add_node(label, label=label, kind=sender.kind, layer=layer, module=sender.module, **facts)
     for label, receiver in zip(routers, attribution.receivers, strict=True):
         facts = _measured(variance=receiver.variance, unexplained=receiver.unexplained)
-        graph.add_node(label, label=label, kind="router", layer=receiver.layer, module=receiver.module, **facts)
+        graph.add_node(
+            label,
+            label=label,
+            kind="router",
+            layer=receiver.layer,
+            module=receiver.module,
+            **facts,
+        )
     for number, router in enumerate(routers):
         reaching = [sender for sender in senders if is_measured(sender.influence[number])]
         total = math.fsum(sender.influence[number] or 0.0 for sender in reaching)
@@ -172,7 +191,9 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
             influence = sender.influence[number] or 0.0
             weight = influence / total if total else 0.0
             facts = _measured(
-                influence=influence, aarv=sender.rank_change[number], covariance=sender.covariance[number]
+                influence=influence,
+                aarv=sender.rank_change[number],
+                covariance=sender.covariance[number],
             )
             graph.add_edge(labels[sender.name], router, kind=STEERS, weight=weight, **facts)
         routed = [expert for (layer, _), expert in experts.items() if layer == number and expert.share > 0]
@@ -248,7 +269,8 @@ def communities(experts: Iterable[Expert], together: Sequence[Together], seed: i
     graph = nx.Graph()
     graph.add_nodes_from(range(len(order)))  # numbers: sets of them have the same order in every process
     for pair in together:
-        start, end = (pair.receiver, pair.expert), (pair.receiver + 1, pair.following)
+        start = (pair.receiver, pair.expert)
+        end = (pair.receiver + 1, pair.following)
         graph.add_edge(numbers[start], numbers[end], weight=pair.excess)
     groups = [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)] if order else []
     groups.sort(key=lambda members: (-len(members), members))

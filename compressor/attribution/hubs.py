@@ -20,7 +20,8 @@ LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub h
 _TO_DEVIATION = 0.6745  # a normal distribution's median absolute deviation, in standard deviations
 _MEAN_TO_DEVIATION = 0.7979  # its mean absolute deviation
 _LEAST_SPREAD = 0.05  # of the median: a layer of nearly equal experts has no outliers
-SUPER_QUANTILE, SUPER_SHARE = 0.995, 0.1
+SUPER_QUANTILE = 0.995
+SUPER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,11 @@ def outlier_scores(values: Sequence[float]) -> list[float]:
     """
     centre = median(values)
     distances = [abs(value - centre) for value in values]
-    factor, spread = _TO_DEVIATION, max(median(distances), _LEAST_SPREAD * abs(centre))
+    factor = _TO_DEVIATION
+    spread = max(median(distances), _LEAST_SPREAD * abs(centre))
     if spread == 0:
-        factor, spread = _MEAN_TO_DEVIATION, fmean(distances)
+        factor = _MEAN_TO_DEVIATION
+        spread = fmean(distances)
     return [factor * ((value - centre) / spread) if spread else 0.0 for value in values]
 
 
@@ -107,7 +110,8 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     entries = _equal_where_tied([output.max_entry for output in reached])
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
-    massive, strengths = list[Output](), list[float]()
+    massive = list[Output]()
+    strengths = list[float]()
     for output, entry, score in zip(reached, entries, outlier_scores(entries), strict=True):
         is_large = entry >= least and exceeds(entry, SUPER_SHARE * max(entries))
         if is_large and exceeds(score, THRESHOLD):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution.graph import routed_together
-from compressor.attribution.projecting import Projection, Tally
+from compressor.attribution.projecting import Component, Projection
 from compressor.attribution.routers import ObservedRouters, observe_routers
 from compressor.attribution.tracing import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
@@ -34,7 +34,9 @@ from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
 
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.25  # share of the largest logit that may stay unexplained
+# share of the largest logit that may stay unexplained
+FLOAT32_TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.25
 PRODUCT_TOLERANCE = 1e-3  # of the largest entry, by which weights times values may miss the projection's input
 
 
@@ -60,20 +62,24 @@ def attribute(
         raise CompressionError(
             f"{shared} shares its experts with another layer, so no layer's routing can be attributed to them"
         )
-    batches, tokens, architecture = calibration.batches, calibration.tokens, model.architecture
+    batches = calibration.batches
+    tokens = calibration.tokens
+    architecture = model.architecture
     clock = Clock()
     with clock.phase("routers"):
         routers = observe_routers(model, batches, progress, seed)
     with clock.phase("attribution"):
         projection = Projection(routers, edges_kept)
         Pass(model, batches, progress, "attribution", seed, shared=True).run(projection)
-    tallies = [*projection.tallies.values()]
+    tallies = projection.tallies
 
-    def place(tally: Tally) -> tuple[Any, ...]:
-        unit, kind = architecture.units.index(tally.unit), KINDS.index(tally.kind)
-        return tally.kind != "token", unit, kind, tally.module, tally.number or 0
+    def place(component: Component) -> tuple[Any, ...]:
+        unit = architecture.units.index(component.unit)
+        kind = KINDS.index(component.kind)
+        return component.kind != "token", unit, kind, component.module, component.number or 0
 
-    senders = tuple(tally.sender(tokens) for tally in sorted(tallies, key=place))
+    senders = tuple(tallies[component].sender(component, tokens) for component in sorted(tallies, key=place))
+    experts = [component for component in tallies if component.kind == "expert"]
     per_key: Sequence[KeyInfluence] = ()
     if keys:
         heads = [sender for sender in senders if sender.kind == "head"]
@@ -86,7 +92,7 @@ def attribute(
         model=model.source.label,
         receivers=_receivers(routers, projection, tokens),
         senders=senders,
-        outputs=tuple(tally.output() for tally in tallies if tally.kind == "expert"),
+        outputs=tuple(tallies[component].output(component) for component in experts),
         tokens=tokens,
         calibration=calibration.identity,
         versions=versions(),
@@ -100,7 +106,8 @@ def attribute(
 def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) -> tuple[Receiver, ...]:
     """The routers with the share that their sums leave unexplained; raises if that is more than rounding."""
     variances = torch.zeros(len(routers.layers), dtype=torch.float64)  # summed over tokens
-    largest, missed = torch.zeros_like(variances), torch.zeros_like(variances)
+    largest = torch.zeros_like(variances)
+    missed = torch.zeros_like(variances)
     for logits in routers.logits.values():
         variances += torch.stack([scores.var(-1, correction=0).sum() for scores in logits.unbind(1)]).cpu()
     if projection.remainder is not None:  # at the one rank that has run the first batch
@@ -182,16 +189,20 @@ class _ByKey(TracedPass):
 
     def _split(self, unit: str, batch: int, trace: UnitTrace, head: Sender) -> Tensor | None:
         """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
-        heads, number = trace.heads[head.module], head.number or 0
+        heads = trace.heads[head.module]
+        number = head.number or 0
         span = heads.span(number)
-        inputs, projection = heads.inputs[:, span].float(), heads.weight[:, span].float()
+        inputs = heads.inputs[:, span].float()
+        projection = heads.weight[:, span].float()
         for weights, values, product in reversed(self.recorded.products):
             if product.shape[1:] != (heads.heads, *inputs.shape):
                 continue
             missed = (product[0, number].float() - inputs).abs().max()
             if missed > PRODUCT_TOLERANCE * inputs.abs().max():
                 continue
-            variances, scales = [], []  # [L, r] over the experts of what each key's value would give, and factors
+            # [L, r] over the experts of what each key's value would give, and factors
+            variances = []
+            scales = []
             for view in self.routers.views(unit, batch, trace):
                 seen = self.routers.look(view, head.module)
                 if seen is not None:

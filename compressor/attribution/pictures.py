@@ -20,7 +20,15 @@ from compressor.attribution.figures import (
 from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of, ranking
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
-from compressor.document.drawing import MARKERS, Panel, Scale, colour, draw_panels, log_scale, scale_axis
+from compressor.document.drawing import (
+    MARKERS,
+    Panel,
+    Scale,
+    colour,
+    draw_panels,
+    log_scale,
+    scale_axis,
+)
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
 
@@ -30,12 +38,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 NAMES = ("influence", "scores", "experts", "causal")
-TITLES = {"token": "token embedding", "attention": "attention", "mlp": "dense MLP", "moe": "MoE", "other": "other"}
+TITLES = {
+    "token": "token embedding",
+    "attention": "attention",
+    "mlp": "dense MLP",
+    "moe": "MoE",
+    "other": "other",
+}
 GROUPS = {**TITLES, "shared": "shared experts"}
 HUB = "★"
 HUBS_NAMED = 8  # in a legend
-EDGES_DRAWN, EXPERTS_NAMED = 60, 8  # of the graph
-PLACES = {"token": 0.4, "router": 0.4, "expert": 0.75, "shared": 0.75, "mlp": 0.6}  # within a layer, which is 1 wide
+# of the graph
+EDGES_DRAWN = 60
+EXPERTS_NAMED = 8
+# within a layer, which is 1 wide
+PLACES = {
+    "token": 0.4,
+    "router": 0.4,
+    "expert": 0.75,
+    "shared": 0.75,
+    "mlp": 0.6,
+}
 
 Row = Callable[[Sender], Sequence[float | None]]
 Group = tuple[str, Sequence[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
@@ -56,7 +79,8 @@ def _panels(attribution: Attribution, kinds: Iterable[str], row: Row, score: str
     panels = []
     for kind in kinds:
         senders = [sender for sender in attribution.of_kind(kind) if set(row(sender)) - {None}]
-        labels, layers = sender_labels(senders), {sender.layer for sender in senders}
+        labels = sender_labels(senders)
+        layers = {sender.layer for sender in senders}
         if None not in layers and len(layers) == len(senders):  # layers alone, where each sender has another
             labels = [f"L{sender.layer}" for sender in senders]
         if senders:
@@ -132,10 +156,13 @@ def scores_figure(attribution: Attribution) -> Figure:
 def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> Figure:
     """A strip for each of the `top` strongest routed experts, hubs with a star, and of the strongest heads."""
     starred = {(hub.module, hub.expert) for hub in hubs}
-    panels, alt, values = list[Panel](), list[str](), list[float | None]()
+    panels = list[Panel]()
+    alt = list[str]()
+    values = list[float | None]()
     for kind, name in (("expert", "routed experts"), ("head", "attention heads")):
         senders = strongest(attribution.of_kind(kind), top)
-        labels, note = [], ""
+        labels = []
+        note = ""
         for sender, label in zip(senders, sender_labels(senders), strict=True):
             is_hub = kind == "expert" and (sender.module, sender.number) in starred
             note = f", {HUB} hub" if is_hub else note
@@ -166,7 +193,8 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
     """AARV over influence, one colour for each group that has points; later groups on top."""
     groups = [group for group in groups if group[1]]
     points = [pair for _, members, _ in groups for pair in members]
-    influences, changes = [pair.influence for pair in points], [pair.rank_change for pair in points]
+    influences = [pair.influence for pair in points]
+    changes = [pair.rank_change for pair in points]
     value = spearman(influences, changes)
     correlation = "no rank correlation" if value is None else f"Spearman rank correlation {value:.2f}"
     correlation = f"{correlation} ({len(points):,} pairs)"
@@ -176,7 +204,8 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
         for label, members, style in groups:
             _, x, y = zip(*members, strict=True)
             axes.plot(x, y, linestyle="none", label=label, markeredgewidth=0.4, **style)
-        x_scale, y_scale = scale_axis(axes, "x", influences, 10), scale_axis(axes, "y", changes, 10)
+        x_scale = scale_axis(axes, "x", influences, 10)
+        y_scale = scale_axis(axes, "y", changes, 10)
         axes.set_title(f"{title}\n{correlation}")
         axes.set_xlabel(f"influence: variance of the sub-scores\n{x_scale}".strip())
         axes.set_ylabel(f"AARV: mean change of the top-k experts' ranks\n{y_scale}".strip())
@@ -188,7 +217,12 @@ def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
 
 
 def _style(place: int) -> dict[str, Any]:
-    return {"color": colour(place), "marker": MARKERS[place], "markersize": 5, "markeredgecolor": "white"}
+    return {
+        "color": colour(place),
+        "marker": MARKERS[place],
+        "markersize": 5,
+        "markeredgecolor": "white",
+    }
 
 
 def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]:
@@ -211,7 +245,8 @@ def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]
 
 def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     """Layers from left to right, the heaviest edges between senders and routers, the most central experts by name."""
-    nodes, named = graph.nodes, ranking(centrality, RELATIVE)[:EXPERTS_NAMED]
+    nodes = graph.nodes
+    named = ranking(centrality, RELATIVE)[:EXPERTS_NAMED]
     steering = [edge for edge in edges_of(graph, STEERS).edges(data="weight") if edge[2] > 0]
     edges = sorted(steering, key=lambda edge: -edge[2])[:EDGES_DRAWN]
     shown = set(named).union(*(edge[:2] for edge in edges))
@@ -226,18 +261,41 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
         axes = figure.subplots()
         for start, end, weight in reversed(edges):
             strength = (weight / edges[0][2]) ** 0.5
-            line = {"color": "#444444", "linewidth": 0.3 + 3 * strength, "alpha": 0.3 + 0.6 * strength}
+            line = {
+                "color": "#444444",
+                "linewidth": 0.3 + 3 * strength,
+                "alpha": 0.3 + 0.6 * strength,
+            }
             bow = {"arrowstyle": "-", "connectionstyle": "arc3,rad=-0.15"}
             axes.annotate("", at[end], at[start], arrowprops={**bow, **line})
         for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
             points = [at[node] for node in at if nodes[node]["kind"] == kind]
             if points:
-                look: Any = {"marker": MARKERS[place], "color": colour(place), "markersize": 7, "zorder": 3}
-                axes.plot(*zip(*points, strict=True), linestyle="none", label=kind, markeredgecolor="#222222", **look)
+                look: Any = {
+                    "marker": MARKERS[place],
+                    "color": colour(place),
+                    "markersize": 7,
+                    "zorder": 3,
+                }
+                axes.plot(
+                    *zip(*points, strict=True),
+                    linestyle="none",
+                    label=kind,
+                    markeredgecolor="#222222",
+                    **look,
+                )
         for node in named:
-            style: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "weight": "bold"}
+            style: Any = {
+                "textcoords": "offset points",
+                "fontsize": 8,
+                "ha": "center",
+                "weight": "bold",
+            }
             axes.annotate(readable(node), at[node], (0, 6), **style)
-        axes.set_xticks([layer + 0.4 for layer in layers], labels=["token" if x < 0 else f"L{x}" for x in layers])
+        axes.set_xticks(
+            [layer + 0.4 for layer in layers],
+            labels=["token" if x < 0 else f"L{x}" for x in layers],
+        )
         axes.set(yticks=[], ylim=(-1.3, 1.3))
         axes.spines["left"].set_visible(False)
         if at:

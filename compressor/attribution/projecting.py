@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.model.moe_layer import layer_number
 
-FIGURES = ("influence", "positive", "negative", "covariance", "rank_change")  # of a sender, in the order of its sums
+# of a sender, in the order of its sums
+FIGURES = (
+    "influence",
+    "positive",
+    "negative",
+    "covariance",
+    "rank_change",
+)
 
 
 def spread(scores: Tensor) -> Tensor:
@@ -62,50 +69,65 @@ def rank_change(scores: Tensor, chosen: Tensor, before: Tensor, share: Tensor) -
     return as_float64((ranks_of(scores, chosen) - before).abs() * share).sum((0, 2))
 
 
-@dataclass(slots=True)
-class Tally:
-    """One sender's sums so far; those of `FIGURES` for each router."""
+class Component(NamedTuple):
+    """One sender by its place in the model."""
 
     name: str
     kind: str
     unit: str
     module: str
-    number: int | None
+    number: int | None = None  # of the expert or the head
+
+
+@dataclass(slots=True)
+class Tally:
+    """One sender's sums so far; those of `FIGURES` for each router."""
+
     sums: Tensor  # [5, R]
     reaches: Tensor  # [R]: True for routers after the sender
-    tokens: int = 0  # of an expert; so are the norms and the entry
-    norm: float = 0.0  # L2, summed over its tokens
-    max_norm: float = 0.0
-    max_entry: float = 0.0
+    outputs: Tensor  # [2] of an expert: its tokens, and the L2 norms of its outputs
+    largest: Tensor  # [2] of an expert: the largest norm and entry of its outputs
     by_expert: Tensor | float = 0.0  # [R, E] variance by expert, while its layer passes and if edges are kept
-
-    def add_sizes(self, tokens: int, norm: float, max_norm: float, max_entry: float) -> None:
-        """Add so many outputs of an expert: the sum of their norms, the largest one and the largest entry."""
-        self.tokens += tokens
-        self.norm += norm
-        self.max_norm = max(self.max_norm, max_norm)
-        self.max_entry = max(self.max_entry, max_entry)
 
     def add(self, other: "Tally") -> None:
         """Add another rank's sums of the same sender."""
         self.sums += other.sums
         self.reaches |= other.reaches
         self.by_expert = self.by_expert + other.by_expert
-        self.add_sizes(other.tokens, other.norm, other.max_norm, other.max_entry)
+        self.add_outputs(other.outputs, other.largest)
 
-    def sender(self, tokens: int) -> Sender:
+    def add_outputs(self, outputs: Tensor, largest: Tensor) -> None:
+        """Add some outputs of an expert."""
+        self.outputs += outputs
+        self.largest = torch.maximum(self.largest, largest)
+
+    def sender(self, component: Component, tokens: int) -> Sender:
         """The figures, averaged over so many tokens."""
         means = (self.sums / tokens).masked_fill(~self.reaches, math.nan)
-        if self.kind in UNRANKED:
+        if component.kind in UNRANKED:
             means[-1] = math.nan
-        figures = dict(zip(FIGURES, map(_measured, means), strict=True))
-        layer = None if self.kind == "token" else layer_number(self.unit)
-        share = self.tokens / tokens if self.kind == "expert" else 1.0
-        return Sender(self.name, self.kind, layer, self.module, self.number, share, **figures)
+        return Sender(
+            name=component.name,
+            kind=component.kind,
+            layer=None if component.kind == "token" else layer_number(component.unit),
+            module=component.module,
+            number=component.number,
+            share=float(self.outputs[0]) / tokens if component.kind == "expert" else 1.0,
+            **dict(zip(FIGURES, map(_measured, means), strict=True)),
+        )
 
-    def output(self) -> Output:
-        sizes = self.tokens, self.norm / max(1, self.tokens), self.max_norm, self.max_entry
-        return Output(self.module, layer_number(self.unit), self.number or 0, *sizes)
+    def output(self, component: Component) -> Output:
+        tokens, norm = self.outputs.tolist()
+        mean = norm / max(1.0, tokens)
+        layer = layer_number(component.unit)
+        return Output(
+            component.module,
+            layer,
+            component.number or 0,
+            int(tokens),
+            mean,
+            *self.largest.tolist(),
+        )
 
 
 def _measured(values: Tensor) -> tuple[float | None, ...]:
@@ -121,7 +143,7 @@ class Projection(TracedPass):
 
     routers: ObservedRouters
     edges_kept: int = 0  # edges to single experts' scores, which are measured if it is not 0
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by the sender's name
+    tallies: dict[Component, Tally] = field(default_factory=dict)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
     _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
 
@@ -129,57 +151,57 @@ class Projection(TracedPass):
         self.remainder = self.routers.logits[0].clone() if 0 in self.routers.logits else None
         for layer in self.routers.model.architecture.layers:
             for expert in range(layer.experts):
-                self._expert(layer.unit, layer.name, expert).reaches[self.routers.later(layer.unit)] = True
+                tally = self._tally(_expert(layer.unit, layer.name, expert))
+                tally.reaches[self.routers.later(layer.unit)] = True
 
-    def _tally(self, name: str, kind: str, unit: str, module: str, number: int | None = None) -> Tally:
-        """The sums of the sender of this name; begun where there are none."""
-        if name not in self.tallies:
+    def _tally(self, component: Component) -> Tally:
+        """The sums of a sender; begun where there are none."""
+        if component not in self.tallies:
             receivers = len(self.routers.layers)
             sums = torch.zeros(len(FIGURES), receivers, dtype=torch.float64)
-            self.tallies[name] = Tally(name, kind, unit, module, number, sums, torch.zeros(receivers, dtype=torch.bool))
-        return self.tallies[name]
-
-    def _expert(self, unit: str, module: str, expert: int) -> Tally:
-        return self._tally(f"{module} expert {expert}", "expert", unit, module, expert)
+            reaches = torch.zeros(receivers, dtype=torch.bool)
+            outputs, largest = torch.zeros(2, 2, dtype=torch.float64)
+            self.tallies[component] = Tally(sums, reaches, outputs, largest)
+        return self.tallies[component]
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Measure everything that a layer wrote on one batch."""
         for module, ran in trace.routed.items():
             for expert in ran:
-                norms, entry = expert.outputs.float().norm(dim=-1), float(expert.outputs.abs().max())
-                sizes = len(norms), float(as_float64(norms).sum()), float(norms.max()), entry
-                self._expert(unit, module, expert.expert).add_sizes(*sizes)
+                norms = expert.outputs.float().norm(dim=-1)
+                outputs = torch.tensor([len(norms), float(as_float64(norms).sum())], dtype=torch.float64)
+                largest = torch.tensor([float(norms.max()), float(expert.outputs.abs().max())], dtype=torch.float64)
+                self._tally(_expert(unit, module, expert.expert)).add_outputs(outputs, largest)
         every_token = torch.arange(trace.context.tokens, device=self.routers.valid.device)
         for view in self.routers.views(unit, batch, trace):
             moe = torch.zeros_like(self.routers.logits[batch][:, view.span])  # of routed and shared experts
-            for tally, scores, tokens in self._sub_scores(unit, trace, view, every_token):
-                self._add(tally, scores, tokens, batch, view.span)
-                if batch == 0 and self.remainder is not None and tally.kind not in UNRANKED:
+            for component, scores, tokens in self._sub_scores(unit, trace, view, every_token):
+                self._add(component, scores, tokens, batch, view.span)
+                if batch == 0 and self.remainder is not None and component.kind not in UNRANKED:
                     self.remainder[:, view.span].index_add_(0, tokens, -scores)
-                if tally.kind in ("expert", "shared"):
+                if component.kind in ("expert", "shared"):
                     moe.index_add_(0, tokens, scores)
             if trace.routed and view.terms is trace.terms:  # for later routers, which see all of the layer
-                self._add(self._tally(f"{unit} MoE", "moe", unit, unit), moe, every_token, batch, view.span)
+                self._add(
+                    Component(f"{unit} MoE", "moe", unit, unit),
+                    moe,
+                    every_token,
+                    batch,
+                    view.span,
+                )
 
     def on_layer_end(self, unit: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
         TracedPass.on_layer_end(self, unit)
-        mine = [tally for tally in self.tallies.values() if tally.unit == unit]
-        for tally in mine:
-            del self.tallies[tally.name]
-        for tally in chain(*ranks().all_gather(mine)):
-            self._tally(tally.name, tally.kind, unit, tally.module, tally.number).add(tally)
-        whole = [tally for tally in self.tallies.values() if isinstance(tally.by_expert, Tensor)]
-        split = {tally.module for tally in whole if tally.kind == "head"}
-        for tally in whole:
-            by_expert = torch.as_tensor(tally.by_expert)
+        mine = {component: self.tallies.pop(component) for component in [*self.tallies] if component.unit == unit}
+        for tallies in ranks().all_gather(mine):
+            for component, tally in tallies.items():
+                self._tally(component).add(tally)
+        split = {component.module for component in self.tallies if component.kind == "head"}
+        for component, tally in self.tallies.items():
+            if isinstance(tally.by_expert, Tensor) and adds_up(component.kind, component.module, split):
+                self._strongest += _edges(component.name, tally.by_expert, self.edges_kept)
             tally.by_expert = 0.0
-            if adds_up(tally.kind, tally.module, split):
-                values, places = by_expert.flatten().sort(descending=True, stable=True)
-                for value, place in zip(values.tolist()[: self.edges_kept], places.tolist(), strict=False):
-                    if value > 0:
-                        receiver, expert = divmod(place, by_expert.shape[1])
-                        self._strongest.append(ScoreEdge(tally.name, receiver, expert, value))
         self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
@@ -188,7 +210,7 @@ class Projection(TracedPass):
 
     def _sub_scores(
         self, unit: str, trace: UnitTrace, view: View, every_token: Tensor
-    ) -> Iterator[tuple[Tally, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Component, Tensor, Tensor]]:
         """Sub-scores [n, r, E] of each component at the tokens [n] that it wrote to.
 
         After an attention come its heads, each through its slice of the output projection, and that one's bias.
@@ -202,11 +224,19 @@ class Projection(TracedPass):
             if kind == "expert":
                 for ran in trace.routed[name]:
                     values = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield self._expert(unit, name, ran.expert), seen.scores(values, ran.rows), ran.rows
+                    yield (
+                        _expert(unit, name, ran.expert),
+                        seen.scores(values, ran.rows),
+                        ran.rows,
+                    )
                 continue
             sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
             values = leaf.value.expand(len(every_token), -1)
-            yield self._tally(sender, kind, unit, sender), seen.scores(values, every_token), every_token
+            yield (
+                Component(sender, kind, unit, sender),
+                seen.scores(values, every_token),
+                every_token,
+            )
             if name in trace.heads:
                 heads = trace.heads[name]
                 product = partial(torch.matmul, seen.rows, heads.weight.float())
@@ -214,17 +244,22 @@ class Projection(TracedPass):
                 for head in range(heads.heads):
                     span = heads.span(head)
                     scores = replace(seen, rows=rows[:, span]).scores(heads.inputs[:, span], every_token)
-                    yield self._tally(f"{name} head {head}", "head", unit, name, head), scores, every_token
+                    yield (
+                        Component(f"{name} head {head}", "head", unit, name, head),
+                        scores,
+                        every_token,
+                    )
                 if heads.bias is not None:
                     scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
-                    yield self._tally(f"{name} bias", "bias", unit, name), scores, every_token
+                    yield Component(f"{name} bias", "bias", unit, name), scores, every_token
 
-    def _add(self, tally: Tally, scores: Tensor, tokens: Tensor, batch: int, span: slice) -> None:
+    def _add(self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
         routers = self.routers
+        tally = self._tally(component)
         logits = routers.logits[batch][tokens, span]
         sums = [spread(scores), *signs(scores), covariance(scores, logits)]
-        if tally.kind not in UNRANKED:
+        if component.kind not in UNRANKED:
             without = routers.selection.scores(logits - scores, span)
             chosen = routers.chosen[batch][tokens, span]
             before = routers.chosen_ranks[batch][tokens, span]
@@ -235,3 +270,18 @@ class Projection(TracedPass):
             by_expert = torch.zeros(len(routers.layers), scores.shape[-1], dtype=torch.float64)
             by_expert[span] = spread_by_expert(scores).cpu()
             tally.by_expert = tally.by_expert + by_expert
+
+
+def _expert(unit: str, module: str, expert: int) -> Component:
+    return Component(f"{module} expert {expert}", "expert", unit, module, expert)
+
+
+def _edges(sender: str, by_expert: Tensor, most: int) -> list[ScoreEdge]:
+    """The strongest edges to single experts' scores of one sender: [R, E] -> at most so many, none of them 0."""
+    values, places = by_expert.flatten().sort(descending=True, stable=True)
+    edges = []
+    for value, place in zip(values[:most].tolist(), places.tolist(), strict=False):
+        if value > 0:
+            receiver, expert = divmod(place, by_expert.shape[1])
+            edges.append(ScoreEdge(sender, receiver, expert, value))
+    return edges

@@ -68,6 +68,7 @@ def _attribution(planner: "Planner") -> "Attribution":
     from compressor.attribution import measure
 
     attribution: Attribution = planner.once(
-        "attribution", lambda fit: measure.attribute(planner.model, fit, planner.progress, planner.seed)
+        "attribution",
+        lambda fit: measure.attribute(planner.model, fit, planner.progress, planner.seed),
     )
     return attribution

@@ -18,7 +18,15 @@ from compressor.attribution.figures import (
     sender_labels,
     strongest,
 )
-from compressor.attribution.graph import MEASURES, RELATIVE, TOP, Centrality, agreements, measured_graph, ranking
+from compressor.attribution.graph import (
+    MEASURES,
+    RELATIVE,
+    TOP,
+    Centrality,
+    agreements,
+    measured_graph,
+    ranking,
+)
 from compressor.attribution.hubs import THRESHOLD, Hub, find_hubs, super_experts
 from compressor.attribution.pictures import NAMES as PICTURES
 from compressor.attribution.pictures import graph_figure, pictures
@@ -34,7 +42,13 @@ if TYPE_CHECKING:
     import networkx as nx
 
 GRAPH = ("graph.graphml", "graph.json", "graph.png")
-NAMES = ("attribution.json", "attribution.md", "hubs.json", *(f"{name}.png" for name in PICTURES), *GRAPH)
+NAMES = (
+    "attribution.json",
+    "attribution.md",
+    "hubs.json",
+    *(f"{name}.png" for name in PICTURES),
+    *GRAPH,
+)
 STRONGEST_KEYS = 3  # key tokens named for each head
 GROUPS = 8  # communities that the report names
 DIGITS = 6  # significant ones of a number in JSON
@@ -79,7 +93,13 @@ class Findings:
 
 
 def findings(attribution: Attribution, threshold: float = THRESHOLD, top: int = 10) -> Findings:
-    return Findings(attribution, find_hubs(attribution, threshold), super_experts(attribution), threshold, top)
+    return Findings(
+        attribution,
+        find_hubs(attribution, threshold),
+        super_experts(attribution),
+        threshold,
+        top,
+    )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -114,7 +134,8 @@ def _content(expert: ExpertPlace, *figures: str) -> dict[str, Any]:
 
 def full_content(found: Findings) -> dict[str, Any]:
     """Everything but the graph, as plain JSON types; calibration sources without folders."""
-    attribution, senders = found.attribution, []
+    attribution = found.attribution
+    senders = []
     for sender in attribution.senders:
         # totals are not rounded
         change = None if sender.kind in UNRANKED else float(sender.total_rank_change)
@@ -180,7 +201,10 @@ def write_attribution(found: Findings, folder: Path, overwrite: bool) -> list[Pa
         )
         for name, text in zip(NAMES, texts, strict=False):
             (working / name).write_text(text, encoding="utf-8")
-        for figure in (*pictures(found.attribution, found.hubs, found.top), graph_figure(graph, centrality)):
+        for figure in (
+            *pictures(found.attribution, found.hubs, found.top),
+            graph_figure(graph, centrality),
+        ):
             (working / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
         write_graph(graph, working)
     return [folder / name for name in NAMES]
@@ -264,18 +288,35 @@ def _hub_blocks(found: Findings) -> Blocks:
         figures = map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score))
         is_super = "yes" if hub in found.overlap["both"] else "no"
         rows.append((hub.label, *figures, percent(hub.share), is_super))
-    columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
-    keep = ("Keep them when the model is made smaller: ", Code("moe-compress compress ... --protect hubs.json"))
+    columns = (
+        "expert",
+        "influence",
+        "its score",
+        "AARV",
+        "its score",
+        "tokens",
+        "super expert",
+    )
+    keep = (
+        "Keep them when the model is made smaller: ",
+        Code("moe-compress compress ... --protect hubs.json"),
+    )
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
-        Table(f"{found.attribution.model}: routing hubs", columns, tuple(rows), frozenset({"super expert"})),
+        Table(
+            f"{found.attribution.model}: routing hubs",
+            columns,
+            tuple(rows),
+            frozenset({"super expert"}),
+        ),
         Text(keep),
     )
 
 
 def _kind_blocks(attribution: Attribution) -> Blocks:
-    title, columns = "What shapes routing", ("kind", "senders", "influence", "share of all")
+    title = "What shapes routing"
+    columns = ("kind", "senders", "influence", "share of all")
     rows = tuple(
         (kind.kind, str(kind.senders), short(kind.influence), percent(kind.share)) for kind in kind_shares(attribution)
     )
@@ -283,11 +324,13 @@ def _kind_blocks(attribution: Attribution) -> Blocks:
 
 
 def _sender_blocks(found: Findings) -> Blocks:
-    senders, rows = strongest(found.attribution.senders, found.top), []
+    senders = strongest(found.attribution.senders, found.top)
+    rows = []
     for label, sender in zip(sender_labels(senders), senders, strict=True):
         change = "-" if sender.kind in UNRANKED else short(sender.total_rank_change)
         rows.append((label, sender.kind, short(sender.total_influence), change, percent(sender.share)))
-    title, columns = "Strongest senders", ("sender", "kind", "influence", "AARV", "tokens")
+    title = "Strongest senders"
+    columns = ("sender", "kind", "influence", "AARV", "tokens")
     note = "Heads are parts of their attention, routed and shared experts of their MoE layer."
     return Heading(title), Table(title, columns, tuple(rows), frozenset({"kind"})), Text(note)
 
@@ -313,13 +356,26 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
-    return (Heading(title), Table(title, columns, tuple(rows), frozenset({columns[-1]})), Text(note)) if rows else ()
+    return (
+        (
+            Heading(title),
+            Table(title, columns, tuple(rows), frozenset({columns[-1]})),
+            Text(note),
+        )
+        if rows
+        else ()
+    )
 
 
 def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
     if not any(centrality.values()):  # no expert comes before a router
         return ()
-    files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), " hold the whole graph: who steers which router, how strongly.")
+    files = (
+        Code(GRAPH[0]),
+        " and ",
+        Code(GRAPH[1]),
+        " hold the whole graph: who steers which router, how strongly.",
+    )
     tables = (table for table in graph_tables(graph, centrality) if table.rows)
     return Heading("The routing graph"), Text(files), *tables
 
@@ -332,7 +388,9 @@ def graph_tables(graph: "nx.DiGraph", centrality: Centrality) -> tuple[Table, ..
         central.append((expert, *figures))
     cells: dict[tuple[str, str], str] = {}
     for pair in agreements(centrality):
-        first, second, value = pair["first"], pair["second"], pair["correlation"]
+        first = pair["first"]
+        second = pair["second"]
+        value = pair["correlation"]
         cells[first, second] = cells[second, first] = f"{'-' if value is None else f'{value:.2f}'}, {pair['shared']}"
     agreed = []
     for measure in MEASURES:

@@ -71,11 +71,18 @@ def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]
 
 def selections(biases: Sequence[Tensor]) -> list[Selection]:
     """The known ways to rank experts where routers have these biases, [R, E] each; the plainest first."""
-    return [Selection(), *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS)]
+    return [
+        Selection(),
+        *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS),
+    ]
 
 
 def agreements(
-    tried: Sequence[Selection], logits: Tensor, chosen: Tensor, valid: Tensor, groups: Sequence[int]
+    tried: Sequence[Selection],
+    logits: Tensor,
+    chosen: Tensor,
+    valid: Tensor,
+    groups: Sequence[int],
 ) -> Tensor:
     """How many choices of the routers each way to rank experts explains: [len(tried)].
 
@@ -151,16 +158,17 @@ class ObservedRouters(TracedPass):
     share: Tensor = field(init=False)  # [R, K] 1 / K of each router in slots that it uses, else 0
     selection: Selection = field(default_factory=Selection)
     _rows: dict[str, Tensor] = field(default_factory=dict)  # by experts module, [E, H] on the layer's input
-    _scales: dict[tuple[str, int], Tensor | float] = field(default_factory=dict)  # [T, 1] by experts module and batch
     _streams: dict[str, tuple[Chain, ...]] = field(default_factory=dict)  # by decoder layer
-    _passing: dict[tuple[str, int], Tensor | float] = field(default_factory=dict)  # [T, 1] by decoder layer and batch
+    # of the stream's tokens, [T, 1] by experts module or decoder layer, and batch
+    _factors: dict[tuple[str, int], Tensor | float] = field(default_factory=dict)
     _biases: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # [E] by name, then experts module
     _unit: str = ""  # the decoder layer of these rows
     _shared_rows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = self.model.architecture.layers
-        device, top_k = self.model.partial.device, max(layer.top_k for layer in self.layers)
+        device = self.model.partial.device
+        top_k = max(layer.top_k for layer in self.layers)
         for batch in sorted(ranks().share(self.batches)):
             shape = self.batches[batch].numel(), len(self.layers)
             logits = (*shape, self.model.architecture.experts)
@@ -174,7 +182,7 @@ class ObservedRouters(TracedPass):
         if stream is None:
             raise refuse(self.model, unit, "its layers do not add to one residual stream")
         self._streams[unit] = stream.chains
-        self._passing[unit, batch] = stream.token
+        self._factors[unit, batch] = stream.token
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
                 self._observe(number, layer, batch, trace.logits[layer.name])
@@ -195,7 +203,7 @@ class ObservedRouters(TracedPass):
         self.logits[batch][:, number] = logits.value
         self.chosen[batch][:, number, :slots] = logits.chosen
         self.valid[number, :slots] = True
-        self._scales[layer.name, batch] = view.token
+        self._factors[layer.name, batch] = view.token
         self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
 
     def _expert_rows(self, layer: MoeLayer) -> Tensor:
@@ -219,7 +227,8 @@ class ObservedRouters(TracedPass):
         self.valid = ranks().all_reduce(self.valid.int()) > 0
         reached = self.valid.any(1).nonzero().flatten().tolist()
         if len(reached) < len(self.layers):
-            self.layers, self.valid = tuple(self.layers[number] for number in reached), self.valid[reached]
+            self.layers = tuple(self.layers[number] for number in reached)
+            self.valid = self.valid[reached]
             for batch in self.logits:
                 self.logits[batch] = self.logits[batch][:, reached]
                 self.chosen[batch] = self.chosen[batch][:, reached]
@@ -298,9 +307,8 @@ class ObservedRouters(TracedPass):
         logits = self.logits[batch]
         scales = torch.ones(len(logits), len(numbers), device=logits.device)
         for column, number in enumerate(numbers):
-            scales[:, column, None] *= self._scales[self.layers[number].name, batch]
-            for between in self._between(unit, number):
-                scales[:, column, None] *= self._passing[between, batch]
+            for name in (self.layers[number].name, *self._between(unit, number)):
+                scales[:, column, None] *= self._factors[name, batch]
         return scales
 
 

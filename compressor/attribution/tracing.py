@@ -98,7 +98,8 @@ class Context:
 
     def leaf(self, name: str, value: Tensor) -> Leaf:
         """A new component; a second one of the same name is numbered."""
-        unique, count = name, 1
+        unique = name
+        count = 1
         while unique in self.leaves:
             count += 1
             unique = f"{name} ({count})"
@@ -137,7 +138,10 @@ class Traced(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain_args = untraced(args)
             result = func(*plain_args, **untraced(kwargs))
-            context = next((value.context for value in (*args, *kwargs.values()) if isinstance(value, Traced)), None)
+            context = next(
+                (value.context for value in (*args, *kwargs.values()) if isinstance(value, Traced)),
+                None,
+            )
             in_place = bool(args) and (result is plain_args[0] or func.__name__ == "__setitem__")
             if context is None or not (in_place or isinstance(result, Tensor)):
                 return result
@@ -168,7 +172,7 @@ def _linear_terms(context: Context, name: str, result: Any, args: Any, kwargs: A
     if name in RESHAPING:
         kept = isinstance(args[0], Traced) and result.numel() == args[0].numel()
         return args[0].terms if kept else None
-    operation = OPERATIONS.get(name.strip("_"))  # add_ and __rsub__ are add and rsub
+    operation = OPERATIONS.get(name.rstrip("_"))  # add_ is add in place
     return operation(context, result, *args, **kwargs) if operation and context.fits(result) else None
 
 
@@ -187,10 +191,6 @@ def _sum(context: Context, result: Tensor, input: Any, other: Any, alpha: float 
 
 def _difference(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
     return _sum(context, result, input, other, -alpha)
-
-
-def _reverse_difference(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
-    return _sum(context, result, other, input, -alpha)
 
 
 def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
@@ -230,10 +230,6 @@ def _times(traced: Traced, factor: Tensor) -> Terms | None:
     return _then(traced.terms, Step("factor", factor.reshape(-1).clone()))  # which outlives the layer's weights
 
 
-def _negative(context: Context, result: Tensor, input: Traced) -> Terms:
-    return _then(input.terms, Step("factor", -1.0))
-
-
 def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: Any) -> Terms | None:
     over_entries = result.shape[-1] == 1
     return _then(input.terms, Step("mean")) if over_entries else None
@@ -267,7 +263,12 @@ def _layer_norm(
 
 
 def _rms_norm(
-    context: Context, result: Tensor, input: Traced, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    context: Context,
+    result: Tensor,
+    input: Traced,
+    shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Terms:
     square = plain(input).float().square().mean(-1)
     return _normed(input.terms, square + (torch.finfo(input.dtype).eps if eps is None else eps), weight)
@@ -281,17 +282,35 @@ def _normed(terms: Terms, square: Tensor, weight: Tensor | None) -> Terms:
 
 
 RESHAPING = {  # the order of the entries stays
-    *("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"),
-    *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"),
+    *(
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+    ),
+    *(
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "unsqueeze",
+        "squeeze",
+        "view_as",
+        "reshape_as",
+    ),
     "dropout",  # models are never in training mode
 }
 OPERATIONS: dict[str, Callable[..., Terms | None]] = {
     "add": _sum,
     "sub": _difference,
-    "rsub": _reverse_difference,
     "mul": _product,
     "div": _quotient,
-    "neg": _negative,
     "mean": _mean,
     "linear": _linear,
     "matmul": _matrix_product,
@@ -393,7 +412,12 @@ def head_count(attention: nn.Module, projection: nn.Linear) -> int | None:
 
 
 def trace_unit(
-    model: Any, unit: str, layers: Sequence[MoeLayer], forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any,
+    unit: str,
+    layers: Sequence[MoeLayer],
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, UnitTrace]:
     """Run a decoder layer's own `forward` on its arguments; returns its plain output and the trace."""
     hidden = args[0] if args else kwargs["hidden_states"]
@@ -454,7 +478,8 @@ def _watch_part(part: str, module: nn.Module, trace: UnitTrace) -> list[Callable
 
 def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> list[Callable[[], None]]:
     """Keep the experts' outputs, the router's first matrix product with a column for each, and its choices."""
-    width, products = router_width(layer), trace.context.products
+    width = router_width(layer)
+    products = trace.context.products
 
     def keep(args: Any, kwargs: Any, output: Any) -> None:
         trace.logits[layer.name] = None
@@ -466,7 +491,12 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> list[Ca
 
     begin = model.get_submodule(layer.router).register_forward_pre_hook(lambda *_: products.clear())
     routed = trace.routed.setdefault(layer.name, [])
-    watch = Watch(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    watch = Watch(
+        model,
+        layer,
+        on_router=keep,
+        on_expert_output=lambda *seen: routed.append(RanExpert(*seen)),
+    )
     return [begin.remove, watch.attach().detach]
 
 

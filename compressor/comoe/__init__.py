@@ -4,10 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.comoe.layer import LoraExperts, comoe_layers, inject, load_adapters, save_adapters
+    from compressor.comoe.layer import (
+        LoraExperts,
+        comoe_layers,
+        inject,
+        load_adapters,
+        save_adapters,
+    )
     from compressor.comoe.options import ComoeConfig
 
-__all__ = ["ComoeConfig", "LoraExperts", "comoe_layers", "inject", "load_adapters", "save_adapters"]
+__all__ = [
+    "ComoeConfig",
+    "LoraExperts",
+    "comoe_layers",
+    "inject",
+    "load_adapters",
+    "save_adapters",
+]
 
 
 def __getattr__(name: str) -> Any:

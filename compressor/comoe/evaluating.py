@@ -42,7 +42,8 @@ def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:
 
 def with_rows(items: Sequence[Item], model: Any, tokenizer: Any, strict: bool = False) -> list[Question]:
     """Items and their rows for a model of transformers; those without tokens are left out, or refused if `strict`."""
-    most, vocabulary = positions(model.config), model.get_input_embeddings().weight.shape[0]
+    most = positions(model.config)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     # the last token of a row is an input, too, though no logits after it are needed
     return tokenised(items, tokenizer, vocabulary, most and most - 1, strict)
 
@@ -119,11 +120,13 @@ def ask(
     The right choice must be the most likely one; without choices, greedy decoding must give the answer. A model
     without experts has no workload and no similarity.
     """
-    listener, questions = progress or Silent(), with_rows(items, model, tokenizer, strict)
+    listener = progress or Silent()
+    questions = with_rows(items, model, tokenizer, strict)
     by_task: dict[str, list[Question]] = {}
     for item, rows in questions:
         by_task.setdefault(item.task, []).append((item, rows))
-    pad, results = pad_token(tokenizer), []
+    pad = pad_token(tokenizer)
+    results = []
     was_training = model.training
     listener.start("Asking", len(questions))
     model.eval()
@@ -137,19 +140,27 @@ def ask(
 
 @torch.no_grad()
 def _ask_task(
-    model: Any, task: str, questions: Sequence[Question], pad: int, batch_size: int, listener: Progress
+    model: Any,
+    task: str,
+    questions: Sequence[Question],
+    pad: int,
+    batch_size: int,
+    listener: Progress,
 ) -> TaskResult:
     layers = comoe_layers(model)
     experts = max((len(layer.router) for layer in layers.values()), default=0)
     counts = torch.zeros(len(layers), dtype=torch.float64)  # of tokens, by layer
     activations = torch.zeros(len(layers), experts, dtype=torch.float64)  # [L, E], summed over tokens, as are cosines
     cosines = torch.zeros(len(layers), experts, experts, dtype=torch.float64)
-    right, nats, tokens = 0, 0.0, 0
+    right = 0
+    nats = 0.0
+    tokens = 0
     for start in range(0, len(questions), batch_size):
         part = questions[start : start + batch_size]
         rows = [row for _, answers in part for row in answers]
         batch = collate([{"input_ids": list(row.tokens), "labels": list(row.tokens)} for row in rows], pad)
-        token_ids, padding = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
+        token_ids = batch["input_ids"].to(model.device)
+        padding = batch["attention_mask"].to(model.device)
         firsts = [0, *accumulate(len(answers) for _, answers in part)]  # each item's first row
         best = [first + item.right for (item, _), first in zip(part, firsts, strict=False)]
         mask = torch.zeros_like(padding)  # of the right answers and their prompts
@@ -218,9 +229,17 @@ def evaluate_comoe(
     """
     facts = read_facts(Path(adapters))
     items = items_of(tasks, heldout, limit, include_path, strict, "--heldout")
-    source, place = locate(model, revision, progress), pick_device(device)
+    source = locate(model, revision, progress)
+    place = pick_device(device)
     tokenizer, loaded = load(source, dtype)
-    asking = partial(ask, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress)
+    asking = partial(
+        ask,
+        tokenizer=tokenizer,
+        items=items,
+        batch_size=batch_size,
+        strict=strict,
+        progress=progress,
+    )
     base = asking(loaded.to(place)) if with_base else ()
     results = asking(load_adapters(loaded, adapters).to(place))
     return ComoeEvaluation(

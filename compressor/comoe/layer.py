@@ -25,7 +25,8 @@ from compressor.files import whole_folder
 from compressor.records import RESTORE, plain_json, read_as, read_json
 
 Model = TypeVar("Model", bound=nn.Module)
-FACTS, TENSORS = "comoe.json", "adapters.safetensors"
+FACTS = "comoe.json"
+TENSORS = "adapters.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,8 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     """
     path = Path(folder) / TENSORS
     facts = read_facts(Path(folder))
-    config, trained_on = facts.config, f" ({facts.model})" if facts.model else ""
+    config = facts.config
+    trained_on = f" ({facts.model})" if facts.model else ""
     linear = targeted(model, config.targets)
     shapes = dict[str, tuple[int, ...]]()
     for name in dict.fromkeys((*facts.layers, *linear)):

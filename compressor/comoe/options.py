@@ -66,7 +66,8 @@ class TuningOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        top_k, experts = self.config.top_k, self.config.experts
+        top_k = self.config.top_k
+        experts = self.config.experts
         if self.contrastive > 0 and not 2 <= top_k < experts:
             raise CompressionError(
                 f"with {top_k} of {experts} experts activated the contrastive loss has no "

@@ -20,8 +20,16 @@ from compressor.records import plain_json
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
-NAMES = ("evaluation.json", "evaluation.md", "evaluation.html", "workload.png", "similarity.png")
-BAR, CELL = 0.3, 0.42  # inches
+NAMES = (
+    "evaluation.json",
+    "evaluation.md",
+    "evaluation.html",
+    "workload.png",
+    "similarity.png",
+)
+# inches
+BAR = 0.3
+CELL = 0.42
 MOST_NUMBERED = 12  # experts whose cosines are written into their cells
 DIVERGING = "RdBu_r"  # white at 0
 
@@ -46,8 +54,10 @@ def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Block, ...]:
 def write_evaluation(evaluation: ComoeEvaluation, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown, a page and both pictures into a new folder, all of it or, when anything fails, nothing."""
     tasks = evaluation.tasks
-    workload, similarity = workload_figure(tasks), similarity_figure(tasks)
-    title, said = f"{evaluation.model} with {evaluation.adapters}", _said(evaluation)
+    workload = workload_figure(tasks)
+    similarity = similarity_figure(tasks)
+    title = f"{evaluation.model} with {evaluation.adapters}"
+    said = _said(evaluation)
     cosines = tuple((result.task or "-", f"{result.mean_cosine:.3f}") for result in tasks)
     items = sum(result.items for result in tasks)
     blocks: tuple[Block, ...] = (
@@ -93,22 +103,37 @@ def _scores(evaluation: ComoeEvaluation) -> Table:
     columns = ["task", "items", "right", "loss"]
     rows = list[list[Words]]()
     for result in _with_total(evaluation.tasks):
-        rows.append([result.task or "-", f"{result.items:,}", share(result.right, result.items), f"{result.loss:.4f}"])
+        rows.append(
+            [
+                result.task or "-",
+                f"{result.items:,}",
+                share(result.right, result.items),
+                f"{result.loss:.4f}",
+            ]
+        )
     if evaluation.base:
         columns += ["right before", "loss before"]
         for row, result in zip(rows, _with_total(evaluation.base), strict=True):
             row += [share(result.right, result.items), f"{result.loss:.4f}"]
     if len(evaluation.tasks) > 1:
         rows[-1] = [*map(Strong, rows[-1])]
-    return Table(f"{evaluation.model} with {evaluation.adapters}", tuple(columns), tuple(map(tuple, rows)))
+    return Table(
+        f"{evaluation.model} with {evaluation.adapters}",
+        tuple(columns),
+        tuple(map(tuple, rows)),
+    )
 
 
 def _with_total(tasks: Sequence[TaskResult]) -> list[TaskResult]:
     """The tasks, and all in one where there are several; its loss is the mean of theirs."""
     if len(tasks) < 2:
         return [*tasks]
-    items, right = sum(result.items for result in tasks), sum(result.right for result in tasks)
-    return [*tasks, TaskResult("all", items, right, sum(result.loss for result in tasks) / len(tasks))]
+    items = sum(result.items for result in tasks)
+    right = sum(result.right for result in tasks)
+    return [
+        *tasks,
+        TaskResult("all", items, right, sum(result.loss for result in tasks) / len(tasks)),
+    ]
 
 
 def _workload(evaluation: ComoeEvaluation) -> Table:
@@ -125,7 +150,8 @@ def workload_figure(tasks: Sequence[TaskResult]) -> Figure:
     top = max(max(result.shares) for result in tasks)
 
     def drawing(result: TaskResult) -> Drawing:
-        name, shares = result.task or "all items", result.shares
+        name = result.task or "all items"
+        shares = result.shares
 
         def draw(canvas: "FigureBase") -> None:
             axes = canvas.add_subplot()
@@ -150,7 +176,8 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
     """Mean cosine of the outputs of two experts for the same token; a drawing for each task."""
 
     def drawing(result: TaskResult) -> Drawing:
-        name, cosines = result.task or "all items", result.similarity
+        name = result.task or "all items"
+        cosines = result.similarity
         count = len(cosines)
 
         def draw(canvas: "FigureBase") -> None:
@@ -165,7 +192,15 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
             for row, column in product(range(count), repeat=2) if count <= MOST_NUMBERED else ():
                 value = cosines[row][column]
                 shade = ink_on(to_hex(colormaps[DIVERGING](image.norm(value))))
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color=shade,
+                    fontsize=FONT - 2,
+                )
             axes.set_title(name, loc="left", fontsize=FONT)
             axes.set(xlabel="expert", ylabel="expert")
             canvas.colorbar(image, ax=axes, shrink=0.8)

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
 from compressor.checkpoint.source import locate
@@ -90,13 +96,16 @@ class ComoeTrainer(Trainer):
         callbacks: Any = [Reporting(progress)]
         super().__init__(model, arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
-        self.options, self.weight = options, options.contrastive
+        self.options = options
+        self.weight = options.contrastive
         self.experts_beside = comoe_layers(model)
         first = next(iter(self.experts_beside.values()))
         self.negatives = first.router.shape[0] - first.top_k
         self.measures = first.top_k > 1 and self.negatives > 0  # else no contrastive loss is defined
         self._parts: dict[str, Tensor] = {}  # sums over the steps since the last log
-        self._steps_since, self._step, self._batch = 0, -1, 0
+        self._steps_since = 0
+        self._step = -1
+        self._batch = 0
 
     def compute_loss(
         self,
@@ -107,7 +116,8 @@ class ComoeTrainer(Trainer):
     ) -> Any:
         """What a batch adds to its step's loss, as the stock method gives it, and the weighted contrastive loss."""
         if self.state.global_step != self._step:
-            self._step, self._batch = self.state.global_step, -1
+            self._step = self.state.global_step
+            self._batch = -1
             self._steps_since += 1
         self._batch += 1
         term: Tensor | None = None
@@ -116,8 +126,10 @@ class ComoeTrainer(Trainer):
             if self.measures:
                 seed = (self.args.seed * PRIME + self.state.global_step) * PRIME + self._batch
                 generator = torch.Generator().manual_seed(seed % 2**63)
-                layers, mask = self.experts_beside.values(), inputs.get("attention_mask")
-                temperature, tokens = self.options.temperature, self.options.contrastive_tokens or None
+                layers = self.experts_beside.values()
+                mask = inputs.get("attention_mask")
+                temperature = self.options.temperature
+                tokens = self.options.contrastive_tokens or None
                 with torch.set_grad_enabled(self.weight > 0 and torch.is_grad_enabled()):
                     term = model_contrast(layers, mask, temperature, tokens, generator)
         # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
@@ -144,7 +156,8 @@ class ComoeTrainer(Trainer):
             logs |= {name: float(total) / self._steps_since for name, total in self._parts.items()}
             if "contrastive" in logs:
                 logs["information_gap"] = information_gap(logs["contrastive"], self.negatives)
-            self._parts, self._steps_since = {}, 0
+            self._parts = {}
+            self._steps_since = 0
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -247,7 +260,8 @@ def train(
     number.
     """
     questions = with_rows(items, model, tokenizer, strict)
-    items, dataset = [item for item, _ in questions], examples(questions)
+    items = [item for item, _ in questions]
+    dataset = examples(questions)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
     inject_config(model, options.config)
     settings = {"options": options, "data": digest, "model": dict(identity or {"name": label})}
@@ -279,7 +293,12 @@ def train(
         shutil.rmtree(run, ignore_errors=True)
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     return Trained(
-        options.config, len(dataset), trainer.state.global_step, trained, log, tuple(output / name for name in NAMES)
+        options.config,
+        len(dataset),
+        trainer.state.global_step,
+        trained,
+        log,
+        tuple(output / name for name in NAMES),
     )
 
 
@@ -290,7 +309,11 @@ def _last_checkpoint(run: Path, settings: str) -> Path | None:
         clear(run)
         run.mkdir(exist_ok=True)
         note.write_text(settings, encoding="utf-8")
-    for path in sorted(run.glob("checkpoint-*"), key=lambda each: int(each.name.rpartition("-")[2]), reverse=True):
+    for path in sorted(
+        run.glob("checkpoint-*"),
+        key=lambda each: int(each.name.rpartition("-")[2]),
+        reverse=True,
+    ):
         if json_object(path / TRAINER_STATE_NAME):  # what the Trainer writes last
             return path
         shutil.rmtree(path)  # a kill came while it was written

@@ -17,7 +17,8 @@ EXPERTS = re.compile(r"blk\.(\d{1,5})\.ffn_(?:gate|up|down|gate_up)_exps(?:\.(?:
 ROUTER = re.compile(r"blk\.(\d{1,5})\.(?:ffn_gate_inp(?:\.(?:weight|bias))?|exp_probs_b(?:_vl)?(?:\.(?:weight|bias))?)")
 WHOLE = re.compile(r"blk\.\d+\.(ffn_norm_exps\.weight|ffn_gate_inp\.scale|ffn_gate_inp_shexp\.\w+)")  # not by expert
 STRANGE = re.compile(r"exps|exp_probs|gate_inp|tid2eid|ffn_(gate|up|down)\.\d+\.")  # speaks of experts, too
-DOWN, GATE = "blk.{}.ffn_down_exps.weight", "blk.{}.ffn_gate_inp.weight"
+DOWN = "blk.{}.ffn_down_exps.weight"
+GATE = "blk.{}.ffn_gate_inp.weight"
 PER_GROUP = 2  # experts that llama.cpp scores a routing group by
 FINGERPRINT = "gguf:"
 PLANS = "moe_compressor.plans"  # the key of the metadata with the plans that a model was made by
@@ -41,7 +42,8 @@ class Blocks:
 def find_blocks(model: Gguf) -> Blocks:
     """The MoE blocks; raises `CompressionError` where there are none, or tensors that nobody knows how to cut."""
     first = model.first
-    arch, where = first.text("general.architecture"), first.path.name
+    arch = first.text("general.architecture")
+    where = first.path.name
     if first.text("general.type") not in ("", "model"):
         raise CompressionError(f"{where} is of the type {first.text('general.type')!r}; name the GGUF file of a model")
     experts = first.number(f"{arch}.expert_count")
@@ -75,7 +77,8 @@ def find_blocks(model: Gguf) -> Blocks:
 
 
 def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
-    first, name = model.first, f"blk.{number}"
+    first = model.first
+    name = f"blk.{number}"
     groups = max(1, first.number(f"{arch}.expert_group_count"))
     used = first.content(f"{arch}.expert_used_count")  # hybrids have one for each block
     layer = MoeLayer(
@@ -126,7 +129,9 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     """The report for a GGUF file, or the first of several; reads no tensor but the routers."""
     model = open_gguf(path)
     blocks = find_blocks(model)
-    first, layer, tensors = model.first, blocks.layers[0], model.tensors.values()
+    first = model.first
+    layer = blocks.layers[0]
+    tensors = model.tensors.values()
     routing = f"top-{layer.top_k} of {layer.experts}"
     if layer.routing_groups > 1:
         routing += f", {layer.routing_groups} routing groups of which a token may use {layer.chosen_groups}"

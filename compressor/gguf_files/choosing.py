@@ -45,7 +45,8 @@ UNCHECKED = (
 )
 MATCH = "apply it to the GGUF file of the same model"
 Numbers = npt.NDArray[np.float64]
-ENERGY, COUNTS = "imatrix-energy", "count-guided"
+ENERGY = "imatrix-energy"
+COUNTS = "count-guided"
 FLOAT32 = 0  # the number of this type in GGUF
 
 
@@ -206,11 +207,13 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
     by_number = {layer.layer: layer for layer in expert_plan.layers}
     if len(by_number) != len(expert_plan.layers):
         raise CompressionError("the plan has two MoE modules in one decoder layer, which no GGUF file has; plan again")
-    known, file = {layer.index for layer in blocks.layers}, model.first.path.name
+    known = {layer.index for layer in blocks.layers}
+    file = model.first.path.name
     for number in by_number.keys() - known:
         raise CompressionError(f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}")
     check_llama_cpp(model, blocks, expert_plan.experts)
-    layers, protected = list[LayerPlan](), dict[str, tuple[int, ...]]()
+    layers = list[LayerPlan]()
+    protected = dict[str, tuple[int, ...]]()
     for layer in blocks.layers:
         planned = by_number.get(layer.index)
         if planned is None:
@@ -219,7 +222,8 @@ def fit_plan(plan: Plan, model: Gguf, blocks: Blocks) -> Plan:
             layers.append(head_plan(model, layer, expert_plan.experts))
             continue
         for fact in ("experts", "top_k"):
-            stated, actual = getattr(planned, fact), getattr(layer, fact)
+            stated = getattr(planned, fact)
+            actual = getattr(layer, fact)
             if stated != actual:
                 raise CompressionError(
                     f"{planned.module}: the plan says {fact} {stated}, {layer.name} has {actual}; {MATCH}"
@@ -266,7 +270,8 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
             logger.debug("the plan's source cannot be read: %s", error)
     if source is None or source.fingerprint != planned.fingerprint:
         return UNCHECKED
-    largest, worst = 0.0, ""
+    largest = 0.0
+    worst = ""
     for layer in source.architecture.layers:
         name = GATE.format(layer.index)
         weights = []
@@ -282,5 +287,6 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
             raise CompressionError(f"{shapes}; {MATCH}")
         difference = float(np.abs(router - wanted).max() / max(np.abs(wanted).max(), 1e-30))
         if not difference <= largest:
-            largest, worst = difference, name
+            largest = difference
+            worst = name
     return SAME if largest <= ROUNDING else DIFFERENT.format(worst, largest)

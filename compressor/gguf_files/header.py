@@ -20,10 +20,12 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32  # where general.alignment says nothing
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 WHOLE = frozenset({0, 1, 2, 3, 4, 5, 10, 11})  # of these the whole numbers
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-SPLIT_NUMBER, SPLIT_COUNT = "split.no", "split.count"
+SPLIT_NUMBER = "split.no"
+SPLIT_COUNT = "split.count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,10 @@ class _Parser:
     """Reads a header in order, nothing past the file's end."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
-        self.path, self.stream, self.size, self.sizes = path, stream, path.stat().st_size, type_sizes()
+        self.path = path
+        self.stream = stream
+        self.size = path.stat().st_size
+        self.sizes = type_sizes()
 
     def error(self, message: str) -> CompressionError:
         return CompressionError(f"{self.path} cannot be read as GGUF: {message}; download or convert it again")
@@ -162,7 +167,8 @@ class _Parser:
         kind = self.number("I")
         if kind != ARRAY:
             return Value(kind, self.element(kind))
-        inner, count = self.number("I"), self.number("Q")
+        inner = self.number("I")
+        count = self.number("Q")
         start = struct.pack("<IQ", inner, count)
         if inner in NUMBERS:
             return Value(kind, start + self.take(struct.calcsize(NUMBERS[inner]) * count))
@@ -178,9 +184,11 @@ class _Parser:
 
     def tensor(self) -> Tensor:
         """The next entry; `begin` is still the offset in the file's data."""
-        name, dimensions = self.name(), self.number("I")
+        name = self.name()
+        dimensions = self.number("I")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        kind, offset = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        offset = self.number("Q")
         if kind not in self.sizes:
             unknown = "which the installed package gguf does not know; upgrade it, or convert the file again"
             raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {unknown}")
@@ -193,7 +201,8 @@ class _Parser:
         version = self.number("I")
         if version not in VERSIONS:
             raise self.error(f"it has the version {version}, known are 2 and 3 of little-endian machines")
-        tensor_count, value_count = self.number("Q"), self.number("Q")
+        tensor_count = self.number("Q")
+        value_count = self.number("Q")
         values = {}
         for _ in range(value_count):
             key = self.name()

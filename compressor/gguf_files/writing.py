@@ -37,7 +37,8 @@ from compressor.progress import Progress, Silent
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import versions
 
-VERSION, LABEL = "moe_compressor.version", "general.size_label"
+VERSION = "moe_compressor.version"
+LABEL = "general.size_label"
 CHUNK = 2**22  # bytes in memory at a time
 Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts that stay, ascending
 
@@ -60,10 +61,13 @@ class GgufSummary:
 
 def new_values(model: Gguf, blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
     """The metadata that changes: the number of experts, the label that repeats it, and the plans, the latest last."""
-    values, experts, key = model.first.values, plan.expert_plan.experts, f"{blocks.arch}.expert_count"
+    values = model.first.values
+    experts = plan.expert_plan.experts
+    key = f"{blocks.arch}.expert_count"
     kind = values[key].kind
     changed = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
-    label, begins = model.first.text(LABEL), f"{blocks.experts}x"
+    label = model.first.text(LABEL)
+    begins = f"{blocks.experts}x"
     if label.startswith(begins):
         changed[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
     earlier = values[PLANS].raw if PLANS in values else struct.pack("<IQ", STRING, 0)
@@ -96,12 +100,14 @@ def carry_out(
 
     The first file, without which the others cannot be loaded, is put in place last.
     """
-    start, expert_plan = time.monotonic(), plan.expert_plan
+    start = time.monotonic()
+    expert_plan = plan.expert_plan
     groups = {layer.layer: layer.groups for layer in expert_plan.layers}
     kept = {}
     for name, number in blocks.homes.items():
         kept[name] = [group.members[0] for group in groups[number]]
-    added, paths = new_values(model, blocks, plan), check_output(out, model, overwrite)
+    added = new_values(model, blocks, plan)
+    paths = check_output(out, model, overwrite)
     with wrap_full_disk(out.parent), alone(out) as work:
         fresh = [work / path.name for path in paths]
         try:

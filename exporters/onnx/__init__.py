@@ -40,18 +40,50 @@ from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import TOKENS, Reference, observe, unit_of
 from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, traced_model
-from exporters.onnx.verify import EXACT, HALF, STOCK, Graph, RoundingCost, Verification, compare, rounding_cost
+from exporters.onnx.verify import (
+    EXACT,
+    HALF,
+    STOCK,
+    Graph,
+    RoundingCost,
+    Verification,
+    compare,
+    rounding_cost,
+)
 
-GRAPH, WEIGHTS = "model.onnx", "model.onnx.data"
+GRAPH = "model.onnx"
+WEIGHTS = "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 FORMATS = {"none": None, **SCHEMES}  # of the experts' weights
 OPSETS = range(18, 24)
 EXTERNAL_BYTES = 64 * 2**20  # above this the weights lie in a file of their own; a graph file ends at 2 GB
 RECORD = "onnx_export.json"
-PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnx-ir", "torch", "transformers", "moe-compressor")
-UNRECORDED = ("overwrite", "external_bytes", "stream")  # options that change nothing of the graph
-RECORDED = ("model", "nodes", "inputs", "outputs", "routes", "verification", "rounding")  # of the summary
+PACKAGES = (
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnx-ir",
+    "torch",
+    "transformers",
+    "moe-compressor",
+)
+# options that change nothing of the graph
+UNRECORDED = (
+    "overwrite",
+    "external_bytes",
+    "stream",
+)
+# of the summary
+RECORDED = (
+    "model",
+    "nodes",
+    "inputs",
+    "outputs",
+    "routes",
+    "verification",
+    "rounding",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +98,15 @@ class ExportOptions:
     external_bytes: int = option(EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own.")
     tokens: int = option(TOKENS, "Greedy tokens to compare with the checkpoint's.")
     stream: bool | None = option(
-        None, "Map the weights from their file to verify (default: where the model does not fit into memory)."
+        None,
+        "Map the weights from their file to verify (default: where the model does not fit into memory).",
     )
 
     def __post_init__(self) -> None:
-        for name, value, known in (("--dtype", self.dtype, DTYPES), ("--quantize", self.quantize, FORMATS)):
+        for name, value, known in (
+            ("--dtype", self.dtype, DTYPES),
+            ("--quantize", self.quantize, FORMATS),
+        ):
             if value not in known:
                 raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
         if self.opset not in OPSETS:
@@ -105,11 +141,16 @@ class ExportSummary:
         return tuple(route for route in self.routes if route.reason is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "folder": str(self.folder), "fallen_back": len(self.fallen_back)}
+        return {
+            **asdict(self),
+            "folder": str(self.folder),
+            "fallen_back": len(self.fallen_back),
+        }
 
     def describe(self) -> tuple[Block, ...]:
         """Which MoE layers of a graph are a single node, and how well it agrees with the stock model."""
-        checked, cost = self.verification, self.rounding
+        checked = self.verification
+        cost = self.rounding
         facts = {
             "file": f"{human_bytes(self.nbytes)}{', weights in a file of their own' if self.external else ''}",
             "nodes": str(self.nodes),
@@ -165,7 +206,8 @@ class GraphFile:
         import onnx_ir
 
         for key in self.made[source]:
-            content, traced = self.recipes[key].made_of(value.detach()), self.values[key].const_value
+            content = self.recipes[key].made_of(value.detach())
+            traced = self.values[key].const_value
             assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
             if key in self.places:
                 self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
@@ -181,7 +223,13 @@ class GraphFile:
             value = self.values[key]
             stored = value.const_value
             value.const_value = onnx_ir.ExternalTensor(
-                WEIGHTS, place, stored.nbytes, stored.dtype, shape=stored.shape, name=key, base_dir=self.folder
+                WEIGHTS,
+                place,
+                stored.nbytes,
+                stored.dtype,
+                shape=stored.shape,
+                name=key,
+                base_dir=self.folder,
             )
         onnx_ir.save(self.program, self.folder / GRAPH)
         try:
@@ -199,19 +247,26 @@ def require_packages() -> None:
 
 
 def export(
-    folder: Path, out: Path, options: ExportOptions | None = None, progress: Progress | None = None
+    folder: Path,
+    out: Path,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
 ) -> ExportSummary:
     """Export the checkpoint in `folder` to `out`: graph, weights, configs, tokenizer, and a record of the verification.
 
     Raises `CompressionError` and leaves nothing if it fails.
     """
-    options, progress = options or ExportOptions(), progress or Silent()
+    options = options or ExportOptions()
+    progress = progress or Silent()
     require_packages()
     out = Path(out).absolute()
     check_target(out, options.overwrite)
     opened = open_model(locate(str(folder)), DTYPES[options.dtype], "cpu")
     check_carried(opened.source.folder)
-    check_space(out, sum(value.numel() * value.element_size() for value in opened.partial.empty.values()))
+    check_space(
+        out,
+        sum(value.numel() * value.element_size() for value in opened.partial.empty.values()),
+    )
     with new_folder(out, partial(check_target, out, options.overwrite)) as content:
         graph, routes, reference, original = write_graph(opened, content, options, progress)
         mapped = not fits_whole(opened.source, "float32", "cpu") if options.stream is None else options.stream
@@ -227,7 +282,13 @@ def export(
             folder=out,
             model=reference.model,
             **_sizes(content),
-            verification=compare(exported.answers(reference.cases, progress), reference, bounds, label, exported.how),
+            verification=compare(
+                exported.answers(reference.cases, progress),
+                reference,
+                bounds,
+                label,
+                exported.how,
+            ),
             rounding=None if original is None else rounding_cost(original, reference),
             nodes=sum(1 for _ in program.all_nodes()),
             inputs=tuple(value.name for value in program.inputs),
@@ -293,7 +354,8 @@ def write_graph(
 
 def read_summary(out: Path) -> ExportSummary:
     """Return what `export` returned, from the record that it left in `out`."""
-    record, kinds = read_object(out / RECORD), get_type_hints(ExportSummary)
+    record = read_object(out / RECORD)
+    kinds = get_type_hints(ExportSummary)
     recorded = {name: value_as(record.get(name), kinds[name], f"{out / RECORD}: {name}") for name in RECORDED}
     return ExportSummary(folder=out, **_sizes(out), **recorded)
 

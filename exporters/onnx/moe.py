@@ -69,7 +69,8 @@ def activation(experts: Any) -> Activation | None:
     from transformers.integrations.moe import _default_apply_gate
 
     act = getattr(experts, "act_fn", None)
-    name, kind = type(experts).__name__, KINDS.get(getattr(act, "__name__", type(act).__name__))
+    name = type(experts).__name__
+    kind = KINDS.get(getattr(act, "__name__", type(act).__name__))
     if not experts.has_gate:
         return None if kind is None else Activation(kind)
     if act is not None and kind != "silu":
@@ -126,14 +127,16 @@ def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
     meet the second's added columns, which are 0; outputs of the second's added rows are cut off.
     """
     first, second, *biases = parameter_names(experts)
-    plain, scales = node_tensors(experts), getattr(experts, SCALES)
+    plain = node_tensors(experts)
+    scales = getattr(experts, SCALES)
     hidden, inner = (scheme.padding(plain[name].shape[-1]) for name in (first, second))
     inner_rows = inner * (2 if experts.has_gate else 1)
     tensors = {}
     for name, columns, rows in ((first, hidden, inner_rows), (second, inner, hidden)):
         scale = first_rows(experts, scales[name]) if name == first else scales[name]
         tensors[name] = pack(
-            nn.functional.pad(codes(plain[name].float(), scale, scheme), (0, columns, 0, rows)), scheme
+            nn.functional.pad(codes(plain[name].float(), scale, scheme), (0, columns, 0, rows)),
+            scheme,
         )
         scale = nn.functional.pad(scale, (0, 0, 0, rows), value=1)
         tensors[f"{name}_scales"] = scale if scheme.block else scale[..., 0]
@@ -153,7 +156,11 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     first_bias, second_bias = biases or (None, None)
     attributes: dict[str, Any] = {"activation_type": kind.kind}
     if kind.kind == "swiglu":  # rows g0, u0, g1, u1, ...
-        attributes |= {"swiglu_fusion": 1, "activation_alpha": kind.alpha, "activation_beta": kind.beta}
+        attributes |= {
+            "swiglu_fusion": 1,
+            "activation_alpha": kind.alpha,
+            "activation_beta": kind.beta,
+        }
     if kind.limit is not None:
         attributes["swiglu_limit"] = kind.limit
     if scheme is None or not hasattr(experts, SCALES):
@@ -181,7 +188,9 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
             rows = old.transpose(1, 2) if experts.is_transposed else old  # [E, outputs, inputs]
             kept[name] = rows.new_empty(*rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32)
             continue
-        new, scales = torch.empty_like(old), []  # new memory: a loaded tensor may lie in a file that is only read
+        # new memory: a loaded tensor may lie in a file that is only read
+        new = torch.empty_like(old)
+        scales = []
         for expert, (weight, place) in enumerate(zip(old, new, strict=True)):
             rows, filled = (weight.T, place.T) if experts.is_transposed else (weight, place)  # [outputs, inputs]
             if not bool(torch.isfinite(rows).all()):

@@ -66,7 +66,8 @@ def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
         misses = (_steps(values, scales, scheme) * scales[..., None] - values) / full.clamp(min=smallest)[..., None]
         error = misses.square().sum(-1)
         better = error < least
-        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+        best = torch.where(better, scales, best)
+        least = torch.where(better, error, least)
     return best
 
 

@@ -28,7 +28,9 @@ TOKENS = 64
 CONTINUED = "token by token"  # the case of a text of which the argmax tokens are compared, too
 NUDGED = 4  # of the cases: 2 x 33, enough tokens to meet an unlucky one
 NUDGED_NAME = "nudged"
-PROMPT_SEED, TEXT_SEED, NUDGE_SEED = 13, 15, 16
+PROMPT_SEED = 13
+TEXT_SEED = 15
+NUDGE_SEED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,10 @@ class Reference:
 def special_tokens(config: Any) -> frozenset[int]:
     """Token ids that the config gives a meaning: padding, images and so on."""
     tokens = set[int]()
-    for name, value in (*vars(config).items(), *vars(config.get_text_config(decoder=True)).items()):
+    for name, value in (
+        *vars(config).items(),
+        *vars(config.get_text_config(decoder=True)).items(),
+    ):
         if name.endswith(("_token_id", "_token_index")):
             several = value if isinstance(value, list | tuple) else [value]
             tokens.update(token for token in several if isinstance(token, int))
@@ -101,7 +106,8 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
 
     With `past` some come in chunks, with the cache of one handed to the next.
     """
-    config, cases = model.config, list[Case]()
+    config = model.config
+    cases = list[Case]()
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
 
     def ask(name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None) -> None:
@@ -121,7 +127,11 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     if model.can_generate() and count > 0:
         prompt = random_tokens(config, 1, PROMPT, PROMPT_SEED)
         text = random_tokens(config, 1, count - 1, TEXT_SEED)
-        ask(CONTINUED, torch.cat((prompt, text), dim=1), (PROMPT, *[1] * (count - 1)) if past else ())
+        ask(
+            CONTINUED,
+            torch.cat((prompt, text), dim=1),
+            (PROMPT, *[1] * (count - 1)) if past else (),
+        )
     return tuple(cases)
 
 
@@ -165,7 +175,9 @@ class _Observer(LayerVisitor):
     repeatable = True
 
     def __init__(self, partial: PartialModel, cases: Sequence[Case], shown: Shown | None) -> None:
-        self.partial, self.cases, self.shown = partial, [*cases], shown
+        self.partial = partial
+        self.cases = [*cases]
+        self.shown = shown
 
     def arguments(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         case = self.cases[self.at.batch]
@@ -192,13 +204,18 @@ def observe(opened: OpenModel, past: bool, tokens: int, progress: Progress, show
 
     Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
     """
-    inner, units = opened.partial, opened.architecture.units
+    inner = opened.partial
+    units = opened.architecture.units
     partial = _WidenedModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
     partial.units = units
-    widen(partial.model, (name for name, value in partial.model.named_buffers() if value.device.type != "meta"))
+    widen(
+        partial.model,
+        (name for name, value in partial.model.named_buffers() if value.device.type != "meta"),
+    )
     cases = questions(partial.model, past, tokens)
     visitor = _Observer(partial, [*cases, replace(cases[NUDGED], name=NUDGED_NAME)], shown)
-    batches, phase = [case.tokens for case in visitor.cases], "the stock model, layer by layer"
+    batches = [case.tokens for case in visitor.cases]
+    phase = "the stock model, layer by layer"
     with partial.model.register_forward_pre_hook(visitor.arguments, with_kwargs=True):
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
     *answered, nudged = visitor.cases

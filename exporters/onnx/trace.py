@@ -32,7 +32,11 @@ from exporters.onnx.quantise import Scheme
 from exporters.onnx.reference import model_inputs
 
 CACHE = "past_key_values"
-SAMPLES = ((2, 5), (3, 7))  # batch and past of the two samples whose cache shapes are compared; none is 0 or 1
+# batch and past of the two samples whose cache shapes are compared; none is 0 or 1
+SAMPLES = (
+    (2, 5),
+    (3, 7),
+)
 SAMPLE_LENGTH = 3
 CHUNKS = 2.5  # of a layer that works in chunks; from one or fewer, a trace would learn that there is one
 LARGEST_CHUNK = 1024  # of a recurrent layer; longer ones are windows of attention
@@ -84,7 +88,8 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins: dict[str, nn.Parameter] = {}
     for key in sorted(absent):
-        source, value = partial.tied.get(key, key), partial.empty[key]
+        source = partial.tied.get(key, key)
+        value = partial.empty[key]
         if source not in stand_ins:
             with mode:
                 stand_ins[source] = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=False)
@@ -167,13 +172,18 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
     new = sample_length(model.config)
     if not past:
         return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), {})
-    caches, samples = [], []
+    caches = []
+    samples = []
     for batch, length in SAMPLES:
         tokens = _sample_tokens(batch, length + new)
         cache = fresh_cache(model)
         try:
             with mode or contextlib.nullcontext():
-                model(**model_inputs(model, tokens[:, :length]), use_cache=True, **{argument: cache})
+                model(
+                    **model_inputs(model, tokens[:, :length]),
+                    use_cache=True,
+                    **{argument: cache},
+                )
         except Exception as error:  # models raise what they like
             raise CompressionError(
                 f"{type(model).__name__} does not run with a cache ({reason_of(error, 160)}); export it with --no-past"
@@ -195,7 +205,12 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     silent = contextlib.redirect_stdout(io.StringIO())
-    with warnings.catch_warnings(action="ignore"), silent, quiet_transformers(), contextlib.ExitStack() as stack:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        silent,
+        quiet_transformers(),
+        contextlib.ExitStack() as stack,
+    ):
         for logger in map(logging.getLogger, NOISY):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
@@ -213,7 +228,8 @@ def _symbolic_minimum(model: Any) -> Iterator[None]:
 
     names = {type(module).__module__ for module in model.modules()}
     modules = [sys.modules[name] for name in names if name.startswith(STOCK)]
-    low, high = partial(extremum, min, torch.sym_min), partial(extremum, max, torch.sym_max)
+    low = partial(extremum, min, torch.sym_min)
+    high = partial(extremum, max, torch.sym_max)
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.multiple(module, create=True, min=low, max=high))
@@ -258,7 +274,10 @@ def optimise(program: Any) -> None:
     InlinePass()(program)
     turn_absent(program)
     with quick_matching():
-        optimize_ir(program, should_fold=lambda node: False if any(map(recipe_of, node.inputs)) else None)
+        optimize_ir(
+            program,
+            should_fold=lambda node: False if any(map(recipe_of, node.inputs)) else None,
+        )
         fuse(program)
 
 
@@ -273,7 +292,8 @@ def turn_absent(program: Any) -> None:
         recipe = recipe_of(value)
         if recipe is None or len(value.uses()) > 1:
             continue
-        (output,), stored = node.outputs, value.const_value
+        (output,) = node.outputs
+        stored = value.const_value
         order = tuple(node.attributes.get_ints("perm", range(len(stored.shape))[::-1]))
         before = recipe.order or range(len(order))
         lazy = onnx_ir.LazyTensor(
@@ -283,7 +303,10 @@ def turn_absent(program: Any) -> None:
             name=output.name,
         )
         turned = onnx_ir.Value(
-            name=output.name, shape=lazy.shape, type=onnx_ir.TensorType(lazy.dtype), const_value=lazy
+            name=output.name,
+            shape=lazy.shape,
+            type=onnx_ir.TensorType(lazy.dtype),
+            const_value=lazy,
         )
         onnx_ir.convenience.replace_all_uses_with(output, turned)
         program.graph.remove(node, safe=True)
@@ -303,7 +326,8 @@ def quick_matching() -> Iterator[None]:
         from onnxscript.rewriter._matcher import SimplePatternMatcher
 
         own = SimplePatternMatcher.match
-    except (ImportError, AttributeError):  # another version of onnxscript, which may be as quick by itself
+    except (ImportError, AttributeError):
+        # another version of onnxscript, which may be as quick by itself
         yield
         return
 
@@ -334,8 +358,14 @@ def divide_by_roots(program: Any) -> int:
     from onnx_ir.passes.common import RemoveUnusedNodesPass
     from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
-    product, quotient = lambda op, x, v: op.Mul(x, op.Reciprocal(op.Sqrt(v))), lambda op, x, v: op.Div(x, op.Sqrt(v))
-    count = RewriteRuleSet([RewriteRule(product, quotient, remove_nodes=False)], commute=True).apply_to_model(program)
+    def product(op: Any, x: Any, v: Any) -> Any:
+        return op.Mul(x, op.Reciprocal(op.Sqrt(v)))
+
+    def quotient(op: Any, x: Any, v: Any) -> Any:
+        return op.Div(x, op.Sqrt(v))
+
+    rules = RewriteRuleSet([RewriteRule(product, quotient, remove_nodes=False)], commute=True)
+    count = rules.apply_to_model(program)
     RemoveUnusedNodesPass()(program)
     return count
 

@@ -38,7 +38,11 @@ class Tolerance:
     def of(self, reference: Reference) -> float:
         """The bound for the logits of a graph."""
         largest = reference.largest
-        return max(self.absolute, self.relative * largest, min(self.units * reference.sensitivity, MOST * largest))
+        return max(
+            self.absolute,
+            self.relative * largest,
+            min(self.units * reference.sensitivity, MOST * largest),
+        )
 
 
 MOST = 1e-3  # of the largest logit, however much a model amplifies rounding
@@ -65,14 +69,22 @@ class Verification:
 
 
 def compare(
-    logits: Iterable[Tensor], reference: Reference, tolerance: Tolerance, label: str = STOCK, how: str = WHOLE
+    logits: Iterable[Tensor],
+    reference: Reference,
+    tolerance: Tolerance,
+    label: str = STOCK,
+    how: str = WHOLE,
 ) -> Verification:
     """Compare a graph's logits [B, S, V] of each case with the stock model's, with the same rounded weights if any.
 
     Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be near ties.
     """
-    bound, cases = tolerance.of(reference), list[tuple[str, float]]()
-    ties, tokens, compared, equal = 0, 0, 0, 0
+    bound = tolerance.of(reference)
+    cases = list[tuple[str, float]]()
+    ties = 0
+    tokens = 0
+    compared = 0
+    equal = 0
     for case, computed in zip(reference.cases, logits, strict=True):
         if computed.shape != case.logits.shape:
             computed = torch.full_like(case.logits, torch.nan)
@@ -85,10 +97,12 @@ def compare(
                 f"stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}; nothing was written"
             )
         cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
-        ties, tokens = ties + int(beyond.sum()), tokens + len(gaps)
+        ties = ties + int(beyond.sum())
+        tokens = tokens + len(gaps)
         if case.name == CONTINUED:
             same = computed[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
-            compared, equal = len(same), int(same.sum())
+            compared = len(same)
+            equal = int(same.sum())
     return Verification(
         largest_difference=max(largest for _, largest in cases),
         tolerance=bound,
@@ -160,10 +174,16 @@ class Graph:
 
     def _answer(self, case: Case) -> Tensor:
         """The case chunk by chunk, the cache of one handed to the next."""
-        cache, logits = dict[str, Any](), list[Tensor]()
+        cache = dict[str, Any]()
+        logits = list[Tensor]()
         for tokens, end in zip(case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True):
-            mask, past = case.mask[:, :end], end - tokens.shape[1]
-            values = {TOKENS: tokens, MASK: mask, POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]}
+            mask = case.mask[:, :end]
+            past = end - tokens.shape[1]
+            values = {
+                TOKENS: tokens,
+                MASK: mask,
+                POSITIONS: (mask.cumsum(-1) - 1).clamp(min=0)[:, past:],
+            }
             fed = {name: ort_value(value) for name, value in values.items() if name in self.inputs}
             for name in self.inputs.keys() - values.keys():
                 fed[name] = cache[present_name(name)] if cache else self._empty(name, len(tokens))
@@ -179,6 +199,7 @@ class Graph:
         return torch.cat(logits, dim=1)
 
     def _empty(self, name: str, batch: int) -> Any:
-        entry, sizes = self.inputs[name], {"batch": batch, "past": 0}
+        entry = self.inputs[name]
+        sizes = {"batch": batch, "past": 0}
         shape = [sizes.get(size, size) for size in entry.shape]
         return ort_value(torch.zeros(shape, dtype=DTYPES[entry.type]))
