@@ -476,8 +476,8 @@ def test_bisection_agrees_with_trying_all(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--experts", 8, "--keep-failed"), "goes with --gate"),
-        (("--experts", 8, "--search"), "goes with --gate"),
+        (("--experts", 8, "--keep-failed"), "a gate judges tasks"),
+        (("--experts", 8, "--search"), "a gate judges tasks"),
         (("--experts", 8, "--search", "--gate", EASY), "leave out --experts"),
         (("--search", "--keep-failed", "--gate", EASY), "leave out --keep-failed"),
         (("--experts", 8, "--gate", "nothing_like_it"), "no task"),

@@ -48,7 +48,7 @@ def test_json_tells_what_it_took(run: Run, folder: Path) -> None:
 
 def test_sampling_repeats_with_its_seed_alone(run: Run, folder: Path) -> None:
     def sampled(seed: int) -> str:
-        options = ("--temperature", 9, "--sampling-top-k", 50, "--seed", seed, "--max-new-tokens", 10)
+        options = ("--temperature", 9, "--top-k", 50, "--seed", seed, "--max-new-tokens", 10)
         result = run("generate", folder, "abc", *options)
         assert result.status == 0
         return result.out
@@ -83,8 +83,8 @@ def test_more_than_the_positions_is_warned_of(run: Run, folder: Path) -> None:
         (["--temperature", "nan"], "temperature is nan; input should be a finite number"),
         (["--temperature", 1, "--top-p", 0], "top_p is 0.0; input should be greater than 0"),
         (["--temperature", 1, "--top-p", 1.5], "top_p is 1.5; input should be less than or equal to 1"),
-        (["--temperature", 1, "--sampling-top-k", 0], "top_k is 0; input should be greater than 0"),
-        (["--sampling-top-k", 5], "no effect without sampling"),
+        (["--temperature", 1, "--top-k", 0], "top_k is 0; input should be greater than 0"),
+        (["--top-k", 5], "no effect without sampling"),
         (["--seed", -1], "seed is -1; input should be greater than or equal to 0"),
         (["--device", "abacus"], "ONNX Runtime has no device 'abacus'"),
     ],

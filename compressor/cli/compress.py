@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import typer
 
 import compressor
-from compressor.cli.gate import announcer, summarise
+from compressor.cli.gate import print_outlook, summarise
 from compressor.cli.gguf_files import CHOOSING, Imatrix, choosing, show_gguf_summary, takes_gguf
 from compressor.cli.options import (
     STEP,
     TEXT,
     Comparing,
+    Computing,
     Making,
     Model,
     Out,
     Parameter,
-    Running,
     Seed,
     Writing,
     flag,
@@ -37,10 +37,7 @@ from compressor.steps.distill.options import Distill
 from compressor.steps.routers.options import Routers
 from compressor.steps.split.options import Split
 
-Source = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml."),
-]
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub id, GGUF file or recipe.yaml.")]
 Base = Annotated[str, flag("Model that the checkpoint was made from: a folder or a Hub id.")]
 DryRun = Annotated[bool, flag("Print what would be done, and write nothing.")]
 OPTIONS = recipe_options()
@@ -55,11 +52,11 @@ OF_OUTPUTS = (  # which a plan is without
 
 def plan(
     context: typer.Context,
+    model: Source,
     output: Out,
     flags: Annotated[dict[str, Any], [each for each in OPTIONS if not each[0].startswith(OF_OUTPUTS)]],
     running: Making,
     settings: Settings = None,
-    model: Source = None,
     imatrix: Imatrix = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -68,8 +65,7 @@ def plan(
     if not is_gguf:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs
-        for step in recipe.steps:
-            require(*step.packages)
+        require(*recipe.packages)
     from compressor.cli.rendering import show_dry_run
     from compressor.recipe.document import plan_blocks
     from compressor.recipe.steps_plan import check_file, write_plan
@@ -80,7 +76,7 @@ def plan(
     servers = list[Advice]()
     with held(output), progress_bars(running.as_json) as progress:
         if is_gguf:
-            made = compressor.plan_gguf(str(model), **choosing(flags, imatrix))
+            made = compressor.plan_gguf(model, **choosing(flags, imatrix))
         else:
             made = compressor.plan(recipe, device=running.device, progress=progress, announce=servers.append)
         if ranks().is_first:
@@ -118,10 +114,10 @@ def apply(
 
 def compress(
     context: typer.Context,
+    model: Source,
     flags: Annotated[dict[str, Any], OPTIONS],
     running: Making,
     settings: Settings = None,
-    model: Source = None,
     output: Annotated[Path | None, flag("Where to write.")] = None,
     imatrix: Imatrix = None,
     nbytes: Bytes = None,
@@ -135,7 +131,7 @@ def compress(
         with progress_bars(running.as_json) as progress:
             chosen = {**choosing(flags, imatrix), "overwrite": running.overwrite, "progress": progress}
             assert output is not None  # --dry-run is no option for it
-            summary = compressor.compress_gguf(str(model), output, **chosen)
+            summary = compressor.compress_gguf(model, output, **chosen)
         return show_gguf_summary(summary, running.as_json)
     recipe = recipe_of(model, flags, settings)
     require(*recipe.packages)
@@ -148,18 +144,15 @@ def compress(
             recipe = fit_into(recipe, nbytes, servers, running.device, progress)
     if dry_run or output is None:
         return show_dry_run(compressor.dry_run(recipe), running.as_json)
-    announce = announcer(running.as_json)
+    announce = None if running.as_json else print_outlook
     try:
         with hub_bars(running.as_json), progress_bars(running.as_json) as progress:
             outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))
     except compressor.GateFailedError as failure:
-        if ranks().is_first:
-            summarise(failure.result)
-            show_gated(failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json)
+        summarise(failure.result)
+        show_gated(failure.result, failure.outcome, failure.attempts, failure.reports, running.as_json)
         raise typer.Exit(failure.status) from None
-    if not ranks().is_first:
-        return
-    if outcome.gate is None or recipe.gate is None:
+    if recipe.gate is None or outcome.gate is None:
         return show_outcome(outcome, running.as_json)
     summarise(outcome.gate)
     show_gated(outcome.gate, outcome, outcome.attempts, outcome.reports, running.as_json)
@@ -175,7 +168,7 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
         checkpoint: Model,
         output: Out,
         text: Annotated[TextOptions, [each for each in TEXT if each[0] in fields]],
-        running: Running,
+        running: Computing,
         comparing: Comparing,
         base: Annotated[dict[str, Any], of_base],
         options: Annotated[dict[str, Any], options_of(step, STEP)],
@@ -187,12 +180,11 @@ def _of_step(step: type[StepOptions], name: str, text: str, against_base: bool) 
 
         revision = {"base_revision" if against_base else "revision": running.revision}
         settings = {"seed": seed, "dtype": running.dtype, "resident": running.resident, **base, **revision}
+        recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], output=comparing, **settings)
         if dry_run:
-            recipe = make_recipe(checkpoint, [on_text(step.name, options, text)], output=comparing, **settings)
             return show_dry_run(compressor.dry_run(recipe), running.as_json)
         with progress_bars(running.as_json) as progress:
-            more = {**settings, **comparing, **running.making(progress)}
-            outcome = compressor.change(step.name, checkpoint, output, options=options, text=text, **more)
+            outcome = compressor.compress(recipe, output, **running.making(progress))
         show_outcome(outcome, running.as_json)
 
     command.__name__, command.__doc__ = name, text

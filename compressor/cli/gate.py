@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_report, reporting
 from compressor.distributed import ranks, refuse_several
+from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult
 from compressor.evaluation.options import ServerOptions
@@ -59,84 +60,76 @@ def gate(
     cache_dir: Annotated[Path | None, flag("Folder of results to reuse (default: the user's cache folder).")] = None,
 ) -> None:
     """Test whether a compressed model is as good: exit status 0 if it is, 1 if not, 3 if the items cannot tell."""
-    judged = {"prompts", "text", "answers"} & options.keys()
-    if tasks or demo or not judged:
+    judges_otherwise = bool({"prompts", "text", "answers"} & options.keys())
+    if tasks or demo or not judges_otherwise:
         require(*TASKS)
     from compressor.cli.rendering import show_gate
     from compressor.evaluation.gate import DEFAULT_TASKS, DEMO_TASKS, passable
-    from compressor.evaluation.gate_report import NAMES, write_gate
+    from compressor.evaluation.gate_report import NAMES, outlook_blocks, write_gate
     from compressor.pipeline.gate import gate_request, read_outlook
 
-    usual = () if judged and not demo else DEMO_TASKS if demo else DEFAULT_TASKS
-    named = listed(tasks, "--tasks") or usual
-    requested = {**({"max_drop": DEMO_MAX_DROP} if demo else {}), **options, "tasks": named}
-    chosen = validated(GateOptions, requested, "the command line")
-    wanted = gate_request(chosen, running.device, running.dtype, cache_dir)
-    asked = ServerOptions(**servers)
-    if dry_run or (base is None and demo):  # of the demo, before it is compressed
-        prospects = read_outlook(wanted)
-        if dry_run:
-            announcer(running.as_json, dry_run)(prospects)
-        passable(prospects)
+    usual: tuple[str, ...] = () if judges_otherwise else DEFAULT_TASKS
+    if demo:
+        usual = DEMO_TASKS
+        options = {"max_drop": DEMO_MAX_DROP, **options}
+    options["tasks"] = listed(tasks, "--tasks") or usual
+    request = gate_request(
+        validated(GateOptions, options, "the command line"), running.device, running.dtype, cache_dir
+    )
     if dry_run:
+        outlook = read_outlook(request)
+        print_report(running.as_json, plain_json(outlook), outlook_blocks(outlook))
+        passable(outlook)
         return
-    if base is None:
-        refuse_several("the demo's compression", "name two models")
-    with (
-        reporting(output, NAMES, running.overwrite, running.as_json) as progress,
-        _models(base, compressed, demo, progress, asked.server is not None) as (first, second),
-    ):
+    if base is None and not demo:
+        raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
+    with reporting(output, NAMES, running.overwrite, running.as_json) as progress, ExitStack() as stack:
+        if base is None:
+            refuse_several("the demo's compression", "name two models")
+            passable(read_outlook(request))  # before the demo is compressed
+            base, compressed = stack.enter_context(_demo_models(progress))
         result = compressor.gate(
-            first,
-            second,
-            wanted,
-            servers=asked,
+            base,
+            compressed,
+            request,
+            servers=ServerOptions(**servers),
             revision=running.revision,
             compressed_revision=compressed_revision,
             progress=progress,
-            announce=announcer(running.as_json),
+            announce=None if running.as_json else print_outlook,
         )
         written = write_gate(result, output, running.overwrite) if output is not None and ranks().is_first else []
-    if ranks().is_first:
-        summarise(result)
+    summarise(result)
     show_gate(result, running.as_json, written)
-    raise typer.Exit(EXIT_STATUS[wanted.counted(result.verdict)])
+    raise typer.Exit(EXIT_STATUS[request.counted(result.verdict)])
 
 
 @contextmanager
-def _models(
-    base: str | None, compressed: str | None, demo: bool, progress: Progress, served: bool
-) -> Iterator[tuple[str, str | None]]:
-    if base is not None and (compressed is not None or served):
-        yield base, compressed
-    elif base is not None or not demo:
-        raise CompressionError("name two models, the base and the compressed one, or pass --demo for an example")
-    else:
-        from compressor.cli.demonstration import SAMPLES, TEXT
-        from compressor.data.demo import demo_checkpoint
+def _demo_models(progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yield the demo model and a compression of it."""
+    from compressor.cli.demonstration import SAMPLES, TEXT
+    from compressor.data.demo import demo_checkpoint
 
-        with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
-            target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
-            choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
-            choice |= {"samples": 2 * SAMPLES, "evaluate": False}
-            compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
-            yield str(source), str(target)
+    with demo_checkpoint() as source, tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / f"demo-{DEMO_EXPERTS}-experts"
+        choice: dict[str, Any] = {"experts": DEMO_EXPERTS, "strategy": "hc-smoe", "correct": "tune"}
+        choice |= {"samples": 2 * SAMPLES, "evaluate": False}
+        compressor.compress(str(source), target, progress=progress, **TEXT, **choice)
+        yield str(source), str(target)
 
 
-def announcer(as_json: bool, dry_run: bool = False) -> Callable[["Outlook"], None]:
-    """Return a function that prints what a gate can show: as its first lines, or as all that a dry run prints."""
+def print_outlook(outlook: "Outlook") -> None:
+    """Print what a gate can show."""
     from compressor.evaluation.gate_report import outlook_blocks
 
-    def announce(prospects: "Outlook") -> None:
-        if ranks().is_first and (dry_run or not as_json):
-            print_report(as_json, plain_json(prospects), outlook_blocks(prospects))
-
-    return announce
+    if ranks().is_first:
+        show(outlook_blocks(outlook))
 
 
 def summarise(result: GateResult) -> None:
     """Append the report to the summary page of a GitHub job, if this is one."""
     from compressor.evaluation.gate_report import append_summary
 
-    if page := os.environ.get("GITHUB_STEP_SUMMARY"):
+    page = os.environ.get("GITHUB_STEP_SUMMARY")
+    if page and ranks().is_first:
         append_summary(result, Path(page))

@@ -11,13 +11,12 @@ import typer
 from compressor.cli.options import flag, given
 from compressor.cli.terminal import print_report
 from compressor.distributed import refuse_several
-from compressor.document.blocks import Facts, Heading, Text
+from compressor.document.blocks import Text
 from compressor.errors import CompressionError
 from compressor.extras import require
-from compressor.formatting import counted, human_bytes, human_count, ranges
+from compressor.formatting import counted
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
-    from compressor.gguf_files.blocks import GgufInspection
     from compressor.gguf_files.writing import GgufSummary
 
 CHOOSING = ("experts", "ratio", "strategy", "protect", "imatrix")
@@ -27,7 +26,7 @@ Imatrix = Annotated[
 ]
 
 
-def takes_gguf(context: typer.Context, model: str | None, imatrix: Path | None, known: Collection[str]) -> bool:
+def takes_gguf(context: typer.Context, model: str, imatrix: Path | None, known: Collection[str]) -> bool:
     """Return True if the model is a GGUF file; then options that need numbers to compute with are refused, by name."""
     from compressor.gguf_files.header import is_gguf
 
@@ -50,28 +49,6 @@ def choosing(flags: dict[str, Any], imatrix: Path | None) -> dict[str, Any]:
     """How experts of a GGUF file are chosen."""
     chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING if name != "imatrix"}
     return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
-
-
-def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
-    """The report of `inspect` on a GGUF file."""
-    from compressor.cli.inspection import inspected_sizes
-
-    facts = {
-        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
-        "files": str(report.files),
-        "MoE layers": f"{report.moe_layers} of {report.layers}",
-        "experts": f"{report.experts} in each, top-{report.top_k}",
-        "routing": report.routing,
-        "shared experts": str(report.shared_experts or "none"),
-        **report.quantization,
-        "parameters": human_count(report.parameters),
-        "bytes": human_bytes(report.bytes),
-        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
-        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
-    }
-    print_report(
-        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
-    )
 
 
 def show_gguf_summary(summary: "GgufSummary", as_json: bool) -> None:

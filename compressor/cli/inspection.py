@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import compressor
+from compressor.cli.gguf_files import takes_gguf
 from compressor.cli.options import RUNNING, Model, Running, flag, options_of
 from compressor.cli.terminal import print_report
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
-from compressor.formatting import human_bytes, human_count, share
+from compressor.formatting import human_bytes, human_count, ranges, share
 from compressor.model.serving import Breach
 
 if TYPE_CHECKING:
@@ -24,10 +25,7 @@ def inspect(
     experts: Annotated[int | None, flag("Show the sizes with this many experts left.")] = None,
 ) -> None:
     """Show what a model is made of and what compressing it would take; reads no weight."""
-    from compressor.cli.gguf_files import show_gguf_inspection, takes_gguf
-
-    of_gguf = takes_gguf(context, model, None, ("experts",))
-    if of_gguf:
+    if takes_gguf(context, model, None, ("experts",)):
         return show_gguf_inspection(compressor.inspect_gguf(model, experts), running.as_json)
     show_inspection(compressor.inspect(model, running.revision, experts), running.as_json)
 
@@ -66,6 +64,26 @@ def show_inspection(report: "Inspection", as_json: bool) -> None:
         near = [f"nearest to {one.experts}: {one.nearest}" for one in advices if one.nearest not in (None, one.experts)]
         blocks.append(Text("; ".join([f"Numbers of experts that suit all servers: {suits}", *near])))
     print_report(as_json, asdict(report), blocks)
+
+
+def show_gguf_inspection(report: "GgufInspection", as_json: bool) -> None:
+    """The report of `inspect` on a GGUF file."""
+    facts = {
+        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
+        "files": str(report.files),
+        "MoE layers": f"{report.moe_layers} of {report.layers}",
+        "experts": f"{report.experts} in each, top-{report.top_k}",
+        "routing": report.routing,
+        "shared experts": str(report.shared_experts or "none"),
+        **report.quantization,
+        "parameters": human_count(report.parameters),
+        "bytes": human_bytes(report.bytes),
+        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
+        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
+    }
+    print_report(
+        as_json, asdict(report), [Heading(report.model), Facts(tuple(facts.items())), *inspected_sizes(report)]
+    )
 
 
 def inspected_sizes(report: "Inspection | GgufInspection") -> tuple[Table, Table]:

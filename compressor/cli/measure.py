@@ -12,9 +12,9 @@ import compressor
 from compressor.cli.options import (
     KEEP,
     SIZES,
+    Computing,
     Model,
     Printing,
-    Running,
     Seed,
     Text,
     Unweighted,
@@ -43,7 +43,7 @@ LISTS = ("steps", "strategies", "exporters", "optimizers")
 def compare(
     model: Model,
     text: Text,
-    running: Running,
+    running: Computing,
     output: Annotated[Path, flag("New folder for comparison.json, comparison.md and comparison.png.")] = Path(
         "comparison"
     ),
@@ -124,7 +124,7 @@ def compare(
 def attribute(
     model: Model,
     text: Unweighted,
-    running: Running,
+    running: Computing,
     output: Annotated[Path | None, flag("New folder for hubs.json, attribution.json, pictures and the graph.")] = None,
     top: Annotated[int, flag("Strongest senders to show.", min=1)] = 10,
     threshold: Annotated[float, flag("Modified z-score within a layer above which an expert is a hub.", min=0)] = 3.5,

@@ -3,9 +3,8 @@
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -13,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, Field
-from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
 from compressor.cli.terminal import PROGRAM
+from compressor.entry_points import defaults
 from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.progress import Progress
@@ -38,6 +37,7 @@ Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
 KEEP, CALIBRATION, STEP, EXPERTS, TRAINING = "What to keep", "Calibration", "Step", "Experts", "Training"
 GATE, SERVERS, RUNNING, SIZES = "Gate", "Servers", "Running", "Prune or quantise"
 PANELS = (KEEP, SIZES, CALIBRATION, STEP, EXPERTS, TRAINING, GATE, SERVERS, RUNNING)  # in this order
+TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +59,34 @@ class Described:
     @property
     def type_name(self) -> str:
         """Its values in words: `int`, `auto | cpu`, `yes | no`."""
-        names = list[str]()
-        for kind in self.kinds:
-            if get_origin(kind) is Literal:
-                names += map(str, get_args(kind))
-            else:
-                plain = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
-                names.append(plain.get(get_origin(kind) or kind, "list or mapping"))
-        return " | ".join(map(str, self.choices) if self.choices else dict.fromkeys(names))
+        names = list(self.choices)
+        for kind in () if self.choices else self.kinds:
+            literals = get_args(kind) if get_origin(kind) is Literal else ()
+            names += literals or [TYPE_NAMES.get(kind, "list or mapping")]
+        return " | ".join(map(str, dict.fromkeys(names)))
 
 
 def described(model: Any) -> dict[str, Described]:
     """The fields of a pydantic model or a dataclass; those without a text are not for users."""
 
-    def default_of(entry: Any) -> Any:
-        missing = isinstance(entry, FieldInfo) and entry.is_required()
-        factory = entry.default_factory
-        return None if missing else entry.default if factory in (None, MISSING) else factory()
-
     if issubclass(model, BaseModel):
         return {
-            name: Described(entry.annotation, default_of(entry), entry.description or "")
-            for name, entry in model.model_fields.items()
+            name: Described(
+                field.annotation,
+                None if field.is_required() else field.get_default(call_default_factory=True),
+                field.description or "",
+            )
+            for name, field in model.model_fields.items()
         }
-    hints = dict[str, Any]()
-    with suppress(NameError):  # of a plugin, whose types only a type checker may see
-        hints = get_type_hints(model)
+    hints, default = get_type_hints(model), defaults(model)
     return {
-        entry.name: Described(
-            hints.get(entry.name, Any),
-            default_of(entry),
-            entry.metadata.get("help", ""),
-            entry.metadata.get("choices", ()),
+        field.name: Described(
+            hints[field.name],
+            default[field.name],
+            field.metadata.get("help", ""),
+            field.metadata.get("choices", ()),
         )
-        for entry in fields(model)
+        for field in fields(model)
     }
 
 
@@ -149,32 +143,22 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
     parameters: list[Parameter] = []
     shapes: dict[str, tuple[Any, Choices]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        shape, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if isinstance(shape, type) and issubclass(shape, BaseModel) and not more:
-            more = [options_of(shape, RUNNING if issubclass(shape, Running) else None)]
-        if more and isinstance(more[0], list):
-            shapes[name] = (shape, more[0])
-            parameters += [option for _, option in more[0]]
+        shape, options = (*get_args(hints[name]), None, None)[:2]
+        if isinstance(options, list):
+            shapes[name] = shape, options
+            parameters += [option for _, option in options]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
-    parameters = [_spelt(parameter, shown) for parameter in parameters]
-
-    def place(parameter: Parameter) -> int:
-        """Of an option in `shown`, or else of its panel; before all others where it is in none."""
-        _, *more = get_args(parameter.annotation) or (None,)
-        name = parameter.name if shown else getattr(next(iter(more), None), "rich_help_panel", None)
-        order = shown or PANELS
-        return order.index(name) + 1 if name in order else 0
-
-    parameters.sort(key=place)
+    parameters = [_spelled(parameter, shown) for parameter in parameters]
+    parameters.sort(key=lambda parameter: _position(parameter, shown))
 
     def command(**values: Any) -> None:
         built = dict[str, Any]()
         for name, (shape, options) in shapes.items():
             given = [(field, values.pop(option.name)) for field, option in options]
             chosen = {field: value for field, value in given if value is not None and value != []}
-            is_model = isinstance(shape, type) and issubclass(shape, BaseModel)
-            built[name] = validated(shape, chosen, "the command line") if is_model else chosen
+            is_dict = get_origin(shape) is dict
+            built[name] = chosen if is_dict else validated(shape, chosen, "the command line")
         function(**values, **built)
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -183,18 +167,28 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
     return command
 
 
-def _spelt(parameter: Parameter, shown: Sequence[str]) -> Parameter:
+def _position(parameter: Parameter, shown: Sequence[str]) -> int:
+    """Return the place of an option in `shown`, or of its panel; 0, before all others, where it is in none."""
+    if shown:
+        return shown.index(parameter.name) + 1 if parameter.name in shown else 0
+    _, option = (*get_args(parameter.annotation), None, None)[:2]
+    panel = getattr(option, "rich_help_panel", None)
+    return PANELS.index(panel) + 1 if panel in PANELS else 0
+
+
+def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
     """The option with its names: no `--no-` beside a switch, `-o` for an output; hidden if it is not to be shown."""
-    kind, *more = get_args(parameter.annotation) or (None,)
-    if not more or not isinstance(more[0], OptionInfo):
+    kind, option = (*get_args(parameter.annotation), None, None)[:2]
+    if not isinstance(option, OptionInfo):
         return parameter
-    option = copy(more[0])
+    option = copy(option)
     if parameter.name == "output":
         option.param_decls = ("--output", "-o")
     elif kind is bool and option.param_decls is None:
         option.param_decls = (f"--{parameter.name.replace('_', '-')}",)
     if shown:
-        option.rich_help_panel, option.hidden = None, option.hidden or parameter.name not in shown
+        option.rich_help_panel = None
+        option.hidden = parameter.name not in shown
         option.help = f"{str(option.help).partition('. ')[0].rstrip('.')}."
     return parameter.replace(annotation=Annotated[kind, option])
 
@@ -203,11 +197,6 @@ def given(context: typer.Context) -> set[str]:
     """The parameters that stand on the command line, by name."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
-def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that were given."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 class Running(ModelOptions):
@@ -230,6 +219,7 @@ class Running(ModelOptions):
         return {**shared, "command": (PROGRAM, *sys.argv[1:]) if ours else None}
 
 
+Computing = Annotated[Running, options_of(Running, RUNNING)]
 Reading = Annotated[Running, options_of(Running, RUNNING, without=("resident",))]  # of what runs no passes
 Printing = Annotated[Running, options_of(Running, RUNNING, ("as_json",))]
 Writing = Annotated[Running, options_of(Running, RUNNING, ("overwrite", "as_json"))]

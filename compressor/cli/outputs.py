@@ -20,7 +20,6 @@ from compressor.cli.options import (
     Running,
     flag,
     options_of,
-    without_none,
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
@@ -61,7 +60,8 @@ def export(
 
     keep-list takes a plan file, too.
     """
-    require(*(ONNX_PACKAGES if format == "onnx" else ()))
+    if format == "onnx":
+        require(*ONNX_PACKAGES)
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
     from compressor.entry_points import read_option
@@ -69,12 +69,11 @@ def export(
     from compressor.recipe.registry import exporter_options
 
     past = False if no_past else None
-    settings = without_none({"opset": opset, "dtype": dtype, "quantize": quantize, "past": past, "stream": stream})
-    for text in option or ():
-        name, value = read_option(text, f"--option {text!r} should be name=value")
-        if name == "overwrite":
-            raise CompressionError("--option overwrite is the option --overwrite; pass that")
-        settings[name] = value
+    named = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": past, "stream": stream}
+    settings = {name: value for name, value in named.items() if value is not None}
+    settings |= dict(read_option(text, f"--option {text!r} should be name=value") for text in option or ())
+    if "overwrite" in settings:
+        raise CompressionError("--option overwrite is the option --overwrite; pass that")
     module = find_exporter(format)  # refused, as wrong options are, before a model is downloaded
     exporter_options(format, settings)
     with progress_bars(running.as_json) as progress:
@@ -88,7 +87,7 @@ def generate(
     folder: Annotated[Path, typer.Argument(help="The folder of an ONNX export.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     running: Annotated[Running, options_of(Running, RUNNING, ("device", "as_json"))],
-    options: Annotated[dict[str, Any], options_of(GenerationOptions, names={"top_k": "sampling_top_k"})],
+    options: Annotated[dict[str, Any], options_of(GenerationOptions)],
 ) -> None:
     """Continue a prompt with an ONNX export, showing the text as it comes."""
     require("onnxruntime")
@@ -103,10 +102,6 @@ def generate(
         print()
         return
     written = "".join(continuation)
-    rates = {
-        "seconds_to_first_token": continuation.first_seconds,
-        "tokens_per_second": continuation.tokens_per_second,
-    }
     print_json(
         {
             "prompt": text,
@@ -114,7 +109,8 @@ def generate(
             "prompt_tokens": len(continuation.prompt),
             "tokens": len(continuation.tokens),
             "stopped": continuation.stopped,
-            **{name: None if rate is None else float(f"{rate:.3g}") for name, rate in rates.items()},
+            "seconds_to_first_token": continuation.first_seconds,
+            "tokens_per_second": continuation.tokens_per_second,
         }
     )
 

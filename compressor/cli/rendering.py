@@ -31,16 +31,10 @@ if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to 
 
 def show_dry_run(run: "DryRun", as_json: bool) -> None:
     """What a run would do: steps, shapes before and after, servers, text and memory; and what its gate can show."""
-    steps = tuple(
-        (
-            str(number),
-            step["name"],
-            ", ".join(f"{name}={value}" for name, value in step["options"].items()),
-            str(step["passes"]),
-        )
-        for number, step in enumerate(run.steps, 1)
-    )
-    rows = []
+    steps, rows = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for number, step in enumerate(run.steps, 1):
+        options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
+        steps.append((str(number), step["name"], options, str(step["passes"])))
     for name, before in asdict(run.before).items():
         after = getattr(run.after, name)
         write = human_bytes if "bytes" in name else human_count if "parameters" in name else str
@@ -48,7 +42,7 @@ def show_dry_run(run: "DryRun", as_json: bool) -> None:
         rows.append((what, write(before), write(after), share(after, before)))
     blocks: list[Block] = [
         Text(f"Dry run of {run.model}: nothing is written."),
-        Table("Steps", ("", "step", "options", "passes"), steps, frozenset({"step", "options"})),
+        Table("Steps", ("", "step", "options", "passes"), tuple(steps), frozenset({"step", "options"})),
         *map(Text, run.notes),
         Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), tuple(rows)),
         Text(server_line(run.servers)),
@@ -99,12 +93,11 @@ def outcome_blocks(outcome: "Outcome") -> list[Block]:
         agrees = f"the head's argmax token is the one that the model chooses, {', '.join(shares)}"
         blocks.append(Text(f"{name}: {agrees} of {figure['positions']:,} positions of {text}"))
     if outcome.left_out:
-        zeroed = f"; set to zero in the config: {', '.join(outcome.zeroed_fields)}" if outcome.zeroed_fields else ""
         names = first_of(outcome.left_out, 4)
-        blocks.append(Text(f"left out, as stock transformers does not load them: {names}{zeroed}"))
-    elif outcome.zeroed_fields:
-        announced = ", ".join(outcome.zeroed_fields)
-        blocks.append(Text(f"set to zero in the config, as no multi-token-prediction head is stored: {announced}"))
+        blocks.append(Text(f"left out, as stock transformers does not load them: {names}"))
+    if outcome.zeroed_fields:
+        zeroed = ", ".join(outcome.zeroed_fields)
+        blocks.append(Text(f"set to zero in the config, as no multi-token-prediction head is stored: {zeroed}"))
     if outcome.servers is not None:
         blocks.append(Text(server_line(outcome.servers)))
     if outcome.loader_fault is not None:

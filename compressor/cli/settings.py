@@ -5,7 +5,6 @@ shows few of them. The others are made of every field of the recipe, its text, g
 steps that Python's `compress` takes by name.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +18,6 @@ from compressor.formatting import did_you_mean
 from compressor.recipe.recipe import (
     FIELDS,
     UNEVEN_LAYERS,
-    UNEVEN_OPTIONS,
     GateOptions,
     OutputOptions,
     Recipe,
@@ -30,9 +28,7 @@ from compressor.recipe.recipe import (
     step_class,
     with_options,
 )
-from compressor.recipe.step import StepOptions, TextOptions
-
-logger = logging.getLogger(__name__)
+from compressor.recipe.step import TextOptions
 
 SUFFIXES = (".yaml", ".yml")
 SHOWN = (  # by `compress --help`
@@ -61,7 +57,6 @@ OF_STRATEGIES: dict[str, Any] = {  # options of `compress` that are a strategy's
     "similarity": str,
     "option": list[str],
 }
-MERGING = ("prune.options.merge", "prune.options.merge_routers")
 MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
@@ -90,10 +85,8 @@ def recipe_options() -> Choices:
     return options
 
 
-def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
+def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
     """The recipe that a command line asks for; `model` is one, or a recipe's file, which flags and settings change."""
-    if model is None:
-        raise CompressionError("Missing argument 'MODEL'; see moe-compress compress --help")
     values = dict(flags)
     if values.pop("prune.options.no_merge_routers", False):
         values["prune.options.merge_routers"] = False
@@ -119,14 +112,11 @@ def recipe_of(model: str | None, flags: Mapping[str, Any], settings: Sequence[st
 def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """The recipe with these values, by path; a step that it lacks is put in its usual place."""
     steps = {step.name: step for step in recipe.steps}
-    of_constants = [path for path in values if path.startswith("constants.")]
-    if "constants" not in steps and of_constants:
-        option = f"--{of_constants[0].removeprefix('constants.').replace('_', '-')}"
-        if {path.partition(".")[2] for path in of_constants} & {*UNEVEN_OPTIONS}:
-            raise CompressionError(f"{option}: {UNEVEN_LAYERS}; pass --format mone with it, or leave it out")
-        raise CompressionError(f"{option} is for constants in the place of experts; pass --format mone with it")
-    content, of_steps = dict(recipe), dict[str, dict[str, Any]]()
-    for path, value in _without_merging(steps, values).items():
+    if "constants" not in steps and any(path.startswith("constants.") for path in values):
+        raise CompressionError(f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out")
+    content = dict(recipe)
+    of_steps = dict[str, dict[str, Any]]()
+    for path, value in values.items():
         head, _, field = path.partition(".")
         if head in Recipe.model_fields and head != "steps":
             content = _with(content, path, value)
@@ -138,17 +128,14 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         if head == "prune" and "constants" in steps and head not in steps:
             head = "constants"  # which has the same names
         of_steps[head] = _with(of_steps.get(head, {}), field, value)
-    if isinstance(content["gate"], dict) and not {"tasks", "prompts", "text", "answers"} & content["gate"].keys():
-        name = next(iter(content["gate"])).replace("_", "-")
-        raise CompressionError(f"--{name} goes with --gate; name the tasks to pass")
     changed = list(recipe.steps)
     for name, options in of_steps.items():  # a step's together, since one may only do with another
         if options.keys() & {*COUNTS}:
             options = {**dict.fromkeys(COUNTS & step_class(name).model_fields.keys()), **options}
         if name == "prune" and "strategy" in options:
             options = {"options": {}, **options}  # the recipe's were another strategy's
-        elif isinstance(chosen := options.get("options"), dict):
-            options = {**options, "options": {**getattr(steps.get(name), "options", {}), **chosen}}
+        elif isinstance(options.get("options"), dict) and name in steps:
+            options = {**options, "options": {**getattr(steps[name], "options", {}), **options["options"]}}
         changed = with_options(changed, name, options)
     return Recipe.of({**content, "steps": changed}, "the command line")
 
@@ -159,20 +146,3 @@ def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     old = options.get(name)
     below = dict(old) if isinstance(old, BaseModel | dict) else {}
     return {**options, name: _with(below, inner, value) if inner else value}
-
-
-def _without_merging(steps: Mapping[str, StepOptions], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without those on merging where the strategy merges nothing, with a warning."""
-    if not values.keys() & {*MERGING}:
-        return dict(values)
-    from compressor.recipe.registry import option_fields
-    from compressor.steps.prune.choose import METHODS
-
-    merge = values.get("prune.options.merge")
-    strategy = str(values.get("prune.strategy") or getattr(steps.get("prune"), "strategy", "auto"))
-    if "merge" in option_fields(strategy):
-        return dict(values)
-    if merge is not None and merge not in METHODS:
-        raise CompressionError(f"there is no merge {merge!r}; known are {', '.join(METHODS)}")
-    logger.warning("strategy %s drops experts and merges none: --merge has no effect", strategy)
-    return {path: value for path, value in values.items() if path not in MERGING}

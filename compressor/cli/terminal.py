@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
-from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,15 @@ from typing import Any, Self
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from compressor.distributed import held, process_group, ranks, refuse_several
 from compressor.document.blocks import Block
@@ -36,7 +43,7 @@ class Bars:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[remaining]}", markup=False),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}", markup=False),  # which names of a checkpoint stand in
             console=self._console,
         )
@@ -44,15 +51,12 @@ class Bars:
 
     def start(self, phase: str, total: int) -> None:
         """Open a bar."""
-        self._task = self._bars.add_task(phase, total=total, detail="", remaining="")
+        self._task = self._bars.add_task(phase, total=total, detail="")
 
     def advance(self, detail: str) -> None:
-        """Move the newest bar on, and say how long its phase will still take at the mean speed so far."""
+        """Move the newest bar on."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=one_line(detail))
-            task = self._bars.tasks[-1]
-            seconds = (task.elapsed or 0) * (task.remaining or 0) / task.completed
-            self._bars.update(self._task, remaining=f"{timedelta(seconds=round(seconds))} left" if seconds else "")
 
     def __enter__(self) -> Self:
         self._bars.start()

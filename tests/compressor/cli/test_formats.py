@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = {"toy": TOY, "plain": PLAIN, "telling": TELLING, "needy": NEEDY, "broken": "export = 3"}
+    sources = {"toy": TOY, "plain": PLAIN, "telling": TELLING, "needy": NEEDY, "broken": "exports = 3"}
     for name, source in sources.items():
         folder = tmp_path_factory.mktemp("site")
         install(folder, monkeypatch, name, source)

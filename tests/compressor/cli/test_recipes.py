@@ -172,7 +172,7 @@ def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
     (_, prune, _) = recipe_of("model", {**flags, "prune.options.option": ["align=true"]}, []).steps
     assert prune.options == {"merge": "max", "merge_routers": False, "align": True}  # type: ignore[attr-defined]
     for setting, message in {
-        "gate.max_drop=0.02": "--max-drop goes with --gate; name the tasks to pass",
+        "gate.max_drop=0.02": "a gate judges tasks, answers or text; name tasks",
         "output.private=true": "--private goes with --push-to-hub",
         "seeds=3": "'seeds' names no option of a step; did you mean 'seed'",
         "distil.steps=3": "there is no step 'distil'; did you mean 'distill'",

@@ -74,7 +74,7 @@ def test_an_outcome_tells_sizes_time_and_what_was_left_out(out: Any) -> None:
     assert "plan 1.2 s, write 0.5 s; peak memory 3 MB" in lines and f"Written to {HOSTILE}" in lines
     assert "Compressed by by-hand" in text and "1 protected expert, neither merged nor dropped" in lines
     assert "Servers: at full speed in vLLM, SGLang, FlashInfer, aiter, llama.cpp" in lines
-    left_out = f"{' '.join(names[:4])} and 2 more; set to zero in the config: n_extra"
+    left_out = f"{' '.join(names[:4])} and 2 more"
     assert f"left out, as stock transformers does not load them: {left_out}" in lines
     rendering.show_outcome(replace(made, left_out=(), zeroed_fields=(), plan=a_plan(protected={})), False)
     text = out()
