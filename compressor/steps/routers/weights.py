@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -55,7 +56,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Round:
     """What a round took, and its gain in KL on held-out text in nats per token; zeros for nothing."""
 
     ridge: float = 0.0
@@ -64,7 +65,7 @@ class Step:
     standard_error: float = 0.0
 
     @classmethod
-    def taken(cls, before: Figures, trial: Trial) -> "Step":
+    def of(cls, before: Figures, trial: Trial) -> "Round":
         """The step of a trial, if its gain is accepted; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
         return cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if gained.accepted else cls()
@@ -77,7 +78,7 @@ class Calibrated:
     weights: Weights
     before: Figures
     after: Figures
-    steps: tuple[Step, ...]
+    steps: tuple[Round, ...]
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -122,18 +123,18 @@ def calibrate_weights(
     """
     progress.start("calibrate the routers", len(fit))
     before = now = evaluate_trials(model, evaluator, [weights])[0]
-    steps, taken = list[Step](), None
+    rounds = list[Round]()
+    steps: Sequence[float] = STEPS
     for text in fit:
-        steps_tried = STEPS if taken is None else tuple(near * taken for near in NEAR)
         moved = partial(_moved, weights, _moments(model, weights, text, emphasis))
-        trial = line_search(model, evaluator, moved, RIDGES, steps_tried, LARGEST)
-        if (step := Step.taken(now, trial)).step:
-            taken, weights, now = trial.step, trial.weights, trial.figures
-        else:
-            taken = trial.step / 2
-        steps.append(step)
+        trial = line_search(model, evaluator, moved, RIDGES, steps, LARGEST)
+        rounds.append(Round.of(now, trial))
+        around = trial.step / 2
+        if rounds[-1].step:
+            around, weights, now = trial.step, trial.weights, trial.figures
+        steps = [near * around for near in NEAR]
         progress.advance("round")
-    return Calibrated(weights, before, now, tuple(steps))
+    return Calibrated(weights, before, now, tuple(rounds))
 
 
 @dataclass(slots=True)
@@ -184,9 +185,9 @@ class RouterGradients(ReverseVisitor):
     """Moments of every router that gradients reach, by its weight's state-dict key, added up over ranks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Moments] = {}
-        self._own: dict[str, Moments] = {}  # of a layer's routers, on this rank's batches
-        self._watching, self._seen = ExitStack(), list[tuple[str, Product]]()
+        self.found: dict[str, Moments] = {}  # of the present layer's routers, on this rank's batches
+        self._watching = ExitStack()
+        self._seen = list[tuple[str, Product]]()
 
     def replaying(self, unit: str, batch: int) -> None:
         self._seen = []
@@ -204,20 +205,22 @@ class RouterGradients(ReverseVisitor):
     def returned(self, unit: str, batch: int) -> None:
         self._watching.close()
         for key, product in self._seen:
-            if (gradient := product.logits.grad) is None:
+            gradient = product.logits.grad
+            if gradient is None:
                 continue  # nothing hangs on the scores of the experts that were chosen
             x = as_float64(product.inputs.detach())
             g = as_float64(gradient.reshape(len(x), -1))
-            self._own.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
+            self.found.setdefault(key, Moments.empty(x.shape[1], g.shape[1])).add(x, g)
 
     def done(self, unit: str) -> None:
         """Add up the moments of the layer's routers over all ranks."""
         for layer in self.at.moe_layers:
             key = router_weight(layer)
             rows, width = self.at.model.get_parameter(key).shape
-            own = self._own.pop(key, Moments.empty(width, rows))
-            inputs, both, gradients = map(ranks().all_reduce, (own.inputs, own.both, own.gradients))
-            if tokens := int(ranks().all_reduce(torch.tensor(own.tokens))):
+            moments = self.found.pop(key, Moments.empty(width, rows))
+            inputs, both, gradients = map(ranks().all_reduce, (moments.inputs, moments.both, moments.gradients))
+            tokens = int(ranks().all_reduce(torch.tensor(moments.tokens)))
+            if tokens:
                 self.found[key] = Moments(inputs, both, gradients, tokens)
 
 
@@ -241,27 +244,30 @@ def line_search(
 ) -> Trial:
     """The `moved(ridge, step)` of least KL on held-out text; a largest step that wins is doubled up to `largest`."""
 
-    def best(ridges: Sequence[float], steps: Sequence[float], *known: Trial) -> Trial:
-        tried = [(ridge, step, moved(ridge, step)) for ridge in ridges for step in steps]
-        figures = evaluate_trials(model, evaluator, [weights for _, _, weights in tried])
-        trials = [*known, *(Trial(*each, own) for each, own in zip(tried, figures, strict=True))]
-        return min(trials, key=lambda trial: trial.figures.means["kl"])
+    def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
+        weights = [moved(*choice) for choice in choices]
+        figures = evaluate_trials(model, evaluator, weights)
+        trials = [Trial(*choice, *made) for choice, *made in zip(choices, weights, figures, strict=True)]
+        return min((*known, *trials), key=lambda trial: trial.figures.means["kl"])
 
-    trial = best(ridges, steps)
-    while trial.step == max(steps) and 2 * trial.step <= largest:
-        steps = (2 * trial.step,)
-        trial = best((trial.ridge,), steps, trial)
+    trial = best([*product(ridges, steps)])
+    longest = max(steps)
+    while trial.step == longest and 2 * trial.step <= largest:
+        longest = 2 * trial.step
+        trial = best([(trial.ridge, longest)], trial)
     return trial
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:
     """The weights after a step: how much the logits of all routers change, over what they are (root mean squares)."""
-    changes = {key: own.direction(ridge) for key, own in moments.items()}
-    square = sum(moments[key].mean_square(change) for key, change in changes.items())
-    own_square = sum(own.mean_square(as_float64(weights[key])) for key, own in moments.items())
-    scale = step * math.sqrt(own_square / square) if square > 0 else 0.0
-    moved = {key: (as_float64(weights[key]) + scale * change).to(weights[key].dtype) for key, change in changes.items()}
-    return {**weights, **moved}
+    changes = {key: of_router.direction(ridge) for key, of_router in moments.items()}
+    change_square = sum(moments[key].mean_square(change) for key, change in changes.items())
+    logit_square = sum(of_router.mean_square(as_float64(weights[key])) for key, of_router in moments.items())
+    scale = step * math.sqrt(logit_square / change_square) if change_square > 0 else 0.0
+    moved = dict(weights)
+    for key, change in changes.items():
+        moved[key] = (as_float64(weights[key]) + scale * change).to(weights[key].dtype)
+    return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +286,13 @@ class BiasPlace:
     mean: float = 1.0
     deviation: float = 0.0
 
-    def moved(self, own: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
-        """The tensor `own` with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
+    def moved(self, tensor: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """The tensor with a change of the logits [E] in it; `scores` [E] is what that does to the scores."""
         if self.direction is not None:
             change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
-            change = as_float64(scores if self.kind == "selection bias" else logits).cpu().reshape(own.shape)
-        return (as_float64(own).cpu() + change).to(own.dtype)
+            change = as_float64(scores if self.kind == "selection bias" else logits).cpu().reshape(tensor.shape)
+        return (as_float64(tensor).cpu() + change).to(tensor.dtype)
 
 
 @dataclass(slots=True)
@@ -318,14 +324,14 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
     inputs, places = _Inputs(layers), list[BiasPlace]()
     Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
     for layer in layers:
-        if (seen := inputs.found.get(layer.name)) is None:
+        if layer.name not in inputs.found:
             continue
+        seen = inputs.found[layer.name]
         biases = [  # tensors outside the experts with a bias for each expert
             tensor.key
             for tensor in layer.tensors
-            if tensor.key.startswith(f"{layer.block}.")
+            if tensor.key.endswith("bias")
             and not tensor.key.startswith(f"{layer.name}.")
-            and tensor.key.rpartition(".")[2].endswith("bias")
             and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
         ]
         if len(biases) == 1:
@@ -335,34 +341,35 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
         direction = torch.linalg.solve(ridged(seen.inputs, RIDGE), seen.both[:, 0])
         mean = float(direction @ seen.both[:, 0]) / seen.tokens
         spread = float(direction @ seen.inputs @ direction) / seen.tokens - mean**2
-        place = BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, max(spread, 0.0) ** 0.5)
-        places.append(place)
+        deviation = max(spread, 0.0) ** 0.5
+        places.append(BiasPlace(layer.name, router_weight(layer), "router weight", direction, mean, deviation))
     return places
 
 
 def calibrate_bias(
     model: OpenModel,
-    own: Weights,
+    stored: Weights,
     places: Sequence[BiasPlace],
     average: Average,
     evaluator: Evaluator,
     progress: Progress,
 ) -> Calibrated:
-    """The late layers' tensors `own` with the average pathway in them, at the scale of least KL, if it is accepted."""
+    """The late layers' tensors with the average pathway in them, at the scale of least KL, if it is accepted."""
     progress.start("try the biases", 1)
     late = [layer.name for layer in model.architecture.layers[-len(average.logits) :]]
 
     def moved(_: float, scale: float) -> Weights:
-        weights = dict(own)
+        weights = dict(stored)
         for place in places:
             number = late.index(place.layer)
             logits, scores = scale * average.logits[number], scale * average.scores[number]
-            weights[place.key] = place.moved(own[place.key], logits, scores)
+            weights[place.key] = place.moved(stored[place.key], logits, scores)
         return weights
 
-    before = evaluate_trials(model, evaluator, [own])[0]
+    before = evaluate_trials(model, evaluator, [stored])[0]
     best = line_search(model, evaluator, moved, (0.0,), SCALES, LARGEST_SCALE)
     progress.advance("")
-    step = Step.taken(before, best)
-    weights, after = (best.weights, best.figures) if step.step else (own, before)
-    return Calibrated(weights, before, after, (step,))
+    taken = Round.of(before, best)
+    if taken.step:
+        return Calibrated(best.weights, before, best.figures, (taken,))
+    return Calibrated(stored, before, before, (taken,))
