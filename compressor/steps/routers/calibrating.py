@@ -43,8 +43,11 @@ def calibrate_routers(options: Routers, state: State) -> Result:
 
 def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
     """Stored tensors by state-dict key, by default of all router weights; refuses one that is not stored plain."""
-    known, stored = model.partial.plain_keys, dict[str, str]()
-    for key in map(router_weight, model.architecture.layers) if keys is None else keys:
+    known = model.partial.plain_keys
+    if keys is None:
+        keys = [router_weight(layer) for layer in model.architecture.layers]
+    stored = dict[str, str]()
+    for key in keys:
         names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
         infos = [model.checkpoint.tensors[name] for name in names]
         if len(infos) != 1 or not infos[0].is_plain or infos[0].shape != tuple(model.partial.empty[key].shape):
@@ -61,33 +64,37 @@ def _read(model: OpenModel, keys: Iterable[str] | None = None) -> Weights:
 
 def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Stored router tensors by name, as they are to be written, and what a plan says of them, in nats per token."""
-    smaller, progress, reference = state.model, state.progress, None
-    routers = _read(smaller)
-    if options.reference is not None:
-        reference = checked_reference(options.reference, smaller)
+    smaller = state.model
+    weights = _read(smaller)
+    reference = None if options.reference is None else checked_reference(options.reference, smaller)
     batches, answers, evaluator = state.base_answers()
     assert state.text is not None
+    emphasis = state.text.emphasis
     require_enough(evaluator.sequences, "routers")
 
     def text(numbers: range) -> Text:
         own = ranks().own([batches[number] for number in numbers])
-        return [(batches[n], answers[n]) for place, n in enumerate(numbers) if place in own]
+        return [(batches[number], answers[number]) for place, number in enumerate(numbers) if place in own]
 
-    methods, tried = ("router", "bias") if options.method == "auto" else (options.method,), dict[str, Calibrated]()
+    def by_weights() -> Calibrated:
+        parts = [range(first, len(batches), options.rounds) for first in range(options.rounds)]
+        rounds = [text(numbers) for numbers in parts if numbers]
+        return calibrate_weights(smaller, weights, rounds, evaluator, state.progress, emphasis)
+
+    def by_bias() -> Calibrated:
+        return _biased(state, options, text(range(min(PLACED, len(batches)))), evaluator, reference)
+
+    ways = {"router": by_weights, "bias": by_bias}
+    methods = [*ways] if options.method == "auto" else [options.method]
+    tried = dict[str, Calibrated]()
     for method in methods:
         try:
-            if method == "router":
-                rounds = [text(part) for n in range(options.rounds) if (part := range(n, len(batches), options.rounds))]
-                tried[method] = calibrate_weights(smaller, routers, rounds, evaluator, progress, state.text.emphasis)
-            else:
-                tried[method] = _biased(state, options, text(range(min(PLACED, len(batches)))), evaluator, reference)
-        except CompressionError as error:  # the other method may fit the model
-            if len(methods) == 1:
+            tried[method] = ways[method]()
+        except CompressionError as error:
+            if method == methods[-1] and not tried:
                 raise
-            logger.warning("%s; it is left out", error)
-    if not tried:
-        raise CompressionError("no way to calibrate routers fits this model; leave the step routers out")
-    kl = {method: each.after.means["kl"] for method, each in tried.items()}
+            logger.warning("%s; it is left out", error)  # the other method may fit the model
+    kl = {method: calibrated.after.means["kl"] for method, calibrated in tried.items()}
     method = min(kl, key=lambda name: kl[name])
     best = tried[method]
     before, after = best.before.means, best.after.means
@@ -105,17 +112,18 @@ def _biased(
     state: State, options: Routers, text: Text, evaluator: Evaluator, reference: ReferenceSet | None
 ) -> Calibrated:
     """Routers with the average optimised pathway as a bias; this loads the smaller model whole."""
-    smaller, progress = state.model, state.progress
+    smaller = state.model
     try:
-        reference = reference or text_reference(smaller, text, progress)
-        average = average_pathway(smaller, reference, options.optimizer, progress)
+        reference = reference or text_reference(smaller, text, state.progress)
+        average = average_pathway(smaller, reference, options.optimizer, state.progress)
     finally:
         smaller.partial.release("")
-    places = bias_places(smaller, smaller.architecture.layers[-len(average.logits) :], [tokens for tokens, _ in text])
-    own = _read(smaller, [place.key for place in places])
+    late = smaller.architecture.layers[-len(average.logits) :]
+    places = bias_places(smaller, late, [tokens for tokens, _ in text])
+    stored = _read(smaller, [place.key for place in places])
     layers = [
         {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
         for place in places
     ]
     details = {"items": average.items, "agreement": average.agreement, "layers": layers}
-    return replace(calibrate_bias(smaller, own, places, average, evaluator, progress), details=details)
+    return replace(calibrate_bias(smaller, stored, places, average, evaluator, state.progress), details=details)

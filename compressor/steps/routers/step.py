@@ -56,19 +56,19 @@ class RoutersStep(Step[Routers]):
         result, moved = entry.get("result") or {}, changed(entry)
         took = f", took {result['taken']}" if "taken" in result else ""
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
-        rounds = tuple(
-            (str(number), *(short(step.get(name)) if step.get("step") else "-" for name in FIGURES))
-            for number, step in enumerate(result.get("steps", ()), 1)
-        )
-        layers = result.get("layers", ())
-        places = tuple(
-            (*(str(layer.get(name, "-")) for name in PLACES[:2]), *(short(layer.get(name)) for name in PLACES[2:]))
-            for layer in layers
-        )
-        selection = any(layer.get("place") == "selection bias" for layer in layers)
-        return (
-            Text(f"Router calibration ({self.options.method}{took}): {outcome}."),
-            *([Table("Rounds of the router calibration", ROUNDS, rounds)] if rounds else []),
-            *([Table("Places of the bias", PLACES, places, frozenset(PLACES[:2]))] if places else []),
-            *([Text("A selection bias moves which experts are chosen, not their weights.")] if selection else []),
-        )
+        blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
+        rounds = list[tuple[str, ...]]()
+        for number, step in enumerate(result.get("steps", ()), 1):
+            figures = [short(step[name]) if step["step"] else "-" for name in FIGURES]
+            rounds.append((str(number), *figures))
+        if rounds:
+            blocks.append(Table("Rounds of the router calibration", ROUNDS, tuple(rounds)))
+        places = [
+            (layer["layer"], layer["place"], short(layer["mean"]), short(layer["deviation"]))
+            for layer in result.get("layers", ())
+        ]
+        if places:
+            blocks.append(Table("Places of the bias", PLACES, tuple(places), frozenset(PLACES[:2])))
+        if any(kind == "selection bias" for _, kind, _, _ in places):
+            blocks.append(Text("A selection bias moves which experts are chosen, not their weights."))
+        return blocks

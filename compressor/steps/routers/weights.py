@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -250,7 +249,7 @@ def line_search(
         trials = [Trial(*choice, *made) for choice, *made in zip(choices, weights, figures, strict=True)]
         return min((*known, *trials), key=lambda trial: trial.figures.means["kl"])
 
-    trial = best([*product(ridges, steps)])
+    trial = best([(ridge, step) for ridge in ridges for step in steps])
     longest = max(steps)
     while trial.step == longest and 2 * trial.step <= largest:
         longest = 2 * trial.step
