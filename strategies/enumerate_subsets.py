@@ -37,8 +37,10 @@ class Options:
 
 
 def _subsets(blocks: list[Block]) -> Iterator[Kept]:
-    for chosen in product(*(combinations(block.free, block.take) for block in blocks)):
-        yield tuple(sorted(chain(*chosen, *(block.fixed for block in blocks))))
+    choices = [combinations(block.free, block.take) for block in blocks]
+    fixed = [block.fixed for block in blocks]
+    for chosen in product(*choices):
+        yield tuple(sorted(chain(*chosen, *fixed)))
 
 
 def _least(errors: Mapping[Kept, float], noise: float) -> Kept:
@@ -59,14 +61,15 @@ def _is_local(errors: KeptErrors, experts: int) -> bool:
     One that takes a softmax over all experts and does not normalise the chosen ones' shares does not; a table of expert
     ids does, for a lost expert's place goes to the lowest kept ones.
     """
-    everyone, strays, tokens = range(experts), 0, 0
-    routed = errors.kept(everyone)
+    routed = errors.kept(range(experts))
     before = _dense(routed, experts)
-    for gone in everyone[:: -(-experts // PROBES)]:
-        after = _dense(errors.kept([expert for expert in everyone if expert != gone]), experts)
+    strays = tokens = 0
+    for gone in range(experts)[:: -(-experts // PROBES)]:
+        after = _dense(errors.kept([expert for expert in range(experts) if expert != gone]), experts)
         changed = (after - before).abs().amax(1) > 1e-4 * before.amax(1)
         others = (routed.experts != gone).all(1)
-        strays, tokens = strays + int((changed & others).sum()), tokens + int(others.sum())
+        strays += int((changed & others).sum())
+        tokens += int(others.sum())
     return strays <= STRAY_SHARE * tokens
 
 
@@ -75,7 +78,8 @@ def _without_one(errors: KeptErrors, kept: Kept, experts: int, blocks: list[Bloc
 
     With a `local` router, only tokens that had chosen an expert are routed anew without it.
     """
-    routed, costs = errors.kept(kept), dict[Kept, float]()
+    routed = errors.kept(kept)
+    costs = dict[Kept, float]()
 
     def error(smaller: Kept, gone: Kept) -> float:
         if not local:
@@ -84,17 +88,23 @@ def _without_one(errors: KeptErrors, kept: Kept, experts: int, blocks: list[Bloc
         return float(routed.errors.index_copy(0, rows, errors.kept(smaller, rows).errors).sum())
 
     def best(tried: list[Kept]) -> Kept:
-        smaller = {tuple(expert for expert in kept if expert not in gone): gone for gone in tried}
-        costs.update({left: error(left, gone) for left, gone in smaller.items() if left not in costs})
-        return smaller[_least({left: costs[left] for left in smaller}, errors.noise)]
+        """Return the experts, one of each group, without which the error is least."""
+        gone_of = dict[Kept, Kept]()
+        for gone in tried:
+            smaller = tuple(expert for expert in kept if expert not in gone)
+            gone_of[smaller] = gone
+            if smaller not in costs:
+                costs[smaller] = error(smaller, gone)
+        return gone_of[_least({smaller: costs[smaller] for smaller in gone_of}, errors.noise)]
 
     shares = rounded(_dense(routed, experts).sum(0)).tolist()
-    free = [sorted(set(block.free) & set(kept), key=lambda e: (shares[e], -e)) for block in blocks]
-    gone, before = tuple(own[0] for own in free), set[Kept]()
+    free = [sorted({*block.free} & {*kept}, key=lambda expert: (shares[expert], -expert)) for block in blocks]
+    gone = tuple(group[0] for group in free)
+    before = set[Kept]()
     while gone not in before:  # equal ones might go round in circles
         before.add(gone)
-        for place, own in enumerate(free):
-            gone = best([(*gone[:place], expert, *gone[place + 1 :]) for expert in own])
+        for place, group in enumerate(free):
+            gone = best([(*gone[:place], expert, *gone[place + 1 :]) for expert in group])
     return costs
 
 
@@ -107,20 +117,26 @@ def plan(
     Lu et al. 2024, arXiv:2402.14800. Every expert's output on the sampled tokens is computed once; a subset costs
     routing them again. Greedy backward elimination takes over where subsets are too many; ties go to lower experts.
     """
-    blocks, experts = blocks_of(stats.layer, keep, protected), stats.layer.experts
-    count, how = prod(comb(len(block.free), block.take) for block in blocks), dict[str, Any]()
+    blocks = blocks_of(stats.layer, keep, protected)
+    experts = stats.layer.experts
+    count = prod(comb(len(block.free), block.take) for block in blocks)
+    search: dict[str, Any]
     if not len(stats.inputs):
-        kept, how["search"] = next(_subsets(blocks)), "none: no token reached the layer"
+        kept = next(_subsets(blocks))
+        search = {"search": "none: no token reached the layer"}
     elif count <= options.most_subsets:
-        errors, tried = KeptErrors(stats), sorted(_subsets(blocks))
-        kept = tried[stable_argmin((float(errors.kept(each).errors.sum()) for each in tried), errors.noise)]
-        how["search"] = f"all {count} subsets"
+        errors = KeptErrors(stats)
+        subsets = sorted(_subsets(blocks))
+        kept = subsets[stable_argmin((float(errors.kept(subset).errors.sum()) for subset in subsets), errors.noise)]
+        search = {"search": f"all {count} subsets"}
     else:
-        errors, kept = KeptErrors(stats), tuple(range(experts))
-        local, how = len(blocks) == 1 and _is_local(errors, experts), {"search": "greedy backward", "subsets_tried": 0}
+        errors = KeptErrors(stats)
+        kept = tuple(range(experts))
+        local = len(blocks) == 1 and _is_local(errors, experts)
+        search = {"search": "greedy backward", "subsets_tried": 0}
         for _ in range(len(blocks[0].free) - blocks[0].take):
             costs = _without_one(errors, kept, experts, blocks, local)
             kept = _least(costs, errors.noise)
-            how["subsets_tried"] += len(costs)
-    made = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
-    return replace(made, figures={"reconstruction_error": round(relative_error(stats, made), 6), **how})
+            search["subsets_tried"] += len(costs)
+    chosen = LayerPlan.keep(stats.layer, kept, decided_by="reconstruction error")
+    return replace(chosen, figures={"reconstruction_error": round(relative_error(stats, chosen), 6), **search})

@@ -40,8 +40,8 @@ def cluster(table: torch.Tensor, count: int) -> list[list[int]]:
     clusters = {position: [position] for position in range(experts)}
     if count < experts:
         pairs = table.numpy()[np.triu_indices(experts, 1)]
-        for made, (left, right, *_) in enumerate(linkage(pairs, "average")[: experts - count], experts):
-            clusters[made] = sorted(clusters.pop(int(left)) + clusters.pop(int(right)))
+        for number, (left, right, *_) in enumerate(linkage(pairs, "average")[: experts - count], experts):
+            clusters[number] = sorted(clusters.pop(int(left)) + clusters.pop(int(right)))
     return sorted(clusters.values())
 
 
@@ -58,8 +58,8 @@ def plan(
         clusters += [[expert] for expert in block.fixed]
         if block.take:  # else protected experts take all places, and the others are dropped
             free = list(block.free)
-            positions = cluster(values[free][:, free], block.take)
-            clusters += [[free[position] for position in own] for own in positions]
+            for positions in cluster(values[free][:, free], block.take):
+                clusters.append([free[position] for position in positions])
     within = sum(float(table[members][:, members].sum()) / 2 for members in clusters)
     figures = {"within_group_distance": round(within, 6), "largest_group": max(map(len, clusters))}
     return options.merged(stats, clusters, decided_by="mean outputs, average linkage", figures=figures)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compressor.plugins import (
     ROUNDING,
+    Block,
     CompressionError,
     LayerPlan,
     LayerStatistics,
@@ -55,14 +56,14 @@ def plan(
         raise CompressionError(
             f"{stats.layer.name}: experts' outputs are not finite on the calibration data; try --dtype float32"
         )
-    sets = [(block.free, len(block.free) - block.take) for block in blocks_of(stats.layer, keep, protected)]
-    if math.prod(math.comb(len(free), count) for free, count in sets) <= MOST_SETS:
-        deleted = _cheapest(table, sets)
+    blocks = blocks_of(stats.layer, keep, protected)
+    if math.prod(math.comb(len(block.free), block.take) for block in blocks) <= MOST_SETS:
+        deleted = _cheapest(table, blocks)
     else:
-        deleted = exchanged(table, grown(table, sets), [free for free, _ in sets])
+        deleted = exchanged(table, grown(table, blocks), blocks)
     kept = (~deleted).nonzero().flatten().tolist()
-    total, cost = float(table.sum()), _cost(table, deleted)
-    share = round(cost / total, 6) if total > 0 else 0.0
+    total = float(table.sum())
+    share = round(_cost(table, deleted) / total, 6) if total > 0 else 0.0
     return LayerPlan.keep(stats.layer, kept, decided_by="hope", figures={"deleted_share": share})
 
 
@@ -75,45 +76,49 @@ def _cost(table: Tensor, deleted: Tensor) -> float:
     return float(table[deleted][:, deleted].sum())
 
 
-def _cheapest(table: Tensor, sets: list[tuple[tuple[int, ...], int]]) -> Tensor:
-    """Try all ways to delete so many of the experts of each set: -> [E]; of equal ones the highest experts go."""
-    ways = [[*chain(*way)] for way in product(*(combinations(free, count) for free, count in sets))]
+def _cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
+    """Try all ways to delete experts of each block: -> [E], which are; of equal ones the highest experts go."""
+    choices = [combinations(block.free, len(block.free) - block.take) for block in blocks]
+    ways = [[*chain(*way)] for way in product(*choices)]
     tried = torch.zeros(len(ways), len(table), dtype=torch.float64)
     tried.scatter_(1, torch.tensor(ways, dtype=torch.long).view(len(ways), -1), 1.0)
     costs = rounded(((tried @ table) * tried).sum(1))
     return tried[(costs == costs.min()).nonzero().flatten()[-1]].bool()
 
 
-def grown(table: Tensor, sets: list[tuple[tuple[int, ...], int]]) -> Tensor:
-    """Delete so many of the experts of each set, one by one, always the one that adds least: -> [E], which are."""
-    deleted, rest = torch.zeros(len(table), dtype=torch.bool), [count for _, count in sets]
-    for _ in range(sum(rest)):
-        added = table.diagonal() + 2 * table[:, deleted].sum(1)
-        open_to = torch.zeros_like(deleted)
-        for place, (free, _) in enumerate(sets):
-            open_to[list(free)] = rest[place] > 0
-        candidates = (open_to & ~deleted).nonzero().flatten()
-        least = rounded(added[candidates])
-        chosen = int(candidates[(least == least.min()).nonzero().flatten()[-1]])  # of equal ones the higher goes
-        deleted[chosen] = True
-        rest = [count - (chosen in free) for count, (free, _) in zip(rest, sets, strict=True)]
-    return deleted
+def grown(table: Tensor, blocks: list[Block]) -> Tensor:
+    """Delete experts one by one, always the one that adds least, until each block has its number: -> [E], which are."""
+    deleted = torch.zeros(len(table), dtype=torch.bool)
+    while True:
+        candidates = torch.zeros_like(deleted)
+        for block in blocks:
+            free = list(block.free)
+            candidates[free] = ~deleted[free] & bool((~deleted[free]).sum() > block.take)
+        experts = candidates.nonzero().flatten()
+        if not len(experts):
+            return deleted
+        added = rounded((table.diagonal() + 2 * table[:, deleted].sum(1))[experts])
+        deleted[experts[added == added.min()][-1]] = True  # of equal ones the higher goes
 
 
-def exchanged(table: Tensor, deleted: Tensor, sets: list[tuple[int, ...]]) -> Tensor:
-    """Exchange a deleted expert for a kept one of its set, always where it gains most, until none gains."""
+def exchanged(table: Tensor, deleted: Tensor, blocks: list[Block]) -> Tensor:
+    """Exchange a deleted expert for a kept one of its block, always where it gains most, until none gains."""
     deleted = deleted.clone()
     while True:
-        shared, best = table[:, deleted].sum(1), (-ROUNDING * abs(_cost(table, deleted)), -1, -1)
-        for free in map(torch.tensor, sets):
+        shared = table[:, deleted].sum(1)
+        least = -ROUNDING * abs(_cost(table, deleted))
+        best: tuple[int, int] | None = None
+        for block in blocks:
+            free = torch.tensor(block.free, dtype=torch.long)
             gone, stay = free[deleted[free]], free[~deleted[free]]
-            if not len(gone) or not len(stay):
-                continue
             back = table.diagonal()[gone] - 2 * shared[gone]
-            change = back[:, None] + (table.diagonal() + 2 * shared)[stay] - 2 * table[gone][:, stay]
-            place = int(change.argmin())
-            if (least := float(change.flatten()[place])) < best[0]:
-                best = least, int(gone[place // len(stay)]), int(stay[place % len(stay)])
-        if best[1] < 0:
+            forth = table.diagonal()[stay] + 2 * shared[stay]
+            change = back[:, None] + forth - 2 * table[gone][:, stay]
+            if change.numel() and float(change.min()) < least:
+                least = float(change.min())
+                place = int(change.argmin())
+                best = int(gone[place // len(stay)]), int(stay[place % len(stay)])
+        if best is None:
             return deleted
-        deleted[best[1]], deleted[best[2]] = False, True
+        deleted[best[0]] = False
+        deleted[best[1]] = True

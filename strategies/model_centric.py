@@ -54,10 +54,12 @@ def surrogate_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor
 def vectorized_distances(weights: LayerWeights, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Euclidean distances [E, E] of the experts' weights, all matrices laid end to end, and their sums of norms [E]."""
     experts = weights.experts
-    fused = (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj)
-    first, second = (fast_squared_distances(tensor.detach().flatten(1)).cpu() for tensor in fused)
-    norms = [sum(float(part.float().norm()) for part in pair) for pair in zip(*fused, strict=True)]
-    return (first + second).sqrt(), torch.tensor(norms)
+    squared = torch.zeros(count, count)
+    norms = torch.zeros(count, dtype=torch.float64)
+    for tensor in (experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj):
+        squared = squared + fast_squared_distances(tensor.detach().flatten(1)).cpu()
+        norms += torch.tensor([float(matrix.float().norm()) for matrix in tensor])
+    return squared.sqrt(), norms.float()
 
 
 MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances}  # by representation

@@ -15,15 +15,22 @@ NEEDS = frozenset({"router_orders"})
 
 def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
     """Keep the last `keep` experts, equally many of each routing group; of equal votes the higher expert goes."""
-    orders, layer = stats.router_orders.long(), stats.layer
+    orders = stats.router_orders.long()
+    layer = stats.layer
     alive = torch.ones(layer.experts, dtype=torch.bool)
-    spare = [(block.free, len(block.free) - block.take) for block in blocks_of(layer, keep, protected)]
-    ballots, following = orders[:, : layer.top_k].clone(), torch.full((len(orders),), layer.top_k)
+    ballots = orders[:, : layer.top_k].clone()
+    following = torch.full((len(orders),), layer.top_k)  # place of each token's next choice
     votes = first = torch.bincount(ballots.flatten(), minlength=layer.experts)
-    while candidates := [e for free, count in spare if count for e in free if alive[e]]:
+    blocks = blocks_of(layer, keep, protected)
+    while True:
+        candidates = list[int]()
+        for block in blocks:
+            left = [expert for expert in block.free if alive[expert]]
+            candidates += left if len(left) > block.take else []
+        if not candidates:
+            break
         last = min(candidates, key=lambda expert: (int(votes[expert]), -expert))
         alive[last] = False
-        spare = [(free, count - (last in free)) for free, count in spare]
         rows, places = (ballots == last).nonzero(as_tuple=True)
         turned = _next_alive(orders, following, rows, alive)
         ballots[rows, places] = turned
@@ -35,12 +42,14 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
 
 def _next_alive(orders: Tensor, following: Tensor, rows: Tensor, alive: Tensor) -> Tensor:
     """The next expert that is alive in the orders [T, E] at `rows` [n] from `following` [T] on, which moves: -> [n]."""
-    found = torch.full_like(rows, -1)
+    chosen = torch.full_like(rows, -1)
     waiting = torch.arange(len(rows))
-    while len(waiting := waiting[following[rows[waiting]] < orders.shape[1]]):
-        at = rows[waiting]
-        expert = orders[at, following[at]]
-        following[at] += 1
-        found[waiting[alive[expert]]] = expert[alive[expert]]
+    while True:
+        waiting = waiting[following[rows[waiting]] < orders.shape[1]]
+        if not len(waiting):
+            return chosen
+        tokens = rows[waiting]
+        expert = orders[tokens, following[tokens]]
+        following[tokens] += 1
+        chosen[waiting[alive[expert]]] = expert[alive[expert]]
         waiting = waiting[~alive[expert]]
-    return found

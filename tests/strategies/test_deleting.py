@@ -155,12 +155,9 @@ def test_hope_deletes_the_cheapest_set_of_six(groups: int, keep: int, protected:
         assert protected <= {*kept(made)} and len(kept(made)) == keep
         gone = [expert for expert in range(6) if expert not in kept(made)]
         assert float(table[gone][:, gone].sum()) == pytest.approx(best, rel=1e-9, abs=1e-9)
-        sets = [
-            (block.free, len(block.free) - block.take)
-            for block in blocks_of(scored(table, groups).layer, keep, protected)
-        ]
-        grown = hope.grown(table, sets)
-        exchanged = hope.exchanged(table, grown, [free for free, _ in sets])
+        blocks = blocks_of(scored(table, groups).layer, keep, protected)
+        grown = hope.grown(table, blocks)
+        exchanged = hope.exchanged(table, grown, blocks)
         costs = [float(table[deleted][:, deleted].sum()) for deleted in (grown, exchanged)]
         assert best - 1e-9 <= costs[1] <= costs[0] + 1e-9 and int(exchanged.sum()) == 6 - keep
         found += costs[1] <= best * (1 + 1e-6) + 1e-9
