@@ -245,9 +245,10 @@ def line_search(
 
     def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
         weights = [moved(*choice) for choice in choices]
-        figures = evaluate_trials(model, evaluator, weights)
-        trials = [Trial(*choice, *made) for choice, *made in zip(choices, weights, figures, strict=True)]
-        return min((*known, *trials), key=lambda trial: trial.figures.means["kl"])
+        trials = list(known)
+        for choice, tried, figures in zip(choices, weights, evaluate_trials(model, evaluator, weights), strict=True):
+            trials.append(Trial(*choice, tried, figures))
+        return min(trials, key=lambda trial: trial.figures.means["kl"])
 
     trial = best([(ridge, step) for ridge in ridges for step in steps])
     longest = max(steps)

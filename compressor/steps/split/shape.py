@@ -30,7 +30,7 @@ from compressor.model.architecture import (
 )
 from compressor.model.experts import width_of
 from compressor.model.moe_layer import MoeLayer
-from compressor.steps.split.tensors import Factors, divided, split_beside, split_experts
+from compressor.steps.split.tensors import Factors, keys_beside, split_beside, split_experts
 
 TOKENS = 512
 PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
@@ -194,7 +194,7 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
         factors = Factors(parts, output, selection)
         split = state | split_experts(experts, layer, order, factors)
-        split |= split_beside(state, layer, divided(layer)[1], factors)
+        split |= {key: split_beside(key, state[key], layer, factors) for key in keys_beside(layer)}
         other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
         for name, value in other.named_buffers():
             whole = block.get_buffer(name)

@@ -131,8 +131,7 @@ class StoredParts:
             assert model.whole is not None
             whole = next(whole for whole in model.whole.architecture.layers if whole.name == layer.name)
             key = model.partial.plain_keys.targets[output.name]
-            stored = {key: model.checkpoint.read_checked(output.name)}
-            split = split_beside(stored, whole, [key], self.factors)[key]
+            split = split_beside(key, model.checkpoint.read_checked(output.name), whole, self.factors)
             if role.kind == "table":
                 yield tensor_bytes_view(remap_table(split, plan.remap()))
             else:

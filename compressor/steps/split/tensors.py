@@ -32,13 +32,6 @@ class Factors:
     selection: float = 1.0
 
 
-def divided(layer: MoeLayer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Keys of the tensors of a layer that count experts: those of the experts module, and those of its router."""
-    keys = cut_keys(layer)
-    inside = tuple(key for key in keys if key.startswith(f"{layer.name}."))
-    return inside, tuple(key for key in keys if key not in inside)
-
-
 @torch.no_grad()
 def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> dict[str, Tensor]:
     """The fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
@@ -46,45 +39,43 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
     shared out evenly. Raises `CompressionError` on overflow of the stored dtype.
     """
-    split, parts = dict[str, Tensor](), factors.parts
-    shares = {"down_proj": factors.output, "down_proj_bias": factors.output / parts}
+    split = dict[str, Tensor]()
+    shares = {"down_proj": factors.output, "down_proj_bias": factors.output / factors.parts}
     for expert, neurons in enumerate(order.to(experts.down_proj.device).long()):
-        own = expert_parameters(experts, expert)
-        for place, run in enumerate(neurons.chunk(parts)):
+        parameters = expert_parameters(experts, expert)
+        for part, run in enumerate(neurons.chunk(factors.parts)):
             for name in parameter_names(experts):
-                value, share = reordered(experts, name, own[name], run), shares.get(name, 1.0)
-                if share != 1.0:
-                    value = (value.float() * share).to(value.dtype)
+                value = reordered(experts, name, parameters[name], run)
+                if shares.get(name, 1.0) != 1.0:
+                    value = (value.float() * shares[name]).to(value.dtype)
                 if name not in split:
-                    split[name] = value.new_empty(len(order) * parts, *value.shape)
-                split[name][expert * parts + place] = value
+                    split[name] = value.new_empty(len(order) * factors.parts, *value.shape)
+                split[name][expert * factors.parts + part] = value
     for name in shares.keys() & split.keys():
         refuse_overflow(f"{layer.name}.{name}", split[name])
     return {f"{layer.name}.{name}": value for name, value in split.items()}
 
 
+def keys_beside(layer: MoeLayer) -> list[str]:
+    """Keys of the tensors of a layer that count experts but lie outside them: of its router, and tables of ids."""
+    return [key for key in cut_keys(layer) if not key.startswith(f"{layer.name}.")]
+
+
 @torch.no_grad()
-def split_beside(
-    state: Mapping[str, Tensor], layer: MoeLayer, keys: Iterable[str], factors: Factors
-) -> dict[str, Tensor]:
-    """Those of a layer's other tensors that are asked for: router rows and biases repeated, tables of ids extended.
+def split_beside(key: str, value: Tensor, layer: MoeLayer, factors: Factors) -> Tensor:
+    """A layer's tensor beside its experts, for their parts: a router's rows and biases are repeated.
 
     What belongs to no routed expert stays behind the parts. A table of expert ids [V, K] becomes one of all their parts
     [V, K * S].
     """
-    split, known, parts = dict[str, Tensor](), {tensor.key: tensor for tensor in layer.tensors}, factors.parts
-    for key in keys:
-        value = state[key]
-        if (tensor := known.get(key)) is None:
-            numbers = torch.arange(parts, dtype=value.dtype, device=value.device)
-            split[key] = (value[..., None] * parts + numbers).flatten(-2)
-            continue
-        dim, experts = tensor.dim, layer.experts
-        if factors.selection != 1.0 and value.numel() == value.shape[dim]:  # a bias: [E], [1, E]
-            value = (value.float() * factors.selection).to(value.dtype)
-        own, others = value.narrow(dim, 0, experts), value.narrow(dim, experts, value.shape[dim] - experts)
-        split[key] = torch.cat([own.repeat_interleave(parts, dim), others], dim)
-    return split
+    tensor = next((tensor for tensor in layer.tensors if tensor.key == key), None)
+    if tensor is None:
+        numbers = torch.arange(factors.parts, dtype=value.dtype, device=value.device)
+        return (value[..., None] * factors.parts + numbers).flatten(-2)
+    if factors.selection != 1.0 and value.numel() == value.shape[tensor.dim]:  # a bias: [E], [1, E]
+        value = (value.float() * factors.selection).to(value.dtype)
+    routed, others = value.tensor_split([layer.experts], tensor.dim)
+    return torch.cat([routed.repeat_interleave(factors.parts, tensor.dim), others], tensor.dim)
 
 
 class SplitModel(PartialModel):
@@ -99,16 +90,18 @@ class SplitModel(PartialModel):
         orders: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`layers` are those of the `stored` model, and `config` that of the split one."""
-        self.stored, self.layers, self.config = stored, {layer.name: layer for layer in layers}, config
-        self.factors, self.orders, self.checkpoint = factors, orders, stored.checkpoint
-        self.dtype, self.device, self.quantizer = stored.dtype, stored.device, stored.quantizer
-        self.model = build_meta(self.config, self.dtype)
+        vars(self).update(vars(stored))  # what follows is its own
+        self.stored = stored
+        self.layers = {layer.name: layer for layer in layers}
+        self.config = config
+        self.factors = factors
+        self.orders = orders
+        self.model = build_meta(config, stored.dtype)
         self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
-        self.keys, self.plain_keys = stored.keys, stored.plain_keys
-        self.conversions, self.plain_conversions = stored.conversions, stored.plain_conversions
-        self.tied, self.ahead = dict(stored.tied), stored.ahead
         self.owners = {key: layer for layer in self.layers.values() for key in cut_keys(layer)}
-        self._loaded, self.kept = set[str](), dict[str, Tensor]()
+        self._loaded = set[str]()
+        self.kept = dict[str, Tensor]()
+        self.resident = False
         self._fill_constant_buffers()
 
     def stream(self) -> None:
@@ -129,23 +122,26 @@ class SplitModel(PartialModel):
     def load(self, keys: Iterable[str]) -> None:
         """Fill these state-dict entries; raises `CompressionError` as for the stored model."""
         wanted = [key for key in keys if key not in self._loaded]
-        split: dict[str, set[str]] = {}  # by layer
+        plain = list[str]()
+        of_layers = dict[str, list[str]]()
         for key in wanted:
-            if (layer := self.owners.get(key)) is not None:
-                split.setdefault(layer.name, set()).add(key)
-        self._put(self._read([key for each in wanted if (key := self.tied.get(each, each)) not in self.owners]))
-        for name, own in split.items():
+            if key in self.owners:
+                of_layers.setdefault(self.owners[key].name, []).append(key)
+            else:
+                plain.append(self.tied.get(key, key))
+        self._put(self._read([key for key in plain if key not in self.owners]))
+        for name, layer_keys in of_layers.items():
             layer = self.layers[name]
-            inside, beside = divided(layer)
-            if not own.isdisjoint(inside):
+            beside = [key for key in layer_keys if not key.startswith(f"{name}.")]
+            if beside != layer_keys:
                 assert self.orders is not None, "the order of neurons is not known yet"
-                self.stored.load(inside)
+                self.stored.load(self.stored.keys_under(name))
                 experts = split_experts(self.stored.model.get_submodule(name), layer, self.orders[name], self.factors)
                 self.stored.release(name)
                 self._put(experts)
                 self._loaded |= experts.keys()
-            others = [key for key in beside if key in own]
-            self._put(split_beside(self._read(others), layer, others, self.factors))
+            tensors = self._read(beside)
+            self._put({key: split_beside(key, value, layer, self.factors) for key, value in tensors.items()})
         self._settle(wanted)
 
     def read_ahead(self, keys: Iterable[str]) -> None:
