@@ -28,7 +28,7 @@ SIMILARITIES = {  # with what a report calls them
 
 @dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
-    """How experts are compared and merged; `mix_tokens` augments the tokens by random mixtures."""
+    """Comparing and merging experts; `mix_tokens` augments the tokens by random mixtures."""
 
     similarity: str = option(
         "linear-cka", help="by what outputs are compared: linear-cka, rbf-cka or mean-output", choices=SIMILARITIES
@@ -63,7 +63,7 @@ def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, tor
 
 
 def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
-    """How alike the experts' outputs are, for a report: a label, and [E, E] from 0 to 1."""
+    """Similarity of the experts' outputs for a report: a label, and [E, E] from 0 to 1."""
     table, _ = options.distances(stats)
     sampled, on = (stats.mixed_outputs, "random mixtures of ") if options.mix_tokens else (stats.expert_outputs, "")
     label = f"{SIMILARITIES[options.similarity]}, {sampled.shape[1]} {on}tokens"

@@ -31,7 +31,7 @@ Kept = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How many subsets are tried; beyond, experts go one by one."""
+    """Number of subsets up to which all are tried; beyond, experts go one by one."""
 
     most_subsets: int = option(5000, help="up to how many subsets all are tried; beyond, experts go one by one")
 

@@ -18,7 +18,7 @@ NEEDS = frozenset({"expert_outputs"})
 
 @dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
-    """How experts are merged."""
+    """Merging of clusters."""
 
     merge: str = merge_option("frequency")
 

@@ -35,7 +35,7 @@ NEEDS = INTERACTIONS["outputs"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What two experts have in common."""
+    """Measure of what two experts have in common."""
 
     interaction: str = option(
         "outputs", help="what two experts have in common: outputs, or the published norms", choices=INTERACTIONS

@@ -67,7 +67,7 @@ MEASURES = {"surrogate": surrogate_distances, "vectorized": vectorized_distances
 
 @dataclass(frozen=True, slots=True)
 class Options(MergeOptions):
-    """How experts are compared and merged."""
+    """Comparing and merging experts."""
 
     representation: str = option(
         "surrogate", help="of the weights that are compared: surrogate or vectorized", choices=MEASURES
@@ -85,7 +85,7 @@ def similarity_needs(options: Options) -> frozenset[str]:
 
 
 def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
-    """How alike the experts are, for a report: a label, and [E, E] from 0 to 1."""
+    """Similarity of the experts for a report: a label, and [E, E] from 0 to 1."""
     table, _ = MEASURES[options.representation](stats.weights, stats.layer.experts)
     return f"closeness of {options.representation} weights ({CLOSENESS})", closeness(table)
 

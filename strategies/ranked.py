@@ -214,7 +214,7 @@ class HubGuided:
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """What an expert does, and how much it counts what that does to later routers."""
+        """The mass of an expert, and the weight of its effect on later routers."""
 
         mass: str = option(
             "gated-mass",

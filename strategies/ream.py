@@ -37,7 +37,7 @@ NEEDS = frozenset({"gated_norm_sum", "routed_count", "expert_outputs", "router_l
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How many experts a group may take, and how a group becomes one."""
+    """Size and merging of groups."""
 
     group_size: int = option(16, help="most experts in a group, 2 or more; 0 sends each to its nearest centroid")
     align: bool = option(True, help="whether neurons are first put in the order of the centroid's")
@@ -49,7 +49,7 @@ class Options:
 
 
 def similarity(stats: LayerStatistics, options: Options = Options()) -> tuple[str, Tensor]:
-    """How alike the experts are, for a report too: a label, and [E, E] from 0 to 1."""
+    """Similarity of the experts, for a report too: a label, and [E, E] from 0 to 1."""
     logits, outputs = as_float64(stats.router_logits), stats.expert_outputs
     router = closeness(pairwise_distances(normalize(logits, dim=0).T)).cpu()
     gates = logits.softmax(dim=1).to(float64_device(outputs.device))

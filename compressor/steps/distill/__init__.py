@@ -1,1 +1,1 @@
-"""What is lost, trained back; CoMoE."""
+"""The step that trains a smaller model toward its base."""

@@ -99,7 +99,7 @@ def _names(key: str) -> tuple[str, str]:
 
 
 def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ...]:
-    """What the method trains, in the order of the decoder layers; those of which nothing is trained are left out.
+    """List what the method trains, in the order of the decoder layers; those of which nothing is trained are left out.
 
     `experts`: the experts' tensors and the routers' parameters; `router`: those of the routers alone; `lora`: factors
     of every linear layer and of the experts' matrices, and the routers' parameters whole; `all`: every floating-point
@@ -271,7 +271,7 @@ def kept_state(folder: Path, unit: str, device: torch.device, moments: bool = Tr
 
 
 class _Engine:
-    """What both ways of training do with a layer that is loaded."""
+    """The part of both ways of training that deals with a loaded layer."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         layers = trained_layers(model, options)

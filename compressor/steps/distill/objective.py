@@ -1,4 +1,4 @@
-"""What a distillation learns: its text with the base's answers on it, and the loss of one step.
+"""The text of a distillation with the base's answers on it, and the loss of one step.
 
 The loss is the mean over the step's tokens of each part, times the part's weight; tokens that are emphasised count as
 more than one. B sequences of L tokens, V tokens in the vocabulary, T = B L.
@@ -113,8 +113,8 @@ class Objective(ReverseVisitor):
 
     def __init__(self, options: Distill, batches: Sequence[Batch], model: OpenModel) -> None:
         self.options = options
-        own = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
-        self.batches = [Batch(batch.tokens[own], batch.base.rows(own), batch.weights[own]) for batch in batches]
+        rows = slice(ranks().rank, None, ranks().size)  # this rank's sequences, maybe none
+        self.batches = [Batch(batch.tokens[rows], batch.base.rows(rows), batch.weights[rows]) for batch in batches]
         self.counted = float(sum(batch.weights.sum(dtype=torch.float64) for batch in batches))  # the tokens, weighed
         self.predicted = float(sum(batch.weights[:, :-1].sum(dtype=torch.float64) for batch in batches))
         self.last = model.architecture.units[-1] if options.hidden_states else None

@@ -56,7 +56,7 @@ class Evaluation:
 
 @dataclass(slots=True)
 class State:
-    """How far a distillation has come; `first` and `best_kl` are the KL of each held-out sequence."""
+    """The progress of a distillation; `first` and `best_kl` are the KL of each held-out sequence."""
 
     curve: tuple[Evaluation, ...]
     first: tuple[float, ...]
@@ -69,7 +69,7 @@ class State:
         return self.curve[-1].step
 
     def result(self) -> dict[str, Any]:
-        """What a plan says of a distillation; `changed` says if the best state is taken."""
+        """The result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
         after = next(each for each in self.curve if each.step == (self.best if gained.accepted else 0))
@@ -127,14 +127,16 @@ class Training:
         return self.place / f"step-{step:07d}"
 
     def _kept(self) -> State | None:
-        """How far an earlier run has come; None if there is none that can be gone on with, of these layers."""
+        """Return the state of an earlier run that was killed, if there is one."""
         try:
             state = read_as(State, read_json(self.place / STATE, "run again"))
         except (OSError, CompressionError):
             return None
-        steps, units = {state.step, state.best} - {0}, self.engine.layers
-        whole = all(facts_of(file_of(self.folder(step), unit)) is not None for step in steps for unit in units)
-        return state if whole else None
+        for step in {state.step, state.best} - {0}:
+            for unit in self.engine.layers:
+                if facts_of(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
+                    return None
+        return state
 
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
         """Figures of the model now, and the KL of each sequence; all processes measure together."""
@@ -183,7 +185,8 @@ def distill(options: Distill, run: Run) -> Result:
     place = run.kept("distill")
     assert place is not None
     trained = place / "made"
-    if (figures := facts_of(trained / FIGURES)) is None:  # else of an earlier run
+    figures = facts_of(trained / FIGURES)
+    if figures is None:  # else of an earlier run
         if options.stream and not ranks().is_alone:
             raise CompressionError(f"distill: stream trains in one process, and {ranks().size} were started; start one")
         stored_dtypes(run.model, trained_layers(run.model, options))

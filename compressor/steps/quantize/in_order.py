@@ -179,7 +179,7 @@ class Quantizing(LayerVisitor):
 
 
 def _inner(experts: Any, expert: int, inputs: Tensor) -> Iterator[Tensor]:
-    """What an expert's down projection is given for its tokens [n, H], in chunks [m, I]."""
+    """Yield the inputs of an expert's down projection for its tokens [n, H], in chunks [m, I]."""
     if len(inputs):
         parameters = expert_parameters(experts, expert)
         for chunk in inputs.split(CHUNK):

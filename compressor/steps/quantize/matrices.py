@@ -1,4 +1,4 @@
-"""Which weight matrices are quantised, under which names they are stored, and how they lie in the model's tensors.
+"""The weight matrices to quantise: the names under which they are stored, and how they lie in the model's tensors.
 
 Experts are stored one module each: by the names of their own tensors where transformers knows such, and otherwise, for
 families that store experts fused, as `<experts module>.<number>.gate_proj`, `.up_proj` and `.down_proj`.
@@ -116,8 +116,10 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
         assert quantizer is not None
         quantizer.update_weight_conversions(model.partial.plain_conversions, model.partial.model)
     except ValueError as error:
-        fault = f"transformers cannot read quantised checkpoints of {model.architecture.family}"
-        raise CompressionError(f"quantize: {fault}; leave quantize out") from error
+        raise CompressionError(
+            f"quantize: transformers cannot read quantised checkpoints of {model.architecture.family}; leave quantize "
+            "out"
+        ) from error
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
@@ -135,7 +137,7 @@ def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, Moe
 
 
 def _converter(partial: Any, pattern: str) -> Any:
-    """What makes tensors whose names match the pattern into those of the model."""
+    """Return the conversion of tensors whose names match the pattern, if there is one."""
     return next(
         (entry for entry in partial.plain_conversions if pattern in getattr(entry, "source_patterns", ())), None
     )

@@ -1,4 +1,4 @@
-"""How weights are rounded and stored: scales, the nearest representable values, and compressed-tensors' packing.
+"""Rounding and storing weights: scales, the nearest representable values, and compressed-tensors' packing.
 
 B matrices at once, O output rows, I input columns, n groups of a row that share a scale: weights [B, O, I], scales
 [B, O, n]; all values here are float32. compressed-tensors describes the format and reads it; scales are those that it
@@ -40,7 +40,7 @@ class Scales:
 
     @property
     def effective(self) -> Tensor:
-        """What a stored number is multiplied by: [B, O, n]."""
+        """The factors of stored numbers: [B, O, n]."""
         return self.groups if self.overall is None else self.groups / self.overall
 
 
@@ -123,7 +123,7 @@ class Scheme:
         return self.nearest(self._grouped(weight) / scales.effective[..., None]).flatten(-2)
 
     def values(self, codes: Tensor, scales: Scales) -> Tensor:
-        """What is loaded again of stored numbers [B, O, I], in float32."""
+        """The values that are loaded of stored numbers [B, O, I], in float32."""
         value = (self._grouped(codes) * scales.effective[..., None]).flatten(-2)
         return value.bfloat16().float() if self.name in FP4 else value  # loaders read them in that dtype
 

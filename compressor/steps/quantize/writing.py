@@ -36,14 +36,14 @@ WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is known of finished layers: checksums of the values that each matrix was rounded to, and packed tensors."""
+    """Records of finished layers: checksums of the values that each matrix was rounded to, and packed tensors."""
 
     folder: Path
 
     def sums(self, unit: str) -> dict[str, int] | None:
         """Checksums of a layer's matrices by module; None if the layer is not finished."""
-        found: dict[str, int] | None = facts_of(self._file(unit))
-        return found
+        sums: dict[str, int] | None = facts_of(self._file(unit))
+        return sums
 
     def save(self, unit: str, sums: Mapping[str, int], tensors: Mapping[str, Tensor] | None = None) -> None:
         keep_tensors(self._file(unit), tensors or {}, dict(sums))

@@ -56,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round took, and its gain in KL on held-out text in nats per token; zeros for nothing."""
+    """The step that a round took, and its gain in KL on held-out text in nats per token; zeros for nothing."""
 
     ridge: float = 0.0
     step: float = 0.0
@@ -147,7 +147,7 @@ class Moments:
 
     @classmethod
     def empty(cls, width: int, rows: int) -> "Moments":
-        """Of no token yet, in float64."""
+        """Moments of no token yet, in float64."""
         sizes = ((width, width), (width, rows), (rows, rows))
         inputs, both, gradients = (torch.zeros(size, dtype=torch.float64) for size in sizes)
         return cls(inputs, both, gradients)
@@ -170,7 +170,7 @@ class Moments:
         return -change
 
     def mean_square(self, change: Tensor) -> float:
-        """Of what a change [E, H] of the weight adds to a logit."""
+        """Mean square of what a change [E, H] of the weight adds to a logit."""
         return float(((change @ self.inputs) * change).sum()) / (self.tokens * len(change))
 
 
@@ -320,7 +320,7 @@ class _Inputs(LayerVisitor):
 
 
 def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[Tensor]) -> list[BiasPlace]:
-    """Where these layers' biases go, by a streamed pass of text [B, L]; layers that it does not reach have no place."""
+    """Find where these layers' biases go, by a streamed pass of text [B, L]; layers that it misses have no place."""
     inputs, places = _Inputs(layers), list[BiasPlace]()
     Pass(model, batches, wanted={layer.unit for layer in layers}).run(inputs)
     for layer in layers:

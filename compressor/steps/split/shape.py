@@ -1,4 +1,4 @@
-"""How the config of a split model looks, found by comparing meta builds, and whether its stock blocks compute the same.
+"""Finding the config of a split model by comparing meta builds, and checking that its stock blocks compute the same.
 
 Nothing is known of configs and routers here. Fields that set the experts' width and the top-k are those whose change
 changes just that. A block of the model's own config, with narrow experts and random weights, is run beside its split
@@ -49,7 +49,7 @@ class SplitShape:
 
 
 def split_shape(architecture: Architecture, parts: int) -> SplitShape:
-    """How a config asks for each expert in `parts` parts, and by which factors these compute the same.
+    """Find how a config asks for each expert in `parts` parts, and by which factors these compute the same.
 
     Raises `CompressionError` for a number of parts that the width cannot be divided by, where no field of the config
     sets the width, or the top-k, alone, and where no factors are exact.
@@ -233,7 +233,7 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
 
 
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
-    """What a block makes of tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
+    """Run a block on tokens [1, T, H]; of one that is a whole decoder layer, its router and experts alone."""
     inside = len(f"{layer.block}.")
     if layer.block == layer.unit:
         *_, weights, index = block.get_submodule(layer.router[inside:])(hidden[0])

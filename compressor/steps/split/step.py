@@ -65,7 +65,7 @@ class SplitStep(Step[Split]):
 
 
 def sentence(split: Mapping[str, Any]) -> str:
-    """What becomes of every expert, and why if that was not asked for; `split` is the entry in the plan."""
+    """Say what becomes of every expert, and why if that was not asked for; `split` is the entry in the plan."""
     parts, why = split["parts"], split.get("why")
     if parts == 1:
         return f"Experts stay whole: {why}"

@@ -41,7 +41,7 @@ FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one expert's stored tensor is shared out to its parts."""
+    """The way in which one expert's stored tensor is shared out to its parts."""
 
     axis: int = 0  # the dimension that counts neurons
     neurons: int = 0  # under one entry along it; 0: every part has the whole tensor
@@ -78,7 +78,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """How every expert's stored tensors are cut; `block` neighbouring neurons stay together."""
+    """The cuts of every expert's stored tensors; `block` neighbouring neurons stay together."""
 
     factors: Factors
     block: int
@@ -170,7 +170,7 @@ class StoredParts:
 
 
 def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
-    """How the stored tensors of a quantised model are cut; raises `CompressionError` saying why they cannot be."""
+    """Find how to cut the stored tensors of a quantised model; raises `CompressionError` saying why they cannot be."""
     configs = [whole.checkpoint.quantization, modelopt_file(whole.checkpoint.folder)]
     method = configs[0].get("quant_method")
     if not whole.layout.regular or method not in METHODS:
@@ -239,7 +239,7 @@ def _refuse_named(configs: list[Any], whole: OpenModel, layer: MoeLayer, parts: 
 def _cut_of_one(
     info: TensorInfo, role: Role, width: int, factor: float, suffixes: Mapping[str, set[str]]
 ) -> Cut | None:
-    """How a tensor is cut which is one expert's alone; None where it is not known how it counts neurons."""
+    """Find how to cut a tensor of one expert alone; None where it is not known how it counts neurons."""
     family, _, suffix = role.family.rpartition("|")
     axis = int(".down_proj" in family)
     if suffix == ".weight_shape" and info.shape == (2,):
@@ -264,7 +264,7 @@ def _cut_of_one(
 
 
 def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut | None:
-    """How a tensor is cut which holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
+    """Find how to cut a tensor that holds all experts: blocks [E, O, G, 16], scales [E, O, G], biases [E, O]."""
     matched = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0]))
     if matched is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
         return None
