@@ -4,9 +4,8 @@ g_e(x) is the gate weight and f_e(x) the output of expert e, X_e are the tokens 
 expert, and an expert that no token reached counts 0. Scores are [E] in float64.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from compressor.plugins import (
 )
 
 SHARE = "kept_share_of_saliency"
+MASSES = {"gated-mass": "gated_norm_sum", "visits": "routed_count"}  # what hub-guided weighs, and its statistic
 
 
 def mean_over_routed(sums: Tensor, counts: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Reap:
     expert activation norm: sum of ||f_e(x)|| (Jaiswal et al. 2025, arXiv:2504.05586).
     """
 
-    NEEDS: ClassVar[frozenset[str]] = SALIENCIES["reap"].NEEDS
+    NEEDS = SALIENCIES["reap"].NEEDS
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -209,8 +209,7 @@ class HubGuided:
     a mean over all tokens, those that do not visit e included, and rises with visits as m_e does.
     """
 
-    NEEDS: ClassVar[frozenset[str]] = frozenset({"gated_norm_sum", "rank_change"})
-    MASSES: ClassVar[Mapping[str, str]] = {"gated-mass": "gated_norm_sum", "visits": "routed_count"}
+    NEEDS = frozenset({"gated_norm_sum", "rank_change"})
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -219,7 +218,7 @@ class HubGuided:
         mass: str = option(
             "gated-mass",
             help="what is weighed by the effect on later routers: gated-mass or visits",
-            choices=("gated-mass", "visits"),
+            choices=MASSES,
         )
         exponent: float = option(1.0, help="the power of the effect on later routers, from 0 (it does not count) to 10")
 
@@ -227,18 +226,18 @@ class HubGuided:
             if not 0 <= self.exponent <= 10:
                 raise CompressionError(f"exponent is {self.exponent}; give a number from 0 to 10")
 
-    @classmethod
-    def needs(cls, options: Options) -> frozenset[str]:
+    @staticmethod
+    def needs(options: Options) -> frozenset[str]:
         """The mass, and the effect on later routers where it counts."""
-        mass = frozenset({cls.MASSES[options.mass]})
+        mass = frozenset({MASSES[options.mass]})
         return mass | {"rank_change"} if options.exponent else mass
 
-    @classmethod
+    @staticmethod
     def plan(
-        cls, stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
+        stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
     ) -> LayerPlan:
         """Keep the `keep` experts of highest score."""
-        statistic = cls.MASSES[options.mass]
+        statistic = MASSES[options.mass]
         mass = getattr(stats, statistic)
         if not options.exponent or not bool(stats.rank_change.any()):
             return keep_salient(stats, mass, keep, protected, statistic)
@@ -254,11 +253,15 @@ def size_ratios(weights: LayerWeights, count: int) -> Tensor:
     ratios = torch.ones(count, dtype=torch.float64)
     for expert in range(count):
         view = projections(weights.experts, expert)
-        matrices = [as_float64(matrix) for matrix in (view.gate, view.up, view.down) if matrix is not None]
-        absolute = sum(float(torch.linalg.vector_norm(matrix, 1)) for matrix in matrices)
-        squared = sum(float(torch.linalg.vector_norm(matrix)) ** 2 for matrix in matrices)
+        numbers, absolute, squared = 0, 0.0, 0.0
+        for matrix in (view.gate, view.up, view.down):
+            if matrix is not None:
+                wide = as_float64(matrix)
+                numbers += wide.numel()
+                absolute += float(torch.linalg.vector_norm(wide, 1))
+                squared += float(torch.linalg.vector_norm(wide)) ** 2
         if squared != 0:  # NaN goes on, and is refused
-            ratios[expert] = absolute / (sum(matrix.numel() for matrix in matrices) * squared) ** 0.5
+            ratios[expert] = absolute / (numbers * squared) ** 0.5
     return ratios
 
 
@@ -272,7 +275,7 @@ class Aimer:
     zeros has the ratio 1.
     """
 
-    NEEDS: ClassVar[frozenset[str]] = frozenset({"weights"})
+    NEEDS = frozenset({"weights"})
 
     @staticmethod
     def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:

@@ -64,9 +64,10 @@ def grouped(table: Tensor, centroids: list[int], others: list[int], group_size: 
 
     Ties go to the lower expert. The groups must have room for all: len(centroids) * (group_size - 1) >= len(others).
     """
-    values, groups = rounded(table, FLOAT32), {head: [head] for head in centroids}
-    if not group_size:
-        for expert in others if centroids else []:
+    values = rounded(table, FLOAT32)
+    groups = {head: [head] for head in centroids}
+    if centroids and not group_size:
+        for expert in others:
             groups[max(sorted(centroids), key=lambda head: float(values[head, expert]))].append(expert)
         return groups
     free = sorted(others)
@@ -88,12 +89,15 @@ def plan(
     """
     saliency = mean_over_routed(stats.gated_norm_sum, stats.routed_count).cpu()
     kept = {group.members[0] for group in keep_salient(stats, saliency, keep, protected, "").groups}
-    (_, table), order = similarity(stats), rounded(saliency)
+    _, table = similarity(stats)
+    order = rounded(saliency)
     reached = saliency[saliency > 0]
     weights = saliency.where(saliency > 0, reached.min() if len(reached) else 1.0).tolist()
-    groups, joined = [Group.single(expert) for expert in sorted(kept & protected)], list[float]()
+    groups = [Group.single(expert) for expert in sorted(kept & protected)]
+    joined = list[float]()
     for block in competing(stats.layer):
-        heads = sorted((e for e in block if e in kept - protected), key=lambda e: -float(order[e]))
+        heads = [expert for expert in block if expert in kept - protected]
+        heads.sort(key=lambda expert: -float(order[expert]))
         others = [expert for expert in block if expert not in kept]
         if heads and options.group_size and len(others) > len(heads) * (options.group_size - 1):
             raise CompressionError(
@@ -101,14 +105,13 @@ def plan(
                 f"{len(heads) + len(others)} experts; raise group_size or keep more"
             )
         for head, members in grouped(table, heads, others, options.group_size).items():
-            members = sorted(members)
+            members.sort()
             joined += [float(table[head, expert]) for expert in members if expert != head]
             total = sum(weights[expert] for expert in members)
             shares = tuple(weights[expert] / total for expert in members)
             rows = shares if options.merge_routers else tuple(float(expert == head) for expert in members)
-            groups.append(
-                Group(tuple(members), shares, rows, head=head if options.align and len(members) > 1 else None)
-            )
+            aligned_to = head if options.align and len(members) > 1 else None
+            groups.append(Group(tuple(members), shares, rows, head=aligned_to))
     figures: dict[str, float] = {"largest_group": max(len(group.members) for group in groups)}
     if joined:
         figures["mean_similarity"] = round(sum(joined) / len(joined), 6)

@@ -292,7 +292,6 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     factors = model.partial.factors
     entry = shapes(model.whole, factors.parts)
     if model.stored_parts:
-        model.stored_parts.check(orders)
         entry["block"] = model.stored_parts.block
     entry |= {
         "output_factor": factors.output,

@@ -84,15 +84,6 @@ class StoredParts:
     block: int
     cuts: Mapping[str, Cut]
 
-    def check(self, orders: Mapping[str, Tensor]) -> None:
-        """Refuse orders of neurons [E, I] that tear a block apart."""
-        for name, order in orders.items():
-            blocks = order.unflatten(1, (-1, self.block))
-            first = blocks[..., :1]
-            whole = (first % self.block == 0) & (blocks == first + torch.arange(self.block))
-            if not bool(whole.all()):
-                raise CompressionError(f"{name}: its neurons are not dealt out in blocks of {self.block}; restore them")
-
     def cut(self, model: OpenModel, plan: ExpertPlan) -> list[OutputTensor]:
         """The output's tensors of a plan that keeps or drops parts; reading them needs the neurons' order."""
         roles = model.layout.roles
