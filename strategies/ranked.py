@@ -253,7 +253,8 @@ def size_ratios(weights: LayerWeights, count: int) -> Tensor:
     ratios = torch.ones(count, dtype=torch.float64)
     for expert in range(count):
         view = projections(weights.experts, expert)
-        numbers, absolute, squared = 0, 0.0, 0.0
+        numbers = 0
+        absolute = squared = 0.0
         for matrix in (view.gate, view.up, view.down):
             if matrix is not None:
                 wide = as_float64(matrix)

@@ -116,8 +116,9 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
         keys = [key for key in model.partial.keys_under(unit) if key in parameters]
         layers = by_unit.get(unit, [])
         experts = tuple(f"{layer.name}." for layer in layers)
+        routers = tuple(f"{layer.router}." for layer in layers)
         in_experts = [key for key in keys if key.startswith(experts)]
-        in_routers = [key for key in keys if key.startswith(tuple(f"{layer.router}." for layer in layers))]
+        in_routers = [key for key in keys if key.startswith(routers)]
         factored = list[str]()
         if options.train == "all":
             whole = keys
