@@ -59,12 +59,12 @@ class RoutersStep(Step[Routers]):
         blocks: list[Block] = [Text(f"Router calibration ({self.options.method}{took}): {outcome}.")]
         rounds = list[tuple[str, ...]]()
         for number, step in enumerate(result.get("steps", ()), 1):
-            figures = [short(step[name]) if step["step"] else "-" for name in FIGURES]
+            figures = [short(step.get(name)) if step.get("step") else "-" for name in FIGURES]
             rounds.append((str(number), *figures))
         if rounds:
             blocks.append(Table("Rounds of the router calibration", ROUNDS, tuple(rounds)))
         places = [
-            (layer["layer"], layer["place"], short(layer["mean"]), short(layer["deviation"]))
+            (str(layer.get("layer", "-")), layer["place"], short(layer.get("mean")), short(layer.get("deviation")))
             for layer in result.get("layers", ())
         ]
         if places:
