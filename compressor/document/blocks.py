@@ -129,7 +129,9 @@ class Figure:
     def alt(self) -> str:
         """The drawings' own words, each after its title if there are several."""
         shown = [drawing for drawing in self.drawings if not drawing.is_legend]
-        return " ".join(f"{each.title}: {each.alt}" for each in shown) if self.is_many else shown[0].alt
+        if len(shown) == 1:
+            return shown[0].alt
+        return " ".join(f"{drawing.title}: {drawing.alt}" for drawing in shown)
 
     @property
     def is_many(self) -> bool:
@@ -168,16 +170,21 @@ class Sides:
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """The values of each filter."""
-        return tuple(
-            tuple(dict.fromkeys(side.values[place] for side in self.sides)) for place in range(len(self.filters))
-        )
+        by_filter = zip(*(side.values for side in self.sides), strict=True)
+        return tuple(tuple(dict.fromkeys(values)) for values in by_filter)
 
 
 Block = Heading | Text | Items | Listing | Facts | Table | Figure | Details | Sides
 
 
 def plain_words(words: Words) -> str:
-    """Words without what sets them off."""
-    if isinstance(words, tuple):
-        return "".join(map(plain_words, words))
-    return words if isinstance(words, str) else plain_words(words.words if isinstance(words, Strong) else words.text)
+    """Return words without what sets them off."""
+    match words:
+        case str():
+            return words
+        case tuple():
+            return "".join(map(plain_words, words))
+        case Strong(inner):
+            return plain_words(inner)
+        case _:
+            return words.text

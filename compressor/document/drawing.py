@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from compressor.document.picture import FONT, Drawing
@@ -42,7 +43,6 @@ ROLES: Mapping[str, str] = {  # on white; in dark mode the page turns whole pict
     "unsure": "#7a5600",
 }
 
-
 TINIEST = 1e-30  # less counts as nothing
 DECADES = 6  # of a scale at the most
 MOST_LABELS = 60  # of rows, that do not touch
@@ -57,58 +57,67 @@ BAR = 1.05  # inches of a colour bar with its label
 
 
 def ink_on(background: str) -> str:
-    """Black or white, whichever is seen on a colour."""
+    """Return black or white, whichever is seen on a colour."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(background)
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#000000"
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue
+    return "#ffffff" if luma < 0.5 else "#000000"
 
 
-def log_limits(values: Iterable[float | None], decades: int = DECADES) -> tuple[float, float] | None:
-    """The least and the greatest size above 0, over so many decades at the most; None if there is none."""
-    sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and abs(value) >= TINIEST]
-    return (max(min(sizes), max(sizes) / 10.0**decades), max(sizes)) if sizes else None
+def log_limits(values: Iterable[float], decades: int = DECADES) -> tuple[float, float] | None:
+    """Return the least and the greatest size above 0, over so many decades at the most; None if there is none."""
+    sizes = [abs(value) for value in values if abs(value) >= TINIEST]
+    if not sizes:
+        return None
+    greatest = max(sizes)
+    return max(min(sizes), greatest / 10.0**decades), greatest
 
 
 def ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; the ends if none."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    """Return round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; or the ends."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high <= 100 * low else (1,)
-    marks = [float(f"{step}e{decade}") for decade in range(first, last + 1) for step in steps]
-    marks = [mark for mark in marks if low <= mark <= high]
+    round_numbers = [float(f"{step}e{decade}") for decade in decades for step in steps]
+    marks = [mark for mark in round_numbers if low <= mark <= high]
     return marks[:: math.ceil(len(marks) / most)] if len(marks) > 1 else [low, high]
 
 
 def scale_axis(axes: "Axes", which: Literal["x", "y"], values: Sequence[float], decades: int = DECADES) -> str:
-    """Scale an axis for these values; returns what its label should say of that, '' for a linear one.
+    """Scale an axis for these values; returns the words for its label, '' for a linear one.
 
     It is logarithmic where they span more than a factor of ten, and linear around 0 where some are 0 or below.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0]
-    least, most, limits = min(finite), max(finite), log_limits(finite, decades)
+    least, most = min(finite), max(finite)
+    limits = log_limits(finite, decades)
     if limits is None or limits[1] <= 10 * limits[0]:
-        room = 0.06 * ((max(most, 0.0) - min(least, 0.0)) or 1.0)
-        axes.set(**{f"{which}lim": (min(least, 0.0) - room * (least < 0) - room / 4, max(most, 0.0) + room)})
+        bottom, top = min(least, 0.0), max(most, 0.0)
+        room = 0.06 * ((top - bottom) or 1.0)
+        below = 1.25 * room if least < 0 else room / 4
+        axes.set(**{f"{which}lim": (bottom - below, top + room)})
         return ""
     low, high = limits
     if least >= low:
         axes.set(**{f"{which}scale": "log", f"{which}lim": (low / 1.3, high * 1.3)})
-        marks, words = ticks(low, high), "logarithmic"
+        marks = ticks(low, high)
+        words = "logarithmic"
     else:
         below = float(f"1e{math.floor(math.log10(low))}")
         getattr(axes, f"set_{which}scale")("symlog", linthresh=below, linscale=0.5)
         negative = -least if least < -below else 0.0
         axes.set(**{f"{which}lim": (-1.3 * negative - below / 3, high * 1.3)})
-        marks = [0.0, *ticks(below, high)]
-        marks = [-mark for mark in (ticks(below, negative) if negative > below else []) if mark <= negative] + marks
+        mirrored = ticks(below, negative) if negative > below else []
+        marks = sorted([*(-mark for mark in mirrored if mark <= negative), 0.0, *ticks(below, high)])
         words = f"logarithmic, linear below {below:g}"
-    getattr(axes, f"set_{which}ticks")(sorted(marks), labels=[f"{mark:.3g}" for mark in sorted(marks)])
-    getattr(axes, f"set_{which}ticks")([], minor=True)
+    set_ticks = getattr(axes, f"set_{which}ticks")
+    set_ticks(marks, labels=[f"{mark:.3g}" for mark in marks])
+    set_ticks([], minor=True)
     return words
 
 
 def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Mapping[str, Any]]], **style: Any) -> None:
-    """A legend: each label with its look, of a line if that has a marker, of a patch otherwise."""
+    """Draw a legend: each label with its look, of a line if that has a marker, of a patch otherwise."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -118,16 +127,17 @@ def draw_key(canvas: "FigureBase", looks: Sequence[tuple[str, Mapping[str, Any]]
 
 
 def draw_bars(axes: "Axes", values: Sequence[float], roles: Sequence[str], even: float | None = None) -> None:
-    """A bar for each value in its role's colour; dropped ones are hollow, and `even` is a dashed line.
+    """Draw a bar for each value in its role's colour; dropped ones are hollow, and `even` is a dashed line.
 
     One path for all bars of a role keeps a page small.
     """
     edges = [place + side for place in range(len(values)) for side in (-0.4, 0.4)]
     for role in dict.fromkeys(roles):
-        own = [value if each == role else math.nan for value, each in zip(values, roles, strict=True)]
-        heights = [height for value in own for height in (value, math.nan)][:-1]
+        heights = list[float]()
+        for value, other in zip(values, roles, strict=True):
+            heights += [value if other == role else math.nan, math.nan]
         hollow = role == "dropped"
-        axes.stairs(heights, edges, color=ROLES[role], fill=not hollow, linewidth=0.7 if hollow else 0, label=role)
+        axes.stairs(heights[:-1], edges, color=ROLES[role], fill=not hollow, linewidth=0.7 if hollow else 0, label=role)
     if even is not None:
         style = (0, (3, 2))
         axes.hlines(even, -0.5, len(values) - 0.5, color=ROLES["muted"], linewidth=0.7, linestyles=style)
@@ -154,43 +164,47 @@ def draw_dots(
     label: str,
     limit: float | None = None,
 ) -> None:
-    """Rows from above, on a logarithmic axis where values differ much; `label` names it.
+    """Draw rows from above, on a logarithmic axis where values differ much; `label` names it.
 
     With a `limit` the axis is linear, and everything beyond that dashed line is shaded. What is not finite is left out.
     """
-    values = [value for kind in kinds for value in kind.values if value is not None]
-    values += [end for kind in kinds for bound in kind.bounds if bound for end in bound]
-    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    values = list[float]()
+    for kind in kinds:
+        values += [value for value in kind.values if value is not None]
+        values += chain.from_iterable(bound for bound in kind.bounds if bound is not None)
     if limit is None:
-        scale = scale_axis(axes, "x", finite)
+        scale = scale_axis(axes, "x", values)
         label = f"{label}, {scale}" if scale else label
     else:
+        finite = [value for value in values if math.isfinite(value)]
         low, high = min(0.0, limit, *finite), max(0.0, limit, *finite)
         room = 0.06 * ((high - low) or 1.0)
         axes.set_xlim(low - room, high + room)
         axes.axvspan(limit, high + room, facecolor=ROLES["faint"], edgecolor="none", zorder=0)
         axes.axvline(limit, color=ROLES["ink"], linewidth=1.1, linestyle=(0, (3, 1.5)))
         axes.axvline(0.0, color=ROLES["muted"], linewidth=0.7)
+    ends: dict[str, Any] = {"marker": "|", "markersize": 7, "solid_capstyle": "butt", "linewidth": 1.6, "zorder": 1.5}
     for kind in kinds:
-        colour = ROLES[kind.role]
-        for place, bound in enumerate(kind.bounds):
+        shade = ROLES[kind.role]
+        for row, bound in enumerate(kind.bounds):
             if bound is not None:
-                ends: dict[str, Any] = {"marker": "|", "markersize": 7, "solid_capstyle": "butt"}
-                axes.plot(bound, [place, place], color=colour, linewidth=1.6, zorder=1.5, **ends)
-        if dots := [(value, place) for place, value in enumerate(kind.values) if value is not None]:
+                axes.plot(bound, [row, row], color=shade, **ends)
+        places = [row for row, value in enumerate(kind.values) if value is not None]
+        if places:
             axes.plot(
-                *zip(*dots, strict=True),
+                [kind.values[row] for row in places],
+                places,
                 label=kind.label,
                 linestyle="none",
                 marker=kind.marker,
                 markersize=7.0 if kind.marker == "X" else 5.0,
-                markerfacecolor=colour if kind.is_filled else ROLES["paper"],
-                markeredgecolor=colour,
+                markerfacecolor=shade if kind.is_filled else ROLES["paper"],
+                markeredgecolor=shade,
                 markeredgewidth=1.1,
             )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     step = math.ceil(len(rows) / MOST_LABELS)
-    axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows][::step])
+    axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows[::step]])
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -201,15 +215,18 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def spaced(places: Sequence[float]) -> list[float]:
-    """Places whose numbers do not touch on an axis: the smallest, the greatest and what fits between."""
-    ordered = sorted(set(places))
-    gap = LEAST_GAP * (ordered[-1] - ordered[0])
-    kept = ordered[:1]
-    for place in ordered[1:-1]:
-        if place - kept[-1] >= gap and ordered[-1] - place >= gap:
-            kept.append(place)
-    return kept if len(ordered) == 1 else [*kept, ordered[-1]]
+def spaced(places: Iterable[float]) -> list[float]:
+    """Return places whose numbers do not touch on an axis: the smallest, the greatest and what fits between."""
+    first, *others = sorted(set(places))
+    if not others:
+        return [first]
+    last = others.pop()
+    gap = LEAST_GAP * (last - first)
+    chosen = [first]
+    for place in others:
+        if place - chosen[-1] >= gap and last - place >= gap:
+            chosen.append(place)
+    return [*chosen, last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +237,13 @@ class Panel:
     rows: tuple[str, ...]
     values: tuple[tuple[float | None, ...], ...]  # [rows, columns]; None leaves its cell blank
     scale: int = 0  # number of its colour scale
+
+    def at_least(self, low: float) -> list[list[float | None]]:
+        """Return the values, smaller ones raised to `low`, the first colour of a scale."""
+        rows = list[list[float | None]]()
+        for values in self.values:
+            rows.append([None if value is None else max(value, low) for value in values])
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,30 +258,29 @@ class Scale:
 
 
 def log_scale(label: str, values: Iterable[float | None], colours: str = HEAT) -> Scale:
-    """A scale for these numbers, over six decades at the most; from 0.1 to 1 if none is above 0."""
+    """Return a scale for these numbers, over six decades at the most; from 0.1 to 1 if none is above 0."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     limits = log_limits(value for value in finite if value > 0)
     if limits is None:
         return Scale(label, 0.1, 1.0, bool(finite), colours)
-    low, high = limits if limits[0] < limits[1] else (limits[1] / 10, limits[1])
+    low, high = limits
+    low = low if low < high else high / 10
     return Scale(label, low, high, min(finite) < low, colours)
 
 
-def draw_heat(
-    axes: "Axes", values: Sequence[Sequence[float | None]], low: float | None, high: float | None, **style: Any
-) -> Any:
-    """The matrix as coloured squares from `low` to `high`, its first row above; what is not finite stays blank."""
+def draw_heat(axes: "Axes", values: Any, low: float | None, high: float | None, **style: Any) -> Any:
+    """Draw the matrix as coloured squares from `low` to `high`, its first row above; what is not finite stays blank."""
     import numpy as np
 
-    matrix = np.array([[math.nan if value is None else value for value in row] for row in values], dtype=float)
-    shown = np.ma.masked_invalid(np.where(np.isfinite(matrix), matrix, np.nan))
+    shown = np.ma.masked_invalid(np.array(values, dtype=float))
     style = {"cmap": HEAT, "interpolation": "none", "aspect": "auto", **style}
     return axes.imshow(shown, vmin=low, vmax=high, **style)
 
 
 def label_axes(axes: "Axes", rows: Sequence[str], columns: Sequence[str], width: float, height: float) -> None:
-    """Numbers of columns and names of rows, as many as have room in so many inches."""
-    step = math.ceil((max(map(len, columns)) + 1) * LETTER * len(columns) / width)
+    """Label columns and rows, as many as there are inches for."""
+    longest = max(map(len, columns)) + 1
+    step = math.ceil(longest * LETTER * len(columns) / width)
     axes.set_xticks(range(0, len(columns), step), labels=columns[::step])
     step = math.ceil(LINE * len(rows) / height)
     axes.set_yticks(range(0, len(rows), step), labels=[readable(row) for row in rows[::step]])
@@ -274,21 +297,21 @@ def draw_panels(
     label: str,
     roomy: bool = False,
 ) -> Drawing:
-    """Columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale on the right.
+    """Return columns of panels over the same `numbers`, which `label` names, and a colour bar for each scale.
 
     `roomy` gives each row's name a line. Without any panel the drawing says so.
     """
     columns = [column for column in columns if column]
     if not columns:
-        return Drawing(
-            title, "Nothing to show.", (5.0, 1.2), lambda figure: figure.text(0.03, 0.5, "nothing to show", va="center")
-        )
+        return Drawing(title, "Nothing to show.", (5.0, 1.2), _write_nothing)
     width = max(LEAST_PANEL, len(numbers) * min(max(PANEL / len(numbers), LEAST_CELL), MOST_CELL))
-    names = [max(len(name) for panel in column for name in panel.rows) for column in columns]
-    ratios = [*(0.4 + width + LETTER * longest for longest in names), *[BAR] * len(scales)]
+    ratios = list[float]()
+    for column in columns:
+        longest = max(len(name) for panel in column for name in panel.rows)
+        ratios.append(0.4 + width + LETTER * longest)
+    ratios += [BAR] * len(scales)
     tallest = max(len(panel.rows) for column in columns for panel in column)
     row = min(max(HEIGHT / tallest, 1.2 * LINE if roomy else LEAST_ROW), MOST_ROW)
-    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
 
     def draw(figure: "FigureBase") -> None:
         from matplotlib.cm import ScalarMappable
@@ -300,9 +323,7 @@ def draw_panels(
             inner = [len(panel.rows) * row for panel in column]
             grid = part.subplots(len(column), 1, squeeze=False, gridspec_kw={"height_ratios": inner})[:, 0]
             for axes, panel, height in zip(grid, column, inner, strict=True):
-                low = scales[panel.scale].low
-                values = [[None if value is None else max(value, low) for value in line] for line in panel.values]
-                draw_heat(axes, values, None, None, **norms[panel.scale])
+                draw_heat(axes, panel.at_least(scales[panel.scale].low), None, None, **norms[panel.scale])
                 label_axes(axes, panel.rows, numbers, width, height)
                 lines = textwrap.wrap(readable(panel.title), max(12, int(width / 0.075)))
                 axes.set_title("\n".join(lines), loc="left", fontsize=FONT)
@@ -316,4 +337,9 @@ def draw_panels(
             bar.minorticks_off()
             bar.set_label(scale.label, fontsize=FONT - 1)
 
+    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
     return Drawing(title, alt, (sum(ratios), max(LEAST_BODY, *heights)), draw)
+
+
+def _write_nothing(figure: "FigureBase") -> None:
+    figure.text(0.03, 0.5, "nothing to show", va="center")

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from compressor.formatting import readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
+    from PIL.Image import Image
 
 DPI = 150
 FONT = 8.0  # points
@@ -67,7 +67,7 @@ class Drawing:
 
 @contextmanager
 def drawing_settings() -> Iterator[None]:
-    """With the settings of every drawing; letters that no font here has are the reader's to show."""
+    """Apply the settings of every drawing; letters that no font here has are the reader's to show."""
     from matplotlib import rc_context
 
     with rc_context(SETTINGS), warnings.catch_warnings():
@@ -81,7 +81,8 @@ def _drawn(drawing: Drawing, **style: Any) -> Any:
     if drawing.margins is None:
         canvas = Canvas(figsize=drawing.size, layout="constrained", **style)
     else:  # many alike drawings line up so, and their layout takes no time
-        (left, below, right, above), (width, height) = drawing.margins, drawing.size
+        left, below, right, above = drawing.margins
+        width, height = drawing.size
         canvas = Canvas(figsize=drawing.size, **style)
         canvas.subplots_adjust(left / width, below / height, 1 - right / width, 1 - above / height)
     drawing.draw(canvas)
@@ -89,57 +90,70 @@ def _drawn(drawing: Drawing, **style: Any) -> Any:
 
 
 def inline_svgs(name: str, drawings: Sequence[Drawing]) -> list[str]:
-    """An SVG element for each drawing, with a title and a description; every id in it begins with `name`."""
-    found = []
-    for number, drawing in enumerate(drawings):
-        prefix, content = f"{name}-{number}", io.StringIO()
-        with drawing_settings():
-            bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            _drawn(drawing, facecolor="none").savefig(content, format="svg", metadata=bare)
-        start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
-        (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
-        width, height = map(float, size)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-            f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
-            f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
-            f'aria-labelledby="{prefix}-title {prefix}-desc">'
-            f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
-            f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
-        )
-        body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
-        body = SHAPE.sub(lambda found: LONG.sub("", found[0]), REFERENCE.sub(f"{prefix}-", body))
-        found.append(f"{head}{body.strip()}")
-    return found
+    """Return an SVG element for each drawing, with a title and a description; every id in it begins with `name`."""
+    return [_inline_svg(f"{name}-{number}", drawing) for number, drawing in enumerate(drawings)]
+
+
+def _inline_svg(prefix: str, drawing: Drawing) -> str:
+    content = io.StringIO()
+    with drawing_settings():
+        bare = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        _drawn(drawing, facecolor="none").savefig(content, format="svg", metadata=bare)
+    start, _, body = content.getvalue().partition("<svg ")[2].partition(">")
+    (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', start)
+    width, height = map(float, size)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'class="{"legend" if drawing.is_legend else "plot"}" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width * 96 / 72:.0f}" height="{height * 96 / 72:.0f}" stroke-linejoin="round" '
+        f'aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<title id="{prefix}-title">{escape(readable(drawing.title))}</title>'
+        f'<desc id="{prefix}-desc">{escape(readable(drawing.alt))}</desc>'
+    )
+    body = CLUTTER.sub("", body).replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, sans-serif")
+    body = REFERENCE.sub(f"{prefix}-", body)
+    body = SHAPE.sub(lambda shape: LONG.sub("", shape[0]), body)
+    return head + body.strip()
 
 
 def png(title: str, drawings: Sequence[Drawing]) -> bytes:
-    """All drawings in one PNG below a title, on white; the same bytes for the same drawings."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Return all drawings in one PNG below a title, on white; the same bytes for the same drawings."""
     from PIL import Image
 
-    lines = [[each] for each in drawings if each.is_legend]
-    if shown := [each for each in drawings if not each.is_legend]:
-        most = max(1, int(PNG_WIDTH / max(each.size[0] for each in shown)))
-        columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each line as can be
-        lines += [shown[start : start + columns] for start in range(0, len(shown), columns)]
-    width = max((sum(each.size[0] for each in line) for line in lines), default=3.0)
-    heading = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
-    style: Any = {"va": "center", "fontsize": 10, "fontweight": "bold"}
-    size = width, 0.17 * len(heading) + 0.17
-    lines.insert(0, [Drawing("", "", size, lambda canvas: canvas.text(0.1 / width, 0.5, "\n".join(heading), **style))])
-    rows: list[list[Image.Image]] = []
+    rows = [[drawing] for drawing in drawings if drawing.is_legend]
+    shown = [drawing for drawing in drawings if not drawing.is_legend]
+    if shown:
+        most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in shown)))
+        columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each row as can be
+        rows += [shown[start : start + columns] for start in range(0, len(shown), columns)]
+    width = max(sum(drawing.size[0] for drawing in row) for row in rows)
+    lines = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
+
+    def draw_title(canvas: "FigureBase") -> None:
+        canvas.text(0.1 / width, 0.5, "\n".join(lines), va="center", fontsize=10, fontweight="bold")
+
+    rows.insert(0, [Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw_title)])
     with drawing_settings():
-        for line in lines:
-            canvases = [FigureCanvasAgg(_drawn(each, facecolor="white", dpi=DPI)) for each in line]
-            for canvas in canvases:
-                canvas.draw()
-            rows.append([Image.frombuffer("RGBA", each.get_width_height(), each.buffer_rgba()) for each in canvases])
-    heights = [max(image.height for image in row) for row in rows]
-    sheet = Image.new("RGB", (max(sum(image.width for image in row) for row in rows), sum(heights)), "white")
-    for row, top in zip(rows, accumulate(heights, initial=0), strict=False):
-        for image, left in zip(row, accumulate((image.width for image in row), initial=0), strict=False):
+        images = [list(map(_image, row)) for row in rows]
+    heights = [max(image.height for image in row) for row in images]
+    widths = [sum(image.width for image in row) for row in images]
+    sheet = Image.new("RGB", (max(widths), sum(heights)), "white")
+    top = 0
+    for row, height in zip(images, heights, strict=True):
+        left = 0
+        for image in row:
             sheet.paste(image, (left, top))
+            left += image.width
+        top += height
     content = io.BytesIO()
     sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
+
+
+def _image(drawing: Drawing) -> "Image":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL.Image import frombuffer
+
+    canvas = FigureCanvasAgg(_drawn(drawing, facecolor="white", dpi=DPI))
+    canvas.draw()
+    return frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())

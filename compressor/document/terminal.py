@@ -19,13 +19,13 @@ STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "note": "dim", "": 
 
 
 def console() -> Console:
-    """What prints on stdout, wide enough for a table where no terminal limits it."""
+    """Return what prints on stdout, wide enough for a table where no terminal limits it."""
     plain = Console()
     return plain if plain.is_terminal else Console(width=max(plain.width, PIPED_WIDTH))
 
 
 def show(document: Iterable[Block]) -> None:
-    """Print them on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be.
+    """Print blocks on stdout: paragraphs on one line however long, tables as wide as the terminal lets them be.
 
     Columns that a table leaves out for want of room are named below it.
     """
@@ -62,7 +62,7 @@ def _words(words: Words, style: str | Style = "") -> RichText:
         case blocks.Code(text) | blocks.Note(text) | blocks.Marked(text):
             return RichText(readable(text), style)
         case tuple():
-            return RichText.assemble(*(_words(each, style) for each in words))
+            return RichText.assemble(*(_words(part, style) for part in words))
         case blocks.Strong(inner):
             return _words(inner, Style.parse(str(style)) + Style(bold=True))
         case blocks.Toned(text, tone):
@@ -86,20 +86,24 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
 
 
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, tuple[str, ...]]:
-    """The table and the optional columns that it leaves out, so that words and numbers stay whole if that is enough."""
-    for gone in range(len(block.optional) + 1):
-        left_out = block.optional[:gone]
+    """Return the table and the optional columns that it leaves out, so that words and numbers stay whole if possible."""
+    for number in range(len(block.optional) + 1):
+        left_out = block.optional[:number]
         places = [place for place, name in enumerate(block.columns) if name not in left_out]
-        grid, needed = _titled(title), 1
-        for place in places:
-            cells = [block.columns[place], *(plain_words(row[place]) for row in block.rows)]
-            words = (cell_len(word) for cell in cells for word in cell.split())
-            least = min(max(words, default=0), LEAST_WORDS if block.is_text(place) else 1_000)
-            side: Literal["left", "right"] = "left" if block.is_text(place) else "right"
-            grid.add_column(_words(block.columns[place]), justify=side, overflow="fold", min_width=least)
-            needed += least + 3
-        if needed <= room:
+        widths = [_least_width(block, place) for place in places]
+        if sum(widths) + 3 * len(widths) + 1 <= room:
             break
+    grid = _titled(title)
+    for place, width in zip(places, widths, strict=True):
+        side: Literal["left", "right"] = "left" if block.is_text(place) else "right"
+        grid.add_column(_words(block.columns[place]), justify=side, overflow="fold", min_width=width)
     for number, row in enumerate(block.rows):
         grid.add_row(*(_words(row[place]) for place in places), end_section=number in block.ruled)
     return grid, left_out
+
+
+def _least_width(block: Table, place: int) -> int:
+    """Return the width at which no number of a column is broken, and no word of up to 20 letters."""
+    cells = [block.columns[place], *(plain_words(row[place]) for row in block.rows)]
+    longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+    return min(longest, LEAST_WORDS) if block.is_text(place) else longest

@@ -6,7 +6,7 @@ What was measured on text comes from `compressor.report.measuring`. E experts, N
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 def load_of(shares: Sequence[float] | None) -> Load | None:
-    """How evenly shares [E] that sum to 1 are spread; None where there are none or no experts to choose from."""
+    """Return how evenly shares [E] that sum to 1 are spread; None where there are none or no token was routed."""
     total = sum(shares or ())
     if not shares or total <= 0:
         return None
@@ -84,19 +84,13 @@ class LayerReport(LayerMeasures):
 
     @property
     def heldout_error_before(self) -> float | None:
-        """Error on tokens that the reconstruction did not see, before it."""
-        return heldout_error(self.plan, "heldout_error_before")
+        """Error on tokens that the reconstruction did not see, before it; None where it recorded none."""
+        return correction_of(self.plan).get("heldout_error_before")
 
     @property
     def heldout_error_after(self) -> float | None:
-        """Error on tokens that the reconstruction did not see, after it."""
-        return heldout_error(self.plan, "heldout_error")
-
-
-def heldout_error(layer: LayerPlan, name: str) -> float | None:
-    """Return an error that a layer's reconstruction recorded; None where it recorded none."""
-    error: float | None = correction_of(layer).get(name)
-    return error
+        """Error on tokens that the reconstruction did not see, after it; None where it recorded none."""
+        return correction_of(self.plan).get("heldout_error")
 
 
 @dataclass(frozen=True)
@@ -110,20 +104,31 @@ class Report(Outcome):
     measured_text: str | None = None
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Return all of it as JSON."""
+        steps = [step.to_dict() for step in self.plan.steps]
+        for step in steps:
+            step.pop("plan", None)
         layers = [
             {**layer.fields(), **layer_to_dict(layer.plan), "protected": layer.protected} for layer in self.layers
         ]
-        own = {name: getattr(self, name) for name in ("hubs", "missing", "measured_tokens", "measured_text")}
-        steps = [{name: each for name, each in step.to_dict().items() if name != "plan"} for step in self.plan.steps]
-        content = plain_json({**self.to_dict(), "output": self.title, "steps": steps, **own, "layers": layers})
+        content = {
+            **self.to_dict(),
+            "output": self.title,
+            "steps": steps,
+            "hubs": self.hubs,
+            "missing": self.missing,
+            "measured_tokens": self.measured_tokens,
+            "measured_text": self.measured_text,
+            "layers": layers,
+        }
         gate = None if self.gate is None else gate_content(self.gate)
-        return json.dumps({"format": FORMAT, **content, "gate": gate}, ensure_ascii=False, allow_nan=False)
+        return json.dumps({"format": FORMAT, **plain_json(content), "gate": gate}, ensure_ascii=False, allow_nan=False)
 
     @property
     def measured_on(self) -> str:
         """'16,384 tokens of texts.jsonl'."""
-        return counted(self.measured_tokens, "token") + (f" of {self.measured_text}" if self.measured_text else "")
+        text = f" of {self.measured_text}" if self.measured_text else ""
+        return counted(self.measured_tokens, "token") + text
 
 
 def report_data(
@@ -132,22 +137,21 @@ def report_data(
     hubs: Path | None = None,
     gate: Path | GateResult | None = None,
 ) -> Report:
-    """What an output folder says of itself, and what was `measured` of it.
+    """Return what an output folder records, and what was `measured` of it.
 
     `hubs` is a hubs.json, `gate` a gate.json (by default the folder's own); one about other files is refused.
     """
-    outcome, measured = read_outcome(folder, gate), measured or Measured()
-    expert_plan, measures = outcome.expert_plan, {layer.module: layer for layer in measured.layers}
+    outcome = read_outcome(folder, gate)
+    measured = measured or Measured()
+    by_module = {measures.module: measures for measures in measured.layers}
+    layers = []
+    for plan in outcome.expert_plan.layers:
+        measures = by_module.get(plan.module, LayerMeasures(plan.module))
+        protected = tuple(outcome.expert_plan.protected.get(plan.module, ()))
+        layers.append(LayerReport(**measures.fields(), plan=plan, protected=protected))
     return Report(
-        **{entry.name: getattr(outcome, entry.name) for entry in fields(Outcome)},
-        layers=named(
-            LayerReport(
-                **measures.get(layer.module, LayerMeasures(layer.module)).fields(),
-                plan=layer,
-                protected=tuple(expert_plan.protected.get(layer.module, ())),
-            )
-            for layer in expert_plan.layers
-        ),
+        **vars(outcome),
+        layers=named(layers),
         hubs=() if hubs is None else _read_hubs(hubs),
         missing=measured.missing if outcome.seconds else (*measured.missing, NO_RECORD),
         measured_tokens=measured.tokens,
@@ -165,94 +169,110 @@ def _read_hubs(path: Path) -> tuple[Hub, ...]:
     return hubs
 
 
-def named(layers: Iterable[LayerReport]) -> tuple[LayerReport, ...]:
-    """The layers with their names."""
-    layers = tuple(layers)
-    often = Counter(layer.plan.layer for layer in layers)
+def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """Return the layers with their names."""
+    count = Counter(layer.plan.layer for layer in layers)
     return tuple(
-        replace(each, name=f"Layer {each.plan.layer}" if often[each.plan.layer] == 1 else each.module)
-        for each in layers
+        replace(layer, name=f"Layer {layer.plan.layer}" if count[layer.plan.layer] == 1 else layer.module)
+        for layer in layers
     )
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:
-    """All experts [E]: merged groups first, the largest before the others, then those alone, then the dropped."""
+    """Return all experts [E]: merged groups first, the largest before the others, then those alone, then the dropped."""
     alone = (group.members for group in plan.groups if len(group.members) == 1)
     return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
 
 
 def dispositions(layer: LayerReport) -> dict[int, str]:
-    """What became of each expert, in words."""
-    gone = "replaced by a constant" if layer.plan.constants else "dropped"
-    found = dict.fromkeys(range(layer.plan.experts), gone)
+    """Return what became of each expert, in words."""
+    became = dict.fromkeys(range(layer.plan.experts), "replaced by a constant" if layer.plan.constants else "dropped")
     for slot, group in enumerate(layer.plan.groups):
-        (first, *others) = group.members
-        alone = "protected" if first in layer.protected else "kept" if group.untouched else "rescaled"
-        said = f"merged into slot {slot}" if others else f"{alone} as slot {slot}"
-        found.update(dict.fromkeys(group.members, said))
-    return found
+        first = group.members[0]
+        if len(group.members) > 1:
+            words = f"merged into slot {slot}"
+        elif first in layer.protected:
+            words = f"protected as slot {slot}"
+        else:
+            words = f"{'kept' if group.untouched else 'rescaled'} as slot {slot}"
+        became.update(dict.fromkeys(group.members, words))
+    return became
 
 
 def roles(layer: LayerReport) -> list[str]:
-    """Kept, merged or dropped, also for a constant: [E]."""
-    words = {"merged": "merged", "dropped": "dropped", "replaced": "dropped"}
-    return [words.get(disposition.split()[0], "kept") for disposition in dispositions(layer).values()]
+    """Return 'kept', 'merged' or 'dropped', also for a constant, of each expert: [E]."""
+    by_expert = dict.fromkeys(range(layer.plan.experts), "kept")
+    by_expert.update(dict.fromkeys(layer.plan.dropped, "dropped"))
+    by_expert.update(dict.fromkeys(chain(*layer.plan.merged), "merged"))
+    return list(by_expert.values())
 
 
 def gone(layers: Iterable[LayerPlan]) -> str:
-    """What became of experts that are in no group."""
+    """Return what became of experts that are in no group."""
     return "replaced by constants" if any(layer.constants for layer in layers) else "dropped"
 
 
 def all_dispositions(layers: Sequence[LayerPlan]) -> str:
-    """'40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
+    """Return '40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
     groups = [group for layer in layers for group in layer.groups]
-    kept, merged = sum(group.untouched for group in groups), [group for layer in layers for group in layer.merged]
-    counts = {
-        f"{counted(kept, 'expert')} kept": kept,
-        f"{len(groups) - len(merged) - kept:,} rescaled": len(groups) - len(merged) - kept,
-        f"{sum(map(len, merged)):,} merged into {len(merged):,}": len(merged),
-        f"{sum(len(layer.dropped) for layer in layers):,} {gone(layers)}": sum(len(layer.dropped) for layer in layers),
-    }
-    return joined([words for words, count in counts.items() if count])
+    merged = [group.members for group in groups if len(group.members) > 1]
+    kept = sum(group.untouched for group in groups)
+    rescaled = len(groups) - len(merged) - kept
+    lost = sum(len(layer.dropped) for layer in layers)
+    parts = [
+        (kept, f"{counted(kept, 'expert')} kept"),
+        (rescaled, f"{rescaled:,} rescaled"),
+        (len(merged), f"{sum(map(len, merged)):,} merged into {len(merged):,}"),
+        (lost, f"{lost:,} {gone(layers)}"),
+    ]
+    return joined([words for count, words in parts if count])
 
 
 def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
-    """What became of each expert, a row for each layer; names of modules where a decoder layer has several.
+    """Return what became of each expert, a row for each layer; names of modules where a decoder layer has several.
 
     An expert that stands alone among the merged ones was rescaled.
     """
-    often = Counter(layer.layer for layer in plan.layers)
-    is_corrected = any(map(correction_of, plan.layers))
-    gone = "constants" if plan.has_constants else "dropped"
-    columns = ["layer", "kept", "merged", gone, *(["protected"] if plan.protected else []), "decided by"]
-    columns += ["held-out error"] if is_corrected else []
+    count = Counter(layer.layer for layer in plan.layers)
     rows = []
     for layer in plan.layers:
         changed = ["+".join(map(str, sorted(group.members))) for group in layer.groups if not group.untouched]
-        won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
-        tried = isinstance(won, str) and won != layer.decided_by
-        decided_by = f"{layer.decided_by}: {won}" if tried else layer.decided_by
-        before, after = heldout_error(layer, "heldout_error_before"), heldout_error(layer, "heldout_error")
-        kept, error = correction_of(layer).get("kept"), "-"
-        if before is not None and after is not None:
-            error = f"{before:.4g}, not corrected" if kept == "none" else f"{before:.4g} to {after:.4g} ({kept})"
         cells = {
-            "layer": f"{layer.layer} ({one_line(layer.module)})" if often[layer.layer] > 1 else str(layer.layer),
+            "layer": str(layer.layer) if count[layer.layer] == 1 else f"{layer.layer} ({one_line(layer.module)})",
             "kept": ranges(group.members[0] for group in layer.groups if group.untouched),
             "merged": ", ".join(changed) or "-",
-            gone: ranges(layer.dropped),
-            "protected": ranges(plan.protected.get(layer.module, ())),
-            "decided by": one_line(decided_by or "-"),
-            "held-out error": error,
+            "constants" if plan.has_constants else "dropped": ranges(layer.dropped),
         }
-        rows.append(tuple(cells[name] for name in columns))
-    return Table(caption, tuple(columns), tuple(rows), frozenset(columns))
+        if plan.protected:
+            cells["protected"] = ranges(plan.protected.get(layer.module, ()))
+        cells["decided by"] = _decided_by(layer)
+        if any(map(correction_of, plan.layers)):
+            cells["held-out error"] = _heldout_error(correction_of(layer))
+        rows.append(cells)
+    columns = tuple(rows[0])
+    return Table(caption, columns, tuple(tuple(cells.values()) for cells in rows), frozenset(columns))
+
+
+def _decided_by(layer: LayerPlan) -> str:
+    won = layer.figures.get("won")  # where several strategies were tried, or one in the name of `auto`
+    was_tried = isinstance(won, str) and won != layer.decided_by
+    return one_line(f"{layer.decided_by}: {won}" if was_tried else layer.decided_by or "-")
+
+
+def _heldout_error(correction: Mapping[str, Any]) -> str:
+    before, after = correction.get("heldout_error_before"), correction.get("heldout_error")
+    if before is None or after is None:
+        return "-"
+    if correction.get("kept") == "none":
+        return f"{before:.4g}, not corrected"
+    return f"{before:.4g} to {after:.4g} ({correction.get('kept')})"
 
 
 def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
-    """Similarities of a group's pairs; none without a matrix."""
-    return [layer.similarity[a][b] for a, b in combinations(group, 2)] if layer.similarity is not None else []
+    """Return similarities of a group's pairs; none without a matrix."""
+    if layer.similarity is None:
+        return []
+    return [layer.similarity[first][second] for first, second in combinations(group, 2)]
 
 
 def mean(values: Sequence[float]) -> float | None:
