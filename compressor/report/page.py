@@ -4,8 +4,9 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 """
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compressor.document import html
 from compressor.document.blocks import (
@@ -35,7 +36,17 @@ from compressor.files import alone, check_folder, check_parent, is_page, replaci
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short
 from compressor.recipe.document import changed, first_of, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of, describe_split
-from compressor.report.data import Load, Report, dispositions, experts_table, gone, load_of, mean, within
+from compressor.report.data import (
+    LayerReport,
+    Matrix,
+    Report,
+    dispositions,
+    experts_table,
+    gone,
+    load_of,
+    mean,
+    within,
+)
 from compressor.report.figures import NAMES, figures
 
 FIGURES = tuple(f"{name}.png" for name in NAMES)
@@ -43,7 +54,7 @@ WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in 
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 HUB_COLUMNS = ("expert", "what became of it", "influence", "its score", "AARV", "its score", "tokens")
-ERROR_COLUMNS = {
+ERRORS = {  # columns by field of a layer
     "error": "error of the block",
     "cosine": "cosine",
     "stream_error": "error of the stream",
@@ -54,11 +65,11 @@ ERROR_COLUMNS = {
 
 
 def made_with(data: Report) -> Facts:
-    """What was done and with what, names without the machine's folders."""
+    """Return what was done and with what, names without the machine's folders."""
     plan, source = data.plan, data.plan.source
     revision = f", revision {source.revision}" if source.revision else ""
-    sequential = "each layer was planned on what the compressed earlier layers output" if plan.sequential else "no"
     top = f", top {data.top_k}" if data.layers else ""  # which a plan without layers does not know
+    sequential = "each layer was planned on what the compressed earlier layers output"
     rows: list[tuple[str, Words | Items]] = [
         ("Base", f"{label(source.model)}{revision}, fingerprint {source.fingerprint}"),
         ("Strategy", data.strategy),
@@ -67,25 +78,16 @@ def made_with(data: Report) -> Facts:
         ("Split", describe_split(plan.split) if plan.split else ""),
         ("MoE layers", f"{len(data.layers):,}" if data.layers else ""),
         ("Reconstruction", setting(plan.correction) if plan.correction else "none"),
-        *((str(step["name"]).capitalize(), step_line(step)) for step in data.steps),
+        *((step["name"].capitalize(), step_line(step)) for step in data.steps),
         ("Quantize", step_line(data.quantized) if data.quantized else ""),
-        ("Sequential", sequential),
+        ("Sequential", sequential if plan.sequential else "no"),
     ]
-    if data.plan.calibration is None:
+    if plan.calibration is None:
         rows.append(("Calibration", "none; no text was read" + (" to choose experts" if data.steps else "")))
-    texts = {"Calibration": data.plan.calibration}
-    texts |= {f"Text of the step {step.name}": step.text for step in data.plan.steps}
+    texts = {"Calibration": plan.calibration, **{f"Text of the step {step.name}": step.text for step in plan.steps}}
     for name, text in texts.items():
-        if text is None:
-            continue
-        size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
-        parts = tuple(setting({**part, "source": label(part["source"])}) for part in text.get("sources", ()))
-        rows += [
-            (name, label(str(text.get("source", "unnamed text")))),
-            (f"{name}: size", setting(size)),
-            (f"{name}: sources", Items(parts) if len(parts) > 1 else ""),
-            (f"{name}: SHA-256 of the token ids", Code(str(text["sha256"])) if "sha256" in text else ""),
-        ]
+        if text is not None:
+            rows += text_facts(name, text)
     if data.measured_tokens:
         rows.append(("Measured for this report", data.measured_on))
     if data.left_out:
@@ -93,25 +95,38 @@ def made_with(data: Report) -> Facts:
         rows.append(("Left out of the output", f"{tensors}: {first_of(data.left_out, 8)}"))
     if data.zeroed_fields:
         rows.append(("Config fields set to zero, as the output has no such tensors", setting(data.zeroed_fields)))
-    rows += [("Versions", setting(data.versions)), ("Plan, SHA-256", Code(data.plan.digest()))]
+    rows += [("Versions", setting(data.versions)), ("Plan, SHA-256", Code(plan.digest()))]
     return Facts(tuple((name, value) for name, value in rows if value != ""))
 
 
-def done(data: Report) -> list[Block]:
-    """What was done, with what, and what this page cannot show."""
-    command = Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
-    missing = (Heading("What is missing here", 3), Items(data.missing))
-    return [made_with(data), Heading("Command", 3), command, *(missing if data.missing else ())]
+def text_facts(name: str, text: Mapping[str, Any]) -> Iterator[tuple[str, Words | Items]]:
+    """Yield source, size and digest of a text that steps read."""
+    size = {key.replace("_", " "): text[key] for key in text if key not in ("source", "sources", "sha256", "asked")}
+    parts = tuple(setting({**part, "source": label(part["source"])}) for part in text.get("sources", ()))
+    yield name, label(text["source"])
+    yield f"{name}: size", setting(size)
+    yield f"{name}: sources", Items(parts) if len(parts) > 1 else ""
+    yield f"{name}: SHA-256 of the token ids", Code(text["sha256"]) if "sha256" in text else ""
+
+
+def done(data: Report) -> Iterator[Block]:
+    """Yield what was done, with what, and what this page cannot show."""
+    yield made_with(data)
+    yield Heading("Command", 3)
+    yield Listing(shlex.join(data.command)) if data.command else Text("The command was not recorded.")
+    if data.missing:
+        yield Heading("What is missing here", 3)
+        yield Items(data.missing)
 
 
 def steps(data: Report) -> list[Block]:
-    """What each step on the whole model did, in order."""
+    """Return what each step on the whole model did, in order."""
     blocks = [block for step in data.steps for block in step_blocks(step)]
     return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
 
 
 def sizes(data: Report) -> tuple[Table]:
-    """Experts, parameters and bytes, exactly."""
+    """Return experts, parameters and bytes, exactly."""
     columns = ("", "before", "after", "left", "before, exactly", "after, exactly")
     rows = tuple(
         (row.name, row.shown_before, row.shown_after, row.left, f"{row.before:,}", f"{row.after:,}")
@@ -120,40 +135,44 @@ def sizes(data: Report) -> tuple[Table]:
     return (Table("Sizes before and after", columns, rows),)
 
 
-def heldout(data: Report) -> list[Block]:
-    """Loss, KL and flips on held-out text, of each source where there are several."""
+def heldout(data: Report) -> Sequence[Block]:
+    """Return loss, KL and flips on held-out text, of each source where there are several."""
     if data.heldout is None:
         return [Text("Output and base were not compared: the run read too little text, or was told not to.")]
-    return [*heldout_blocks(data.heldout)]
+    return heldout_blocks(data.heldout)
 
 
-def gate(data: Report) -> list[Block]:
-    """The verdict in words, its tasks, and how it came about; or how to come by one."""
-    if (result := data.gate) is not None:
-        return [*gate_blocks(result)]
+def gate(data: Report) -> Sequence[Block]:
+    """Return the verdict in words, its tasks, and how it came about; or how to come by one."""
+    if data.gate is not None:
+        return gate_blocks(data.gate)
     name, source = data.title, data.plan.source
-    run = ["moe-compress", "gate", source.model, name, "-o", f"{name}.gate"]
-    run += ["--revision", source.revision] if source.revision else []
+    command = ["moe-compress", "gate", source.model, name, "-o", f"{name}.gate"]
+    if source.revision:
+        command += ["--revision", source.revision]
     return [
         Text("The accuracy gate was not run on this model, so nothing is known of its accuracy."),
-        Listing(shlex.join(run)),
+        Listing(shlex.join(command)),
         Text(f"Then make this report again with --gate {name}.gate."),
     ]
 
 
 def cost(data: Report) -> list[Block]:
-    """Seconds by phase, and the memory that the run held at its peak."""
+    """Return seconds by phase, and the memory that the run held at its peak."""
     peak = f"Peak memory: {human_bytes(data.peak_memory)}." if data.peak_memory else "The peak memory was not recorded."
-    phases = {name: value for name, value in data.seconds.items() if name != "total"}
+    phases = {name: seconds for name, seconds in data.seconds.items() if name != "total"}
     if not phases:
         return [Text("No times were recorded."), Text(peak)]
-    phases["all phases"] = total = sum(phases.values())
-    rows = tuple((name, f"{value:.2f}", share(value, total)) for name, value in phases.items())
+    total = sum(phases.values())
+    phases["all phases"] = total
+    rows = tuple((name, f"{seconds:.2f}", share(seconds, total)) for name, seconds in phases.items())
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
 
-def experts(plan: ExpertPlan) -> tuple[Table, Text]:
-    """What became of each expert: a row for each layer, and how to read it."""
+def experts(plan: ExpertPlan) -> tuple[Block, ...]:
+    """Return what became of each expert: a row for each layer, and how to read it."""
+    if not plan.layers:
+        return (Text("All experts stay."),)
     legend = (
         "Numbers are those of the base's experts. Kept: as they were, apart from reconstruction and distillation. "
         "Merged: the experts joined by + became one; one that stands there alone was rescaled."
@@ -166,90 +185,95 @@ def experts(plan: ExpertPlan) -> tuple[Table, Text]:
     return experts_table(plan, "What became of each expert"), Text(legend, "note")
 
 
-def similarity(data: Report) -> list[Block]:
-    """The groups of each layer, with the similarities in and between them."""
+def similarity(data: Report) -> Iterator[Block]:
+    """Yield the groups of each layer, with the similarities in and between them."""
+    yield from _unmeasured(data, "similarity", "similarity of experts")
     with_matrices = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity) <= MOST_CELLS
-    blocks = _unmeasured(data, "similarity", "similarity of experts")
     if not with_matrices:
-        blocks.append(Text("The matrices have too many numbers for tables; those of the groups are below.", "note"))
+        yield Text("The matrices have too many numbers for tables; those of the groups are below.", "note")
     for layer in data.layers:
-        plan, lost = layer.plan, gone([layer.plan])
-        rows: list[tuple[str, str, str, str]] = []
+        plan = layer.plan
+        decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
+        decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
+        rows = []
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
-                figures = short(mean(pairs)), short(min(pairs, default=None))
-                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
-        decided: dict[str, Words] = {"Module": Code(layer.module), "Decided by": plan.decided_by}
-        decided |= {name.replace("_", " ").capitalize(): setting(value) for name, value in plan.figures.items()}
-        columns = ("", "experts", "mean similarity", "least similarity")
+                least = min(pairs, default=None)
+                rows.append((f"merged, slot {slot}", listed(group.members), short(mean(pairs)), short(least)))
         below: list[Block] = [Facts(tuple(decided.items()))]
         if rows:
+            columns = ("", "experts", "mean similarity", "least similarity")
             below.append(Table(f"{layer.name}: groups", columns, tuple(rows), frozenset({"experts"})))
         if with_matrices and layer.similarity is not None:
-            numbers = ("expert", *map(str, range(len(layer.similarity))))
-            lines = tuple((str(row), *(f"{value:.2f}" for value in line)) for row, line in enumerate(layer.similarity))
-            below.append(Table(f"{layer.name}: {layer.similarity_label or 'similarity'}", numbers, lines))
+            below.append(matrix(f"{layer.name}: {layer.similarity_label or 'similarity'}", layer.similarity))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "
-            f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {lost}"
+            f"{counted(len(plan.merged), 'merged group')}, {len(plan.dropped)} {gone([plan])}"
         )
-        blocks.append(Details((Strong(layer.name), " ", Note(note)), tuple(below)))
-    return blocks
+        yield Details((Strong(layer.name), " ", Note(note)), tuple(below))
+
+
+def matrix(caption: str, values: Matrix) -> Table:
+    """Return a matrix of experts [E, E] as a table."""
+    rows = [(str(number), *map("{:.2f}".format, row)) for number, row in enumerate(values)]
+    return Table(caption, ("expert", *map(str, range(len(values)))), tuple(rows))
 
 
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
-    """Which layers lack a measure, and where the page says what it takes to measure it."""
-    lacking = [layer.name for layer in data.layers if not getattr(layer, field)]
-    if lacking and len(lacking) == len(data.layers):
-        remedy = ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
-        return [Text((f"The {what} was not measured", *remedy))]
-    return [Text(f"Without a measured {what}: {', '.join(lacking)}.")] if lacking else []
+    """Return where the page says what it takes to measure what no layer has; nothing if a layer has it."""
+    if not data.layers or any(getattr(layer, field) for layer in data.layers):
+        return []
+    remedy = ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
+    return [Text((f"The {what} was not measured", *remedy))]
 
 
-def visits(data: Report) -> list[Block]:
-    """How evenly tokens spread, and each expert's share."""
-    blocks = _unmeasured(data, "visits_before", "share of tokens")
+def visits(data: Report) -> Iterator[Block]:
+    """Yield how evenly tokens spread, and each expert's share."""
+    yield from _unmeasured(data, "visits_before", "share of tokens")
     layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
-    rows, folds = [], []
-    for layer in layers:
-        loads = load_of(layer.visits_before), load_of(layer.visits_after)
-        rows.append((layer.name, *(short(getattr(load, field, None)) for field in Load._fields for load in loads)))
-        before, after = (dict(enumerate(shares or ())) for shares in (layer.visits_before, layer.visits_after))
-        slots, became = layer.plan.slots(), dispositions(layer)
-        shares = tuple(
-            (str(expert), percent(before.get(expert)), became[expert], percent(after.get(slots.get(expert, -1))))
-            for expert in range(layer.plan.experts)
-        )
-        columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
-        table = Table(f"{layer.name}: routed tokens", columns, shares, frozenset({"what became of it"}))
-        folds.append(Details((Strong(layer.name), " ", Note("shares of experts and slots")), (table,)))
     if not layers:
-        return blocks
+        return
+    rows = []
+    for layer in layers:
+        loads = [load_of(layer.visits_before), load_of(layer.visits_after)]
+        maxima = [short(load and load.maximum_to_mean) for load in loads]
+        rows.append((layer.name, *maxima, *(short(load and load.entropy) for load in loads)))
     heads = ("", "maximum to mean, before", "after", "entropy, before", "after")
+    yield Table("How evenly the routed tokens spread", heads, tuple(rows))
     note = "Both are 1 where all experts get equally many tokens; the entropy is 0 where one gets them all."
-    return [*blocks, Table("How evenly the routed tokens spread", heads, tuple(rows)), Text(note, "note"), *folds]
+    yield Text(note, "note")
+    for layer in layers:
+        yield Details((Strong(layer.name), " ", Note("shares of experts and slots")), (shares(layer),))
 
 
-def errors(data: Report) -> list[Block]:
-    """Each layer's errors as numbers."""
-    heads = {
-        field: head
-        for field, head in ERROR_COLUMNS.items()
-        if any(getattr(layer, field) is not None for layer in data.layers)
-    }
-    blocks = [] if "error" in heads else _unmeasured(data, "error", "reconstruction error")
-    if heads:
-        rows = tuple((layer.name, *(short(getattr(layer, field), 4) for field in heads)) for layer in data.layers)
-        blocks.append(Table("Errors by layer", ("", *heads.values()), rows))
-    if "stream_error" in heads:
+def shares(layer: LayerReport) -> Table:
+    """Return each expert's share of the routed tokens, what became of it, and the share of its slot."""
+    before = layer.visits_before or (None,) * layer.plan.experts
+    slots = layer.plan.remap()
+    rows = []
+    for expert, became in dispositions(layer).items():
+        after = layer.visits_after[slots[expert]] if layer.visits_after and slots[expert] >= 0 else None
+        rows.append((str(expert), percent(before[expert]), became, percent(after)))
+    columns = ("expert", "routed tokens before", "what became of it", "routed tokens of its slot after")
+    return Table(f"{layer.name}: routed tokens", columns, tuple(rows), frozenset({"what became of it"}))
+
+
+def errors(data: Report) -> Iterator[Block]:
+    """Yield each layer's errors as numbers."""
+    fields = [name for name in ERRORS if any(getattr(layer, name) is not None for layer in data.layers)]
+    if "error" not in fields:
+        yield from _unmeasured(data, "error", "reconstruction error")
+    if fields:
+        rows = [(layer.name, *(short(getattr(layer, name), 4) for name in fields)) for layer in data.layers]
+        yield Table("Errors by layer", ("", *map(ERRORS.__getitem__, fields)), tuple(rows))
+    if "stream_error" in fields:
         note = "The stream is the decoder layer's output when each model runs on its own, so its error adds up."
-        blocks.append(Text(note, "note"))
-    return blocks
+        yield Text(note, "note")
 
 
 def hubs(data: Report) -> list[Block]:
-    """Named hubs with what became of them, and protected experts by layer."""
+    """Return named hubs with what became of them, and protected experts by layer."""
     protected = tuple((layer.name, listed(layer.protected)) for layer in data.layers if layer.protected)
     became = {layer.module: dispositions(layer) for layer in data.layers}
     rows = []
@@ -258,19 +282,17 @@ def hubs(data: Report) -> list[Block]:
         figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     texts = frozenset({"what became of it", "experts"})
+    hub_table = Table("Routing hubs", HUB_COLUMNS, tuple(rows), texts)
+    protected_table = Table("Protected experts", ("", "experts"), protected, texts)
     return [
         Heading("Hubs", 3),
-        Table("Routing hubs", HUB_COLUMNS, tuple(rows), texts)
-        if rows
-        else Text("None: no hubs were named to this report."),
+        hub_table if rows else Text("None: no hubs were named to this report."),
         Heading("Protected experts", 3),
-        Table("Protected experts", ("", "experts"), protected, texts)
-        if protected
-        else Text("None: the plan protects no expert."),
+        protected_table if protected else Text("None: the plan protects no expert."),
     ]
 
 
-SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block]]]] = (
+SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
     ("sizes", "Sizes", None, sizes),
@@ -287,29 +309,41 @@ SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Sequence[Block
 
 
 def page(data: Report, drawn: Sequence[Figure]) -> str:
-    """The whole page; `drawn` are the figures of `figures`, or some of them."""
+    """Return the whole page; `drawn` are the figures of `figures`, or some of them."""
     by_name = {figure.name: figure for figure in drawn}
     blocks: list[Block] = []
     for anchor, heading, name, body in SECTIONS:
-        blocks += [Heading(heading, 2, anchor), *([by_name[name]] if name in by_name else []), *body(data)]
-    later = [WAYS.get(name, name) for step in data.steps if changed(step) and (name := str(step["name"]))]
-    ways = dict.fromkeys([data.strategy, *(["reconstruction"] if data.plan.correction else []), *later])
-    lead = (
+        blocks.append(Heading(heading, 2, anchor))
+        if name in by_name:
+            blocks.append(by_name[name])
+        blocks += body(data)
+    made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
+    return html.page(data.title, "Compression report", lead(data), tiles(data), blocks, made_by)
+
+
+def lead(data: Report) -> str:
+    """Return what was done in a sentence or two."""
+    ways = [data.strategy, *(["reconstruction"] if data.plan.correction else [])]
+    ways += [WAYS.get(step["name"], step["name"]) for step in data.steps if changed(step)]
+    sentence = (
         f"{data.plan.source.model} with {data.experts_after} instead of {counted(data.experts_before, 'expert')} in "
-        f"each MoE layer, by {joined([*ways])}."
+        f"each MoE layer, by {joined([*dict.fromkeys(ways)])}."
     )
-    if data.quantized:
-        lead += f" {step_line(data.quantized)}."
+    return f"{sentence} {step_line(data.quantized)}." if data.quantized else sentence
+
+
+def tiles(data: Report) -> Facts:
+    """Return the facts that one looks for first, each with a note."""
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: tuple[Words, str] = "not run", "see below"
-    if (gate := data.gate) is not None:
-        verdict = Toned(gate.verdict, *SIGNS[gate.verdict]), _judged(gate)
+    if data.gate is not None:
+        verdict = Toned(data.gate.verdict, *SIGNS[data.gate.verdict]), _judged(data.gate)
     quality: tuple[Words, str] = "not compared", "with the base"
     if data.heldout is not None:
         loss, rise, kl, flips = overall_words(data.heldout.overall)
         quality = loss, f"{rise} nats per token; KL {kl}; flips {flips}"
-    tiles: dict[str, tuple[Words, str]] = {
+    shown: dict[str, tuple[Words, str]] = {
         "Experts per layer": (f"{experts.before} → {experts.after}", f"top {data.top_k}" if data.layers else ""),
         "Parameters": (parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
         "Size on disk": (nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
@@ -317,9 +351,7 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
         "Layer error": (short(mean(errors)), "mean over layers" if errors else "not measured"),
         "Accuracy gate": verdict,
     }
-    shown = Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in tiles.items()))
-    made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
-    return html.page(data.title, "Compression report", lead, shown, blocks, made_by)
+    return Facts(tuple((name, (value, " ", Note(note))) for name, (value, note) in shown.items()))
 
 
 def _judged(gate: GateResult) -> str:
