@@ -17,8 +17,7 @@ import compressor
 from compressor.api import make_recipe
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.hub.card import again as asked_again
-from compressor.hub.card import introduction, read_facts
+from compressor.hub.card import introduction, read_facts, recipe_text
 from compressor.model.opened import open_model
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.search import possible_counts
@@ -204,11 +203,10 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
         wanted = "of which all experts stay, after a split of each of 8 experts into 2 parts"
     facts = read_facts(tmp_path / "out")
     assert wanted in str(introduction(facts))
-    again = asked_again(facts.outcome.plan, "again")
-    assert again is not None
-    recipe, commands = again
+    recipe = recipe_text(facts.outcome.plan)
+    assert recipe is not None
     (tmp_path / "recipe.yaml").write_text(recipe)
-    done = run(*shlex.split(commands[0])[1:])
+    done = run("compress", "recipe.yaml", "-o", "again")
     assert done.status == 0 and (way == "pruned" or "Split each of 8 experts" in done.out)
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
     if way == "pruned":

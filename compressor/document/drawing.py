@@ -75,7 +75,7 @@ def log_limits(values: Iterable[float], decades: int = DECADES) -> tuple[float, 
 
 
 def ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Return round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; or the ends."""
+    """Return round numbers from `low` to `high`: powers of ten, with 2 and 5 of each within two decades; or ends."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high <= 100 * low else (1,)
     round_numbers = [float(f"{step}e{decade}") for decade in decades for step in steps]
@@ -189,11 +189,10 @@ def draw_dots(
         for row, bound in enumerate(kind.bounds):
             if bound is not None:
                 axes.plot(bound, [row, row], color=shade, **ends)
-        places = [row for row, value in enumerate(kind.values) if value is not None]
-        if places:
+        dots = [(value, row) for row, value in enumerate(kind.values) if value is not None]
+        if dots:
             axes.plot(
-                [kind.values[row] for row in places],
-                places,
+                *zip(*dots, strict=True),
                 label=kind.label,
                 linestyle="none",
                 marker=kind.marker,

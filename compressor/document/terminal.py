@@ -86,7 +86,7 @@ def _facts(block: blocks.Facts, title: str) -> RichTable:
 
 
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, tuple[str, ...]]:
-    """Return the table and the optional columns that it leaves out, so that words and numbers stay whole if possible."""
+    """Return the table and the optional columns that it leaves out, so that words and numbers stay whole."""
     for number in range(len(block.optional) + 1):
         left_out = block.optional[:number]
         places = [place for place, name in enumerate(block.columns) if name not in left_out]

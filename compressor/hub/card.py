@@ -1,14 +1,14 @@
 """The model card of a compressed checkpoint, made of what was measured or recorded and of nothing else."""
 
+import logging
 import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
@@ -18,8 +18,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.evaluation.gate_report import card_metrics
-from compressor.evaluation.gate_verdict import GateResult, TaskGate
-from compressor.evaluation.judged import heldout_blocks
+from compressor.evaluation.gate_verdict import GateResult
 from compressor.formatting import counted, human_count, joined, label, one_line, share, span, without_paths
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.inspection import stock_fault
@@ -41,17 +40,18 @@ from compressor.run_record import COMPRESSION, read_record
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-ONNX_FILES = GRAPH, ONNX_RECORD = "model.onnx", "onnx_export.json"
+logger = logging.getLogger(__name__)
+
+GRAPH = "model.onnx"
+ONNX_RECORD = "onnx_export.json"
 ONNX_FOLDER = "onnx"
-EMPTY: Mapping[str, Any] = MappingProxyType({})
 CARD = "README.md"
 TASK = "text-generation"
+HUGGING_FACE = "https://huggingface.co"
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # of a licence
-LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 Blocks = tuple[Block, ...]
 MEASURED = ("similarity", "visits", "errors")  # figures of the last report that a card shows
-MOST_TABLE = 150_000  # letters; what is longer nobody reads, and compression.json has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,11 @@ class Facts:
     def strategies(self) -> tuple[str, ...]:
         """How experts were chosen, in the order of the steps; empty where none were."""
         chosen = [step for step in self.outcome.plan.steps if step.expert_plan is not None]
-        return tuple(dict.fromkeys(str(step.options.get("strategy", step.name)) for step in chosen))
-
-
-def entry_of(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object within JSON of a file that anybody may have edited; an empty one where there is none."""
-    found = content.get(name)
-    return found if isinstance(found, Mapping) else EMPTY
+        return tuple(dict.fromkeys(step.options.get("strategy", step.name) for step in chosen))
 
 
 def without_folders(value: Any) -> Any:
-    """A value of an option in which paths are names."""
+    """Return a value of an option in which paths are names."""
     if isinstance(value, Mapping):
         return {name: without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -89,7 +83,7 @@ def without_folders(value: Any) -> Any:
 
 
 def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured | None = None) -> Facts:
-    """Everything that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
+    """Return all that a card says, from the files in `folder`; raises `CompressionError` where they disagree."""
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an output of "
@@ -98,17 +92,12 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
     outcome = report_data(folder, measured, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
         raise CompressionError(f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file")
-    if (result := outcome.gate) is not None:  # with names that YAML and a web page can hold
-
-        def shown(row: TaskGate) -> TaskGate:
-            return replace(row, task=one_line(row.task), metric=one_line(row.metric), version=one_line(row.version))
-
-        tasks, pooled = tuple(map(shown, result.tasks)), result.pooled and shown(result.pooled)
-        base, compressed, options = label(result.base), label(result.compressed), without_folders(result.options)
-        result = replace(result, base=base, compressed=compressed, tasks=tasks, pooled=pooled, options=options)
-        outcome = replace(outcome, gate=result)
+    if outcome.gate is not None:
+        base, compressed = label(outcome.gate.base), label(outcome.gate.compressed)
+        options = without_folders(outcome.gate.options)
+        outcome = replace(outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options))
     has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
-    graphs = [place for place in ("", ONNX_FOLDER) if all((folder / place / name).is_file() for name in ONNX_FILES)]
+    graphs = [inner for inner in ("", ONNX_FOLDER) if has_graph(folder / inner)]
     if not has_weights and "" not in graphs:
         raise CompressionError(f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress")
     model = None
@@ -126,43 +115,52 @@ def read_facts(folder: Path, gate: GateResult | None = None, measured: Measured 
     )
 
 
+def has_graph(folder: Path) -> bool:
+    """Return True if a folder holds an exported ONNX graph with its record."""
+    return (folder / GRAPH).is_file() and (folder / ONNX_RECORD).is_file()
+
+
 def _check_weights(folder: Path, recorded: Size) -> dict[str, int]:
-    """Stored elements by dtype; raises `CompressionError` unless the bytes are as many as the record says."""
+    """Return stored elements by dtype; raises `CompressionError` unless the bytes are as many as the record says."""
     tensors = Checkpoint(folder).tensors.values()
-    counted = Size.of(tensors)
-    if counted.bytes != recorded.bytes:  # of packed weights, the record counts what they stand for
+    nbytes = Size.of(tensors).bytes
+    if nbytes != recorded.bytes:  # of packed weights, the record counts parameters that they stand for
         raise CompressionError(
-            f"the weights in {folder} hold {counted.bytes} bytes, its {COMPRESSION} says {recorded.bytes}; they do not "
+            f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says {recorded.bytes}; they do not "
             "belong together, compress again"
         )
     dtypes = Counter[str]()
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=lambda tensor: tensor.dtype):
         dtypes[tensor.dtype] += math.prod(tensor.shape)
-    return dict(sorted(dtypes.items(), key=lambda entry: (-entry[1], entry[0])))
+    return dict(dtypes.most_common())
 
 
 def _active_parameters(model: OpenModel, outcome: Outcome) -> tuple[int | None, int] | None:
-    """Counted from headers by the stock model's layout; None where stored elements are not parameters of one expert.
+    """Count active parameters from headers; None where stored elements are not parameters of one expert.
 
     The base's alone are None where it stores its tensors in another way.
     """
-    layout, towers = model.layout, {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
+    layout, plan = model.layout, outcome.expert_plan
+    towers = {layer.unit.rstrip("0123456789") for layer in model.architecture.layers}
     if layout.quantized or not layout.regular or len(towers) > 1:
         return None
-    plan, before, after = outcome.expert_plan, outcome.before.parameters, outcome.after.parameters
-    expert, row = Counter[str](), Counter[str]()  # by layer: elements of one expert, and of its router row
+    expert_size, row_size = Counter[str](), Counter[str]()  # elements of an expert and of its router row, by layer
     for name, role in layout.roles.items():
-        info, counts = model.checkpoint.tensors[name], row if role.is_router else expert
+        info = model.checkpoint.tensors[name]
+        sizes = row_size if role.is_router else expert_size
         if role.kind == "fused":
-            counts[role.layer] += info.parameters // info.shape[role.dim]
+            sizes[role.layer] += info.parameters // info.shape[role.dim]
         elif role.kind == "expert" and role.expert == 0:
-            counts[role.layer] += info.parameters
-    if set(expert) != {layer.module for layer in plan.layers}:
+            sizes[role.layer] += info.parameters
+    if set(expert_size) != {layer.module for layer in plan.layers}:
         return None  # layers that share their experts
-    idle = sum((plan.experts - layer.top_k) * expert[layer.module] for layer in plan.layers)
-    gone = sum((layer.experts - plan.experts) * expert[layer.module] for layer in plan.layers)
     parts = parts_of(outcome.plan.split)
-    rows = sum((layer.experts // parts - plan.experts) * row[layer.module] for layer in plan.layers)
+    idle = gone = rows = 0
+    for layer in plan.layers:
+        idle += (plan.experts - layer.top_k) * expert_size[layer.module]
+        gone += (layer.experts - plan.experts) * expert_size[layer.module]
+        rows += (layer.experts // parts - plan.experts) * row_size[layer.module]
+    before, after = outcome.before.parameters, outcome.after.parameters
     same = plan.top_k is None and before - after == gone + rows
     return before - gone - idle if same else None, after - idle
 
@@ -184,7 +182,7 @@ def card_text(
     base: Path | None = None,
     measured: Measured | None = None,
 ) -> Card:
-    """The card of the checkpoint in `folder` as the repository `repo_id`; raises `CompressionError` if it cannot be.
+    """Return the card of the checkpoint in `folder` as the repository `repo_id`.
 
     `gate` is by default the result beside the weights, if it is about them. `command` is the one that was run, `base`
     the folder of a local base, whose card gives the licence, and `measured` what a report found, to be shown too.
@@ -206,7 +204,7 @@ def card_text(
         *introduction(facts),
         *comparison(facts),
         *pictures("gate", "distillation"),
-        *provenance(facts, command, again(plan, name)),
+        *provenance(facts, command, name),
         Heading("Experts"),
         *pictures("experts"),
         *experts_details(data.expert_plan),
@@ -219,92 +217,88 @@ def card_text(
 
 
 def known_here(folder: Path) -> dict[str, Any]:
-    """What only this machine knows of an output, as arguments of `card_text`: command, local base, measures."""
-    record, measured = read_record(folder), kept_measures(folder)
-    base = Path(record.source) if record is not None and record.revision is None else None
-    return {
-        "command": shlex.join(record.command) if record is not None and record.command else None,
-        "base": base if base is not None and base.is_dir() else None,
-        "measured": measured,
-    }
+    """Return what only this machine knows of an output, as arguments of `card_text`: command, local base, measures."""
+    known: dict[str, Any] = {"measured": kept_measures(folder)}
+    record = read_record(folder)
+    if record is not None:
+        known["command"] = shlex.join(record.command) if record.command else None
+        if record.revision is None and Path(record.source).is_dir():
+            known["base"] = Path(record.source)
+    return known
 
 
-Again = tuple[str, tuple[str, ...]]  # a recipe's YAML, and the command lines that carry it out
+def recipe_text(plan: Plan) -> str | None:
+    """Return the YAML that makes this plan again; None where a step of it is not installed.
 
-
-def again(plan: Plan, out: str) -> Again | None:
-    """What asks for this plan again and writes it to `out`; None where the plan does not record all that it takes.
-
-    A plan of one source of several (`--per-source`) needs two commands. Local models and text files are named without
-    their folders.
+    Local models and text files are named without their folders.
     """
-    texts = [text for text in (plan.calibration, *(step.text for step in plan.steps)) if text is not None]
-    if not all(isinstance(text.get("asked"), Mapping) for text in texts):
-        return None
     try:
         for number, step in enumerate(plan.steps):
             options = {name: without_folders(value) for name, value in step.options.items()}
             if step.name == PRUNE and "options" in options:  # a strategy's own, which stay as they are
                 options["options"] = dict(step.options["options"])
             plan = plan.with_entry(number, options=options)
-        made = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
-    except CompressionError:  # a step that is not installed, or options that were edited
+        recipe = recipe_of_plan(plan).model_copy(update={"model": label(plan.source.model)})
+    except CompressionError:
         return None
-    command = shlex.join(["moe-compress", "compress", RECIPE, "-o", one_line(out)])
-    return recipe_yaml(made).decode().rstrip(), (command,)
+    return recipe_yaml(recipe).decode().rstrip()
 
 
 def cited(name: str) -> str:
-    """A strategy and, in brackets, what `list strategies` says of it with its paper, if it is installed."""
+    """Return a strategy with what `list strategies` says of it and its paper, if it is installed."""
     try:
-        summary = load_strategy(name).summary.rstrip(".")
+        return f"{name} ({load_strategy(name).summary.rstrip('.')})"
     except CompressionError:
-        summary = ""
-    return one_line(name) + (f" ({one_line(summary)})" if summary else "")
+        return name
 
 
 def introduction(facts: Facts) -> Blocks:
-    """What it is, in one paragraph, with the strategies that won layers where several were tried."""
-    outcome, expert_plan, split = facts.outcome, facts.outcome.expert_plan, facts.outcome.plan.split
-    fewer = ", with fewer experts" if expert_plan.layers else ""
-    kind = f" It is an ordinary checkpoint of its architecture{fewer}."
-    layers = counted(len(expert_plan.layers), "MoE layer")
-    after_split = f", after a split of {describe_split(split)}" if split else ""
-    if expert_plan.has_constants:
-        replaced = sum(len(layer.constants) for layer in expert_plan.layers)
-        before = sum(layer.experts for layer in expert_plan.layers)
-        what = (
-            f" in which constants stand for {replaced:,} of the {before:,} experts of its {layers}; "
-            f"{span(len(layer.groups) for layer in expert_plan.layers)} stay in each (MoNE, arXiv:2507.00390). The "
-            "routers are whole."
-        )
+    """Return what it is, in one paragraph, with the strategies that won layers where several were tried."""
+    outcome, plan = facts.outcome, facts.outcome.plan
+    source = plan.source
+    base: Words = f'the local checkpoint "{label(source.model)}"'
+    name = base_id(source)
+    if name is not None:
+        base = Link(name, f"{HUGGING_FACE}/{name}"), f" (revision {source.revision})"
+    kind = " It is an ordinary checkpoint of its architecture" + (", with fewer experts." if outcome.layers else ".")
+    if outcome.expert_plan.has_constants:
         kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
-    elif not expert_plan.layers:
-        same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
-        what = f", of which all experts stay{after_split}.{same}"
-    else:
-        winners = Counter(won for layer in expert_plan.layers if isinstance(won := layer.figures.get("won"), str))
-        won = [f"{cited(name)} in {counted(count, 'layer')}" for name, count in sorted(winners.items())]
-        decided = f"; decided by {joined(won)}" if won else ""
-        routed = f" A token is routed to {expert_plan.top_k} of them." if expert_plan.top_k is not None else ""
-        what = (
-            f" with {expert_plan.experts} instead of {span(layer.experts for layer in expert_plan.layers)} experts "
-            f"in each of its {layers}{after_split}: {all_dispositions(expert_plan.layers)}.{routed} "
-            f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
-        )
+    what = _what_became(facts)
     if outcome.quantized:
         what += f" {step_line(outcome.quantized)}."
         kind = ""
-    made = f"{what} It was made with moe-compressor.{kind}"
-    source = outcome.plan.source
-    base: Words = f'the local checkpoint "{label(source.model)}"'
-    if (name := base_id(source)) is not None:
-        base = Link(name, f"https://huggingface.co/{name}"), f" (revision {one_line(str(source.revision))})"
-    return (Text(("This is ", base, made)),)
+    return (Text(("This is ", base, f"{what} It was made with moe-compressor.{kind}")),)
+
+
+def _what_became(facts: Facts) -> str:
+    """Return what became of the base's experts; it follows the base's name."""
+    plan, split = facts.outcome.expert_plan, facts.outcome.plan.split
+    count = counted(len(plan.layers), "MoE layer")
+    after_split = f", after a split of {describe_split(split)}" if split else ""
+    if plan.has_constants:
+        replaced = sum(len(layer.constants) for layer in plan.layers)
+        before = sum(layer.experts for layer in plan.layers)
+        return (
+            f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
+            f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, arXiv:2507.00390). The "
+            "routers are whole."
+        )
+    if not plan.layers:
+        same = " The sub-experts compute what the base's experts do, up to rounding." if split else ""
+        return f", of which all experts stay{after_split}.{same}"
+    winners = Counter(layer.figures["won"] for layer in plan.layers if "won" in layer.figures)
+    won = [f"{cited(name)} in {counted(number, 'layer')}" for name, number in sorted(winners.items())]
+    decided = f"; decided by {joined(won)}" if won else ""
+    routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
+    return (
+        f" with {plan.experts} instead of {span(layer.experts for layer in plan.layers)} experts in each of its "
+        f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
+        f"Strategy: {', then '.join(map(cited, facts.strategies))}{decided}."
+    )
 
 
 def comparison(facts: Facts) -> Blocks:
-    """Base and compressed model, side by side."""
+    """Return base and compressed model, side by side."""
     (table,) = page.sizes(facts.outcome)
     note = "Parameters are weights, in whatever format, without the scales of quantised ones."
     if facts.active is not None:
@@ -313,81 +307,55 @@ def comparison(facts: Facts) -> Blocks:
         row = ("active parameters", known[0], human_count(after), known[1], known[2], f"{after:,}")
         table = replace(table, rows=(*table.rows, row))
         note += " Active parameters are all but the experts that a token is not routed to."
+    heldout = page.heldout(facts.outcome) if facts.outcome.heldout is not None else ()
     gate = page.gate(facts.outcome) if facts.outcome.gate is not None else ()
-    heldout = facts.outcome.heldout
-    sources = () if heldout is None else heldout_blocks(heldout)
-    return Heading("Before and after"), table, Text(note), *sources, *gate
+    return Heading("Before and after"), table, Text(note), *heldout, *gate
 
 
-def provenance(facts: Facts, command: str | None, again: Again | None) -> Blocks:
-    """The recipe of all steps, the text that was read, versions and digest; `command` is the last one, if known."""
-    repeated: Blocks = (Text("The plan does not record what it was made with, so there is no recipe to repeat it."),)
-    recipe, commands = again or ("", ())
-    if recipe:
-        repeated = (
-            Text(
-                "This recipe makes the same plan, all steps in one run. It is made from the plan, so it has no "
-                "edits by hand; local files and folders are in it by their names alone."
-            ),
-            Listing(recipe, "yaml"),
-            Listing("\n".join(commands), "bash"),
+def provenance(facts: Facts, command: str | None, out: str) -> Blocks:
+    """Return the recipe of all steps, the text that was read, versions and digest; `command` is the last one run."""
+    blocks: list[Block] = [Heading("How it was made")]
+    recipe = recipe_text(facts.outcome.plan)
+    if recipe is None:
+        blocks.append(Text("A step is not installed where this card was made, so it has no recipe to repeat it."))
+    else:
+        note = (
+            "This recipe makes the same plan, all steps in one run. It is made from the plan, so it has no "
+            "edits by hand; local files and folders are in it by their names alone."
         )
-    ran: Blocks = ()
+        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", out])
+        blocks += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
     if command is not None:
-        title = "The last command that was run, in which paths are shortened to names:"
-        ran = Text(title), Listing(without_paths(command), "bash")
+        blocks.append(Text("The last command that was run, in which paths are shortened to names:"))
+        blocks.append(Listing(without_paths(command), "bash"))
     whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return Heading("How it was made"), *repeated, *ran, page.made_with(facts.outcome), Text(whole)
+    return *blocks, page.made_with(facts.outcome), Text(whole)
 
 
 def experts_details(plan: ExpertPlan) -> Blocks:
-    """What became of each expert, layer by layer, as a table that folds away."""
+    """Return what became of each expert, layer by layer, as a table that folds away."""
     if not plan.layers:
-        return (Text("All experts stay."),)
+        return page.experts(plan)
     table, legend = page.experts(plan)
-    if sum(len(str(cell)) for row in table.rows for cell in row) > MOST_TABLE:
-        record = Code("compression.json"), " has it under ", Code("plan"), "."
-        return legend, Text(("The list is too long for a page: ", *record))
     return (Details("Layer by layer", (legend, table)),)
 
 
 def loading(facts: Facts, repo_id: str) -> Blocks:
-    """How to load it, by what is there."""
+    """Return how to load it, by what is there."""
     blocks: list[Block] = [Heading("How to load it")]
-    serve = Listing(f"vllm serve {repo_id}", "bash")
+    scheme = scheme_of(facts.outcome)
+    vllm = ""
     if facts.outcome.expert_plan.has_constants:
         vllm = (
             "In vLLM, from the version on that serves the config field approximate_experts, where it supports this "
             "architecture unquantised (not tested with this checkpoint):"
         )
-        blocks += [Text(vllm), serve]
     elif facts.dtypes:
-        names = facts.config.get("architectures")
-        name = str(names[0]) if isinstance(names, list) and names else ""
-        is_own = name.isidentifier() and name.isascii() and not name.endswith("ForCausalLM")
-        model_class = name if is_own else "AutoModelForCausalLM"
-        has_tokenizer = any((facts.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        code = [
-            f"from transformers import {model_class}{', AutoTokenizer' if has_tokenizer else ''}",
-            "",
-            f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")',
-            *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
-        ]
-        checked = (
-            "In transformers (names and shapes of all tensors were checked against the stock model of version "
-            f"{one_line(str(facts.outcome.versions.get('transformers', 'unknown')))}; "
-        )
-        needs = " needs the package accelerate, and the format "
-        package = (needs, Code("compressed-tensors")) if facts.outcome.quantized else (" needs the package accelerate",)
-        stock: list[Block] = [
-            Text((checked, Code("device_map"), *package, "):")),
-            Listing("\n".join(code), "python"),
-        ]
-        fault, scheme = one_line(facts.fault or ""), scheme_of(facts.outcome)
-        blocks.extend([Text(f"{fault[0].upper()}{fault[1:]}.")] if fault else stock)
+        blocks += [Text(f"{facts.fault[0].upper()}{facts.fault[1:]}.")] if facts.fault else _stock(facts, repo_id)
         if scheme is None or scheme in FORMATS["vllm"]:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
-            blocks += [Text(vllm), serve]
+    if vllm:
+        blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]
     if facts.graph is not None:
         folder = f"model/{facts.graph}" if facts.graph else "model"
         shell = f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once upon a time"'
@@ -401,32 +369,51 @@ def loading(facts: Facts, repo_id: str) -> Blocks:
     return tuple(blocks)
 
 
+def _stock(facts: Facts, repo_id: str) -> Blocks:
+    """Return how stock transformers load it."""
+    name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
+    imported = model_class
+    loading = [f'model = {model_class}.from_pretrained("{repo_id}", dtype="auto", device_map="auto")']
+    if (facts.folder / "tokenizer_config.json").is_file():
+        imported += ", AutoTokenizer"
+        loading.append(f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")')
+    checked = (
+        "In transformers (names and shapes of all tensors were checked against the stock model of version "
+        f"{facts.outcome.versions.get('transformers', 'unknown')}; "
+    )
+    packages: Words = " needs the package accelerate"
+    if facts.outcome.quantized:
+        packages = " needs the package accelerate, and the format ", Code("compressed-tensors")
+    code = "\n".join([f"from transformers import {imported}", "", *loading])
+    return Text((checked, Code("device_map"), packages, "):")), Listing(code, "python")
+
+
 def limits(facts: Facts, has_licence: bool) -> Blocks:
-    """The last section; `has_licence` if the card inherits one."""
-    outcome, sentences = facts.outcome, list[str]()
+    """Return the last section; `has_licence` if the card inherits one."""
+    outcome = facts.outcome
+    sentences = ["Accuracy was measured on the tasks above and on nothing else."]
     if outcome.gate is None:
-        sentences.append(
+        sentences = [
             "Accuracy was not measured: there is no gate result for these weights. Compare it with the base on "
             "your own tasks before you use it."
-        )
-    else:
-        sentences.append("Accuracy was measured on the tasks above and on nothing else.")
+        ]
     if outcome.plan.calibration is not None:
         sentences.append("What experts do on other kinds of text than the calibration text did not count.")
-    elif outcome.expert_plan.layers:
+    elif outcome.layers:
         sentences.append("No text was read to choose experts: weights alone decided.")
-    sentences.append(_refitted(outcome))
-    stored = joined([f"{one_line(name)} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    sentences.append(" ".join(_refitted(outcome)))
+    stored = joined([f"{name} ({count:,} elements)" for name, count in facts.dtypes.items()])
+    quantization = facts.config.get("quantization_config")
     if not facts.dtypes:
         sentences.append("There are no safetensors here, only the ONNX graph.")
-    elif quantization := entry_of(facts.config, "quantization_config"):
-        kind = one_line(str(quantization.get("quant_method")))
-        as_what = "were quantised by the step quantize" if outcome.quantized else "are quantised as the base's are"
-        sentences.append(f"The weights {as_what} ({kind}), stored as {stored}.")
-        if scheme_of(outcome) == "fp8":
-            sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
+    elif quantization:
+        how = "were quantised by the step quantize" if outcome.quantized else "are quantised as the base's are"
+        sentences.append(f"The weights {how} ({quantization['quant_method']}), stored as {stored}.")
     else:
         sentences.append(f"The weights are not quantised; they are stored as {stored}.")
+    if scheme_of(outcome) == "fp8":
+        sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     if outcome.expert_plan.has_constants:
         sentences.append(
             "The format was checked by the tool's own forward: the written tensors give the logits that the base gives "
@@ -437,40 +424,38 @@ def limits(facts: Facts, has_licence: bool) -> Blocks:
     return Heading("Limits"), Items(tuple(filter(None, sentences)))
 
 
-def _refitted(outcome: Outcome) -> str:
-    """What was refitted or trained, and what that leaves; a step that changed nothing does not count."""
-    taken, found = {step["name"] for step in outcome.steps if changed(step)}, list[str]()
-    methods = [one_line(str(step.options.get("method", "tune"))) for step in outcome.plan.of(CORRECT)]
-    layers = outcome.expert_plan.layers
+def _refitted(outcome: Report) -> Iterator[str]:
+    """Yield what was refitted or trained, and what that leaves; a step that changed nothing does not count."""
+    trained = {step["name"] for step in outcome.steps if changed(step)}
+    methods = [step.options.get("method", "tune") for step in outcome.plan.of(CORRECT)]
     if methods:
-        figures = [correction_of(layer) for layer in layers]
-        better = sum(entry.get("kept") not in (None, "none") for entry in figures)
-        found.append(
+        corrections = [correction_of(layer.plan) for layer in outcome.layers]
+        better = sum(figures.get("kept") not in (None, "none") for figures in corrections)
+        yield (
             f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each layer's base output on "
-            f"the calibration text and was kept in {better} of {counted(len(figures), 'layer')}; the errors before and "
-            "after are those of single layers and say nothing about accuracy."
+            f"the calibration text and was kept in {better} of {counted(len(corrections), 'layer')}; the errors before "
+            "and after are those of single layers and say nothing about accuracy."
         )
-    if "distill" in taken:
-        found.append(
+    if "distill" in trained:
+        yield (
             "Distillation trained the model end to end toward the base on text that its maker chose; what the base "
             "gets wrong, and what that text does not show, did not come closer to right."
         )
-    elif "routers" in taken:
-        found.append("Router calibration moved the routers alone toward the base's next token, on text of its maker's.")
+    elif "routers" in trained:
+        yield "Router calibration moved the routers alone toward the base's next token, on text of its maker's."
     elif methods:
-        found.append("Nothing was fine-tuned end to end.")
-    elif not taken:
-        found.append("Nothing was refitted or fine-tuned" + (" after experts were taken out." if layers else "."))
-    return " ".join(found)
+        yield "Nothing was fine-tuned end to end."
+    elif not trained:
+        yield "Nothing was refitted or fine-tuned" + (" after experts were taken out." if outcome.layers else ".")
 
 
 def scheme_of(outcome: Outcome) -> str | None:
-    """Numbers that weights were rounded to; None if none were."""
-    return one_line(str(outcome.quantized["options"].get("scheme", "int4"))) if outcome.quantized else None
+    """Return the name of the numbers that weights were rounded to; None if none were."""
+    return outcome.quantized["options"].get("scheme", "int4") if outcome.quantized else None
 
 
 def relation(outcome: Outcome) -> str:
-    """Of the Hub's four relations (adapter, merge, quantized, finetune) the one to the base.
+    """Return the relation to the base, of the Hub's four: adapter, merge, quantized and finetune.
 
     "merge" is for several bases, "quantized" for what was only rounded; unsaid, the Hub would guess that where it sees
     ONNX files.
@@ -479,7 +464,7 @@ def relation(outcome: Outcome) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the Hub could have a repository of this name."""
+    """Return True if the Hub could have a repository of this name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -491,85 +476,79 @@ def is_hub_id(name: str) -> bool:
 
 
 def base_id(source: Source) -> str | None:
-    """The base's repository on the Hub; None for a local folder, whose name may be somebody else's there."""
+    """Return the base's repository on the Hub; None for a local folder, whose name may be somebody else's there."""
     return source.model if source.revision is not None and is_hub_id(source.model) else None
 
 
 def base_metadata(source: Source, base: Path | None = None) -> Mapping[str, Any]:
-    """The metadata of the base's card, in its folder `base` or on the Hub; empty where it cannot be had or read."""
+    """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it can't be read."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
 
     try:
         if base is not None:
-            path = base / CARD
-        elif (name := base_id(source)) is not None:
-            path = Path(hf_hub_download(name, CARD, revision=source.revision))
-        else:
-            return {}
-        found = metadata_load(path)
-    except Exception:  # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
-        return {}
-    return found if isinstance(found, Mapping) else {}
+            return metadata_load(base / CARD) or {}
+        if base_id(source) is not None:
+            return metadata_load(hf_hub_download(source.model, CARD, revision=source.revision)) or {}
+    except Exception as error:  # no network, no card, no YAML: there is nothing to inherit, and nothing depends on it
+        logger.debug("the card of the base cannot be read: %s", error)
+    return {}
 
 
 def licence(base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None) -> dict[str, Any]:
-    """The base's licence as it is; what is no identifier becomes `other`, with its text as the name."""
+    """Return the base's licence as it is; what is no identifier becomes `other`, with its text as the name."""
     given = base.get("license")
-    if isinstance(given, list) and given and all(_matches(IDENTIFIER, entry) for entry in given):
-        return {"license": [str(entry) for entry in given]}
-    if not isinstance(given, str) or not given.strip():
+    if isinstance(given, list):
+        return {"license": given}
+    if not isinstance(given, str) or not given:
         return {}
-    known = _matches(IDENTIFIER, given)
+    known = IDENTIFIER.fullmatch(given)
     found = {"license": given if known else "other"}
-    name, link = base.get("license_name") if known else given, base.get("license_link")
-    if isinstance(name, str) and name.strip():
-        found["license_name"] = one_line(name)
-    if isinstance(link, str):
-        link = one_line(link)
-        if re.match(r"https?://", link) or (Path(link).name == link and (folder / link).is_file()):
-            found["license_link"] = link
-        elif repository is not None and not link.startswith("/") and ".." not in Path(link).parts:
-            found["license_link"] = f"https://huggingface.co/{repository}/blob/{revision}/{link}"
+    name, link = base.get("license_name") if known else one_line(given), base.get("license_link")
+    if name:
+        found["license_name"] = name
+    if link:
+        is_complete = link.startswith("http") or (folder / link).is_file()
+        if is_complete or repository is not None:
+            found["license_link"] = link if is_complete else f"{HUGGING_FACE}/{repository}/blob/{revision}/{link}"
     return found
 
 
-def _matches(pattern: re.Pattern[str], value: Any) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
-
-
 def languages(base: Mapping[str, Any]) -> list[str] | None:
-    """The base's languages, without what is no language's code."""
-    given = base.get("language")
+    """Return the base's languages."""
+    given = base.get("language") or []
     entries = given if isinstance(given, list) else [given]
-    codes = ["no" if entry is False else entry for entry in entries]  # which is what YAML makes of Norwegian
-    return [str(code) for code in codes if _matches(LANGUAGE, code)] or None
+    return ["no" if entry is False else entry for entry in entries] or None  # YAML makes False of Norwegian
 
 
 def metadata(facts: Facts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
-    """The card's metadata; `base` is that of the base's card."""
+    """Return the card's metadata; `base` is that of the base's card."""
     from huggingface_hub import ModelCardData
 
-    outcome, layers = facts.outcome, facts.outcome.expert_plan.layers
+    outcome, plans = facts.outcome, facts.outcome.expert_plan.layers
     repository, revision = base_id(outcome.plan.source), outcome.plan.source.revision
+    tags = ["moe", "moe-compressor", *facts.strategies]
+    if any(plan.merged for plan in plans):
+        tags += ["merged", "expert-merging"]
+    if any(plan.dropped for plan in plans):
+        tags += ["pruned", "expert-pruning"]
+    scheme = scheme_of(outcome)
+    if scheme is not None:
+        tags += ["compressed-tensors", scheme]
+    if facts.graph is not None:
+        tags.append("onnx")
+    more = licence(base, facts.folder, repository, revision)
+    if repository is not None:
+        more["base_model_relation"] = relation(outcome)
     results = [] if outcome.gate is None else card_metrics(outcome.gate)
-    pipeline = base.get("pipeline_tag")
+    if results:
+        more |= {"model_name": repo_id.rpartition("/")[2], "eval_results": results}
     library = "vllm" if outcome.expert_plan.has_constants else "transformers"
     return ModelCardData(
-        **licence(base, facts.folder, repository, revision),
         language=languages(base),
         base_model=repository,
-        **({"base_model_relation": relation(outcome)} if repository is not None else {}),
         library_name=library if facts.dtypes else "onnx",
-        pipeline_tag=pipeline if _matches(IDENTIFIER, pipeline) else TASK,
-        tags=[
-            "moe",
-            "moe-compressor",
-            *map(one_line, facts.strategies),
-            *(["merged", "expert-merging"] if any(layer.merged for layer in layers) else []),
-            *(["pruned", "expert-pruning"] if any(layer.dropped for layer in layers) else []),
-            *(["compressed-tensors", scheme] if (scheme := scheme_of(outcome)) is not None else []),
-            *(["onnx"] if facts.graph is not None else []),
-        ],
-        **({"model_name": repo_id.rpartition("/")[2], "eval_results": results} if results else {}),
+        pipeline_tag=base.get("pipeline_tag") or TASK,
+        tags=tags,
+        **more,
     )

@@ -1,11 +1,10 @@
-"""Whether a folder may be pushed: its checkpoint or graph is verified anew, and a gate that is required has passed.
+"""Checks of a folder before it is pushed: its checkpoint or graph is verified anew, and a required gate has passed.
 
-Which files of it belong on the Hub, none of them a link out of it; and what an earlier model left there.
+Also the files of it that belong on the Hub, none of them a link out of it, and those that an earlier model left there.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from compressor.evaluation.gate_report import read_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.extras import require
 from compressor.files import TEMPLATES, file_digest
-from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD, entry_of
+from compressor.hub.card import CARD, GRAPH, ONNX_FOLDER, ONNX_RECORD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
@@ -113,9 +112,8 @@ def _verify_graph(folder: Path) -> dict[str, int]:
         if not (folder / name).is_file():
             raise CompressionError(f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}")
     record = read_object(folder / ONNX_RECORD)
-    found = entry_of(record, "verification")
-    difference, allowed = found.get("largest_difference"), found.get("tolerance")
-    if not (isinstance(difference, int | float) and isinstance(allowed, int | float) and difference <= allowed):
+    verification = record.get("verification")
+    if not verification or verification["largest_difference"] > verification["tolerance"]:
         what = f"{folder / ONNX_RECORD} does not say that the graph agrees with the stock model"
         raise CompressionError(f"{what}; {AGAIN}")
     require("onnx")
@@ -136,7 +134,7 @@ def _verify_graph(folder: Path) -> dict[str, int]:
 
 
 def _external_files(folder: Path, graph: Any) -> tuple[str, ...]:
-    """The files beside a graph that its tensors lie in, each of which must end where its last tensor does."""
+    """Return the files beside a graph that its tensors lie in, each of which must end where its last tensor does."""
     ends: dict[str, int] = {}
     for tensor in _tensors(graph):
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -165,7 +163,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
-    """The result of a gate, which has to be a pass of exactly the model in this folder."""
+    """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if found.is_graph:
         raise CompressionError(
             "--require-gate is for safetensors checkpoints, which the gate judges; push the folder that was judged, "
@@ -176,14 +174,14 @@ def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
         raise CompressionError(
             f"the gate in {path} says {result.verdict} for {result.compressed}, so nothing was pushed; push what passes"
         )
-    here = ModelSource(str(found.folder), None, found.folder)
-    stored, now = result.compressed_identity, json.loads(json.dumps(identity(here)))
-    if "commit" in stored:
+    judged = result.compressed_identity
+    if "commit" in judged:
         raise CompressionError(
-            f"the gate in {path} judged {stored.get('repository')} on the Hub and not {found.folder}; run "
+            f"the gate in {path} judged {judged['repository']} on the Hub and not {found.folder}; run "
             "moe-compress gate on the folder"
         )
-    if changed := _changed(found.folder, stored, now):
+    changed = _changed(found.folder, judged)
+    if changed is not None:
         raise CompressionError(
             f"{changed} of {found.folder} is not the one that the gate in {path} judged; run moe-compress gate on the "
             "folder as it is"
@@ -191,25 +189,24 @@ def require_pass(found: VerifiedFolder, path: Path) -> GateResult:
     return result
 
 
-def _changed(folder: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first file that is not what was judged; with a digest of weights, their times of change do not count."""
-    rows, digests = stored.get("weights"), entry_of(stored, "digests")
-    weights = [each for each in rows if isinstance(each, list) and each] if isinstance(rows, list) else []
-    before = {**entry_of(stored, "files"), **{str(name): facts for name, *facts in weights}}
-    after = {**now["files"], **{name: facts for name, *facts in now["weights"]}}
-    for name in sorted(before.keys() | after.keys()):
-        known = name in before and name in after
-        if known and name in digests:
-            known = file_digest(folder / name) == digests[name]
-        elif known:
-            known = before[name] == after[name]
-        if not known:
-            return name
-    return None
+def _changed(folder: Path, judged: Mapping[str, Any]) -> str | None:
+    """Return the first file that is not what was judged; weights with a digest may have another time of change."""
+    before = _facts_by_file(judged)
+    after = _facts_by_file(identity(ModelSource(str(folder), None, folder)))
+    for name, digest in judged.get("digests", {}).items():
+        if name in after:
+            after[name] = before[name] if file_digest(folder / name) == digest else digest
+    names = before.keys() | after.keys()
+    return min((name for name in names if before.get(name) != after.get(name)), default=None)
+
+
+def _facts_by_file(identity: Mapping[str, Any]) -> dict[str, Any]:
+    weights = {name: facts for name, *facts in identity.get("weights", ())}
+    return {**identity.get("files", {}), **weights}
 
 
 def default_message(found: VerifiedFolder) -> str:
-    """What a commit is called: how the model was made, as far as compression.json tells."""
+    """Return a commit's message: how the model was made, as far as compression.json tells."""
     suffix = " as ONNX" if found.is_graph else ""
     try:
         plan = read_plan(found.folder)
@@ -224,7 +221,7 @@ def default_message(found: VerifiedFolder) -> str:
 
 
 def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
-    """Path in the repository -> file: these weights, and what beside them a loader or a reader needs.
+    """Return files by path in the repository: these weights, and what beside them a loader or a reader needs.
 
     Raises `CompressionError` naming a file that is a link out of the folder.
     """
@@ -236,21 +233,21 @@ def belonging(folder: Path, weights: Iterable[str]) -> dict[str, Path]:
 
 
 def left_out(folder: Path, taken: Iterable[str]) -> tuple[str, ...]:
-    """What lies openly in the folder and is not taken, sub-folders with a slash."""
+    """Return what lies openly in the folder and is not taken, sub-folders with a slash."""
     known = {name.split("/")[0] for name in taken}
     names = sorted(path for path in folder.iterdir() if path.name not in known and not path.name.startswith("."))
     return tuple(f"{path.name}/" if path.is_dir() else path.name for path in names)
 
 
 def _beside(name: str) -> bool:
-    """Whether a file's name says that it is a config, part of the tokenizer, a template or a licence."""
+    """Return True if a file's name says that it is a config, part of the tokenizer, a template or a licence."""
     if name.startswith(".") or name.endswith(".index.json"):
         return False
     return name.endswith(BESIDE) or (name.split(".")[0] in LICENCES and not name.endswith(".lock"))
 
 
 def _pictures(folder: Path) -> Iterator[str]:
-    """Pictures in the folder that its own card shows."""
+    """Yield pictures in the folder that its own card shows."""
     card = folder / CARD
     if not (card.is_file() and _usable(folder, CARD)):
         return
@@ -263,7 +260,7 @@ def _pictures(folder: Path) -> Iterator[str]:
 
 
 def _usable(folder: Path, name: str) -> bool:
-    """Whether it is a file; raises `CompressionError` for a link that leads out of the folder or nowhere."""
+    """Return True for a file that isn't hidden; raises `CompressionError` for a link that leads out or nowhere."""
     path = folder / name
     if name.split("/")[-1].startswith("."):
         return False
@@ -273,17 +270,16 @@ def _usable(folder: Path, name: str) -> bool:
     return path.is_file()
 
 
-def superseded(names: Iterable[str], pushed: Iterable[str], weights_change: bool) -> tuple[str, ...]:
-    """Files on the Hub that an earlier model left and that would be taken for parts of the one that is pushed.
+def superseded(names: Collection[str], pushed: Iterable[str], weights_change: bool) -> tuple[str, ...]:
+    """Return files on the Hub that an earlier model left and that would be taken for parts of the one that is pushed.
 
     A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the earlier weights
     (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the weights change.
     """
-    known, there = frozenset(pushed), frozenset(names)
-    ours = "onnx/onnx_export.json" in there
-    return tuple(
-        name
-        for name in sorted(there - known)
-        if WEIGHT_NAMES.fullmatch(name)
-        or (weights_change and (name in OF_THE_WEIGHTS or (ours and name.startswith("onnx/"))))
-    )
+    others = set(names) - set(pushed)
+    stale = {name for name in others if WEIGHT_NAMES.fullmatch(name)}
+    if weights_change:
+        stale |= others & set(OF_THE_WEIGHTS)
+        if f"{ONNX_FOLDER}/{ONNX_RECORD}" in names:
+            stale |= {name for name in others if name.startswith(f"{ONNX_FOLDER}/")}
+    return tuple(sorted(stale))

@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.hub import repository as hub
-from compressor.hub.card import CARD, card_text, is_hub_id, known_here
+from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here
 from compressor.hub.check import VerifiedFolder, default_message, require_pass, superseded, verify_folder
 from compressor.hub.secrets import kind_of_secret, refuse_secrets
 from compressor.model.own_code import json_bytes, naming_code, without_code
@@ -23,8 +23,6 @@ from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
-
-HUGGING_FACE = "https://huggingface.co"
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:
-    """Return all experts [E]: merged groups first, the largest before the others, then those alone, then the dropped."""
+    """Return all experts [E]: merged groups first, the largest first, then those alone, then the dropped."""
     alone = (group.members for group in plan.groups if len(group.members) == 1)
     return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
 

@@ -37,6 +37,7 @@ REPOSITORY = "me/small-moe"
 GRID, GATE = "images/experts.png", "images/gate.png"
 TOKEN = "hf_" + "Canary" * 6
 HOSTILE = f"a|b`c` <script>alert(1)</script>\n---\nx: [y](javascript:z) *e* &amp; {TOKEN} \u202e"
+ON_ONE_LINE = " ".join(HOSTILE.replace("\u202e", "").split())  # as names of strategies and tasks are
 
 
 def make(place: Path, name: str, **wanted: Any) -> Path:
@@ -242,7 +243,7 @@ def test_no_name_does_harm(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def spoil(record: dict[str, Any]) -> None:
         plan = record["plan"]
         (step,) = plan["steps"]
-        plan["source"]["model"] = step["options"]["strategy"] = HOSTILE
+        plan["source"]["model"], step["options"]["strategy"] = HOSTILE, ON_ONE_LINE
         step["options"]["options"] = {"x": HOSTILE}
         plan["calibration"]["sources"][0]["source"] = "```\n</details>" + HOSTILE + "odd-token-in-use"
         step["plan"]["layers"][0]["decided_by"] = "</details>" + HOSTILE
@@ -253,7 +254,7 @@ def test_no_name_does_harm(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     edited(copied, spoil)
     plain = table(card_text(copied, REPOSITORY), "Before and after")
-    result = about(copied, gate(task(HOSTILE, metric=HOSTILE), base=f"/home/me/{HOSTILE}", compressed=HOSTILE))
+    result = about(copied, gate(task(ON_ONE_LINE, metric=ON_ONE_LINE), base=f"/home/me/{HOSTILE}", compressed=HOSTILE))
     card = card_text(copied, REPOSITORY, result)
     page = html(card)
     tags = set(re.findall(r"</?([a-z]+\d?)[ >]", page))

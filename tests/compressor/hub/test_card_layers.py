@@ -95,14 +95,6 @@ def test_64_layers_of_256_experts_stay_readable() -> None:
     assert text.count("| 128-215 |") == 64
 
 
-def test_a_table_that_nobody_reads_is_left_to_the_record() -> None:
-    plan = largest()
-    long = [replace(layer, decided_by="x" * 290) for layer in plan.layers]
-    wide = a_plan([replace(layer, module=f"{n}.{layer.module}") for n in range(5) for layer in long])
-    text = markdown(experts_details(wide))
-    assert len(text) < 2_000 and text.count("`compression.json` has it") == 1
-
-
 def test_corrections_are_told_as_they_were_recorded() -> None:
     layers = list(largest().layers[:3])
     corrections = [

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -115,14 +114,6 @@ def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
     assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-experts"]
     assert "nan" not in text.lower().split() and "None," not in text
     assert "<" not in text and [link for link, said in tree.named("a") if said == "what is missing"]
-
-
-def test_layers_without_measurements_are_named() -> None:
-    data = report(2)
-    first = replace(data.layers[0], similarity=None, visits_before=None, visits_after=None, error=None)
-    text = text_of(made(replace(data, layers=(first, data.layers[1]))))
-    assert "Without a measured similarity of experts: Layer 0." in text
-    assert "Without a measured share of tokens: Layer 0." in text
 
 
 def test_hostile_names_are_shown_as_they_are() -> None:
