@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
