@@ -29,39 +29,58 @@ from compressor.evaluation.judged import (
 
 
 def paired(base: Tensor, compressed: Tensor, weights: Tensor, confidence: float) -> Paired:
-    """A figure from sums over each sequence, [n] each; `weights` [n] are what the sums are over."""
-    one, other, sizes = (values.double().numpy() for values in (base, compressed, weights))
-    found = evidence(PairedItems("", "", "", "likelihood", other, one, sizes), 0.0, 1 - confidence)
-    means = float(ratio(one, sizes)), float(ratio(other, sizes))
-    change, error = float(ratio(other - one, sizes)), float(ratio_error(other - one, sizes))
-    return Paired(*means, change, float(found.lower), float(found.upper), error)
+    """Return a figure from sums over each sequence, [n] each; `weights` [n] are what the sums are over."""
+    of_base, of_compressed, sizes = base.double().numpy(), compressed.double().numpy(), weights.double().numpy()
+    rise = of_compressed - of_base
+    bounds = evidence(PairedItems("", "", "", "likelihood", of_compressed, of_base, sizes), 0.0, 1 - confidence)
+    return Paired(
+        float(ratio(of_base, sizes)),
+        float(ratio(of_compressed, sizes)),
+        float(ratio(rise, sizes)),
+        float(bounds.lower),
+        float(bounds.upper),
+        float(ratio_error(rise, sizes)),
+    )
 
 
 def figures_of(domain: str, figures: Figures, marks: Sequence[str], confidence: float) -> DomainFigures:
-    """One row; raises `CompressionError` for figures that are not finite."""
-    if not bool(figures.loss.isfinite().all() and figures.kl.isfinite().all()):
+    """Return one row; raises `CompressionError` for figures that are not finite."""
+    if not _are_finite(figures):
         raise CompressionError(
             f"on {domain} the models' losses are not finite, so nothing can be compared; check their weights, or pass "
             "--dtype float32 if they are sound"
         )
     tokens = figures.tokens.double()
-    zeros = tokens * 0
 
-    def mean(base: Tensor, compressed: Tensor) -> Paired:
+    def mean(compressed: Tensor, base: Tensor | None = None) -> Paired:
+        if base is None:  # of the base it is 0, and of no model below
+            pair = paired(tokens * 0, compressed * tokens, tokens, confidence)
+            return replace(pair, lower=max(pair.lower, 0.0))
         return paired(base * tokens, compressed * tokens, tokens, confidence)
 
     def probability(base: Tensor, compressed: Tensor, counts: Tensor) -> Paired | None:
         rows = counts > 0
         return paired(base[rows], compressed[rows], counts[rows], confidence) if bool(rows.any()) else None
 
-    found = []
-    columns = figures.marks.permute(1, 2, 0) if marks else ()
-    for name, (due, base, ours, base_else, ours_else) in zip(marks, columns, strict=True):
-        here, elsewhere = probability(base, ours, due), probability(base_else, ours_else, tokens - due)
-        found.append(MarkFigures(name, int(due.sum()), here, elsewhere))
-    loss, kl, flips = mean(figures.base_loss, figures.loss), mean(zeros, figures.kl), mean(zeros, figures.flips)
-    kl, flips = (replace(pair, lower=max(pair.lower, 0.0)) for pair in (kl, flips))  # neither is ever below 0
-    return DomainFigures(domain, figures.sequences, int(tokens.sum()), loss, kl, flips, tuple(found))
+    mark_figures = list[MarkFigures]()
+    for number, name in enumerate(marks):
+        due, base, compressed, base_elsewhere, compressed_elsewhere = figures.marks[:, number].T
+        at_end = probability(base, compressed, due)
+        elsewhere = probability(base_elsewhere, compressed_elsewhere, tokens - due)
+        mark_figures.append(MarkFigures(name, int(due.sum()), at_end, elsewhere))
+    return DomainFigures(
+        domain,
+        figures.sequences,
+        int(tokens.sum()),
+        mean(figures.loss, figures.base_loss),
+        mean(figures.kl),
+        mean(figures.flips),
+        tuple(mark_figures),
+    )
+
+
+def _are_finite(figures: Figures) -> bool:
+    return bool(figures.loss.isfinite().all() and figures.kl.isfinite().all())
 
 
 def judged(
@@ -74,25 +93,27 @@ def judged(
 
 
 def suffering(rows: Sequence[DomainFigures], confidence: float = CONFIDENCE) -> tuple[Suffering, ...]:
-    """Domains whose loss or KL rises by more than `TIMES` the mean of the other domains, those by loss first.
+    """Return the domains whose loss or KL rises by more than `TIMES` the mean of the others, those by loss first.
 
     Domains are independent samples, so the error of the difference is the root of the sum of squares.
     """
-    found = dict[str, Suffering]()
+    if len(rows) < 2:
+        return ()
+    by_domain = dict[str, Suffering]()
     quantile = NormalDist().inv_cdf(confidence)
-    for measure in MEASURES if len(rows) > 1 else ():
-        each = [getattr(row, measure) for row in rows]
-        for place, (row, own) in enumerate(zip(rows, each, strict=True)):
-            rest = [other for number, other in enumerate(each) if number != place]
+    for measure in MEASURES:
+        pairs = [getattr(row, measure) for row in rows]
+        for number, pair in enumerate(pairs):
+            rest = pairs[:number] + pairs[number + 1 :]
             others = fmean(other.change for other in rest)
-            error = math.hypot(own.standard_error, *(TIMES / len(rest) * other.standard_error for other in rest))
-            if own.change >= LEAST and own.change - TIMES * max(others, 0.0) > quantile * error:
-                found.setdefault(row.domain, Suffering(row.domain, measure, own.change, others))
-    return tuple(found.values())
+            errors = [TIMES / len(rest) * other.standard_error for other in rest]
+            excess = pair.change - TIMES * max(others, 0.0)
+            if pair.change >= LEAST and excess > quantile * math.hypot(pair.standard_error, *errors):
+                domain = rows[number].domain
+                by_domain.setdefault(domain, Suffering(domain, measure, pair.change, others))
+    return tuple(by_domain.values())
 
 
 def suffering_of(figures: Figures, names: Mapping[int, str]) -> tuple[Suffering, ...]:
     """Those of these sets that suffer; none where figures are not finite."""
-    if len(names) < 2 or not bool(figures.loss.isfinite().all() and figures.kl.isfinite().all()):
-        return ()
-    return judged(figures, names).suffering
+    return judged(figures, names).suffering if len(names) > 1 and _are_finite(figures) else ()

@@ -85,7 +85,7 @@ class Figures:
 
     def of(self, domains: Collection[int]) -> "Figures":
         rows = torch.isin(self.domain, torch.tensor([*domains]))
-        values = (getattr(self, each.name) for each in fields(self))
+        values = [getattr(self, column.name) for column in fields(self)]
         return Figures(*(value[rows] if len(value) else value for value in values))
 
     @property
@@ -172,7 +172,6 @@ class Evaluator:
         self.base, self.names = base, tuple(entry.name for entry in sets)
         self.head = require_head(base.partial.model)
         self._head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
-        self._same_head = {self.head: True}  # of a variant: whether its weights are the base's
         self.batches: list[Tensor] = []  # so small that their logits are, too
         self.counted: list[Tensor | None] = []  # by batch: [B, L - 1] positions whose next token counts; None: all
         self.domains: list[int] = []  # of each batch
@@ -286,19 +285,14 @@ class Evaluator:
             with head.register_forward_pre_hook(probe.before_head), head.register_forward_hook(probe.after_head):
                 yield probe
         finally:
-            if not self._same_head.get(head, True):
+            if head is not self.head:
                 self.base.partial.release(self._head_name)
 
     def base_logits(self, head: nn.Module, number: int, device: torch.device, more: Sequence[Any]) -> Tensor:
-        """Return the base's logits of a batch beside a variant's `head`, which serves for both if they are equal."""
-        if not self._same_head.get(head):
+        """Return the base's logits of a batch, by its own head, which is loaded beside a variant's `head`."""
+        if head is not self.head:
             self.base.partial.load(self.base.partial.keys_under(self._head_name))
-            if head not in self._same_head:
-                self._same_head[head] = _equal_weights(self.head, head)
-                if self._same_head[head]:
-                    self.base.partial.release(self._head_name)
-        used = head if self._same_head[head] else self.head
-        logits: Tensor = used.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
+        logits: Tensor = self.head.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
         return logits
 
     def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
@@ -317,13 +311,6 @@ class Evaluator:
         """How many tokens count in each sequence of a batch."""
         batch, counted = self.batches[number], self.counted[number]
         return [batch.shape[1] - 1] * len(batch) if counted is None else counted.sum(1).tolist()
-
-
-def _equal_weights(module: nn.Module, other: nn.Module) -> bool:
-    weights, others = dict(module.named_parameters()), dict(other.named_parameters())
-    if weights.keys() != others.keys():
-        return False
-    return all(torch.equal(value, others[key]) for key, value in weights.items())
 
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch

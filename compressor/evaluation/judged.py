@@ -1,4 +1,4 @@
-"""What judging without generating found, by domain: the record, and how it is shown."""
+"""The record of judging without generating, by domain: the record, and how it is shown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Suffering:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What judging without generating found, by domain."""
+    """The record of judging without generating, by domain."""
 
     domains: tuple[DomainFigures, ...]
     together: DomainFigures | None  # None of a single domain
@@ -94,18 +94,19 @@ class Judged:
         return self.domains[0] if self.together is None else self.together
 
 
-def heldout_blocks(found: Judged) -> tuple[Block, ...]:
+def heldout_blocks(judged: Judged) -> tuple[Block, ...]:
     """Output and base on a run's held-out text, in a line; of several sources a table, too."""
-    (loss, rise, kl, flips), sequences = overall_words(found.overall), found.overall.sequences
+    loss, rise, kl, flips = overall_words(judged.overall)
+    sequences = judged.overall.sequences
     line = (
         f"Held-out text ({sequences:,} sequences): loss of the base and of the output {loss} ({rise}) nats "
         f"per token, KL from the base {kl}, another greedy token at {flips} of positions (±: 95% interval)"
     )
     blocks: list[Block] = [Text(line)]
-    if found.together is not None:
-        blocks += judged_blocks(found, "Held-out text by source, compared with the base")
-    if found.note:
-        blocks.append(Text(found.note))
+    if judged.together is not None:
+        blocks += judged_blocks(judged, "Held-out text by source, compared with the base")
+    if judged.note:
+        blocks.append(Text(judged.note))
     return tuple(blocks)
 
 
@@ -123,7 +124,7 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     )
 
 
-def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
+def judged_blocks(judged: Judged, title: str) -> tuple[Block, ...]:
     """Which domains suffer, and the table; with marks a second one of the probabilities of ends."""
 
     def changed(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:
@@ -135,7 +136,7 @@ def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
     def both(pair: Paired | None) -> tuple[str, ...]:
         return ("-",) * 3 if pair is None else (f"{pair.base:.4f}", f"{pair.compressed:.4f}", changed(pair))
 
-    named = {each.domain for each in found.suffering}
+    named = {each.domain for each in judged.suffering}
     rows: list[tuple[Words, ...]] = [
         (
             Strong(row.domain) if row.domain in named else row.domain,
@@ -146,19 +147,19 @@ def judged_blocks(found: Judged, title: str) -> tuple[Block, ...]:
             changed(row.kl, sign=""),
             changed(row.flips, 100, "", "%"),
         )
-        for row in found.rows
+        for row in judged.rows
     ]
-    ruled = frozenset({len(found.domains) - 1})
+    ruled = frozenset({len(judged.domains) - 1})
     columns = ("domain", "sequences", "tokens", "base's loss", "rise of the loss", "KL", "flips")
     tables = [Table(title, columns, tuple(rows), frozenset({"domain"}), ("tokens", "sequences"), ruled)]
-    marks = found.domains[0].marks
+    marks = judged.domains[0].marks
     for place, mark in enumerate(marks):
         heads = ("domain", "ends", *(f"{what} {at}" for at in ("at the end", "elsewhere") for what in OF_BOTH))
         ends = tuple(
             (row.domain, f"{row.marks[place].count:,}", *both(row.marks[place].here), *both(row.marks[place].elsewhere))
-            for row in found.rows
+            for row in judged.rows
         )
         caption = f"Probability of the token that ends {mark.name}"
         tables.append(Table(caption, heads, ends, frozenset({"domain"}), ("ends",), ruled))
-    legend = LEGEND.format(confidence=100 * found.confidence) + (OF_ENDS if marks else "")
-    return *(Text(Strong(each.sentence), "bad") for each in found.suffering), *tables, Text(legend)
+    legend = LEGEND.format(confidence=100 * judged.confidence) + (OF_ENDS if marks else "")
+    return *(Text(Strong(each.sentence), "bad") for each in judged.suffering), *tables, Text(legend)

@@ -270,16 +270,16 @@ class RunStats:
         """The strategy; what it plans a layer by is recorded."""
 
         def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
-            made = strategy.plan(stats, *more)
+            planned = strategy.plan(stats, *more)
             if "routed_count" in stats.values:
                 self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
-            won = made.figures.get("won")  # by a strategy that tries several, each with its default options
-            own = own_similarity(strategy if won is None else load_strategy(str(won)))
-            if own and own.needs <= set(stats.values):
+            won = planned.figures.get("won")  # by a strategy that tries several, each with its default options
+            similarity = own_similarity(strategy if won is None else load_strategy(str(won)))
+            if similarity is not None and similarity.needs <= set(stats.values):
                 with torch.random.fork_rng(devices=[]):
-                    matrix, label = own.compare(stats)
+                    matrix, label = similarity.compare(stats)
                 self._record(stats.layer, stats.tokens, similarity=matrix, similarity_label=label)
-            return made
+            return planned
 
         return replace(strategy, plan=plan)
 

@@ -377,17 +377,24 @@ def fitted(
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as run:
         data = read_calibration(run, recipe.calibration, recipe.seed, HELDOUT)
         sets = [EvaluationSet("held-out calibration text", data.heldout_batches)]
-        made = measure_sizes(run, recipe.steps, data, sets, recipe.seed, servers=servers, limit=limit)
-    if not made.fitting:
-        raise CompressionError(choice(made)[0])
-    if (best := made.fitting[0]) is made.base:
-        raise CompressionError(f"{made.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be done")
-    return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), made
+        sizes = measure_sizes(run, recipe.steps, data, sets, recipe.seed, servers=servers, limit=limit)
+    if not sizes.fitting:
+        raise CompressionError(choice(sizes)[0])
+    best = sizes.fitting[0]
+    if best is sizes.base:
+        raise CompressionError(
+            f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be done"
+        )
+    return recipe.model_copy(update={"steps": concrete(recipe.steps, best)}), sizes
 
 
 def concrete(steps: Sequence[StepOptions], pair: Pair) -> tuple[StepOptions, ...]:
     """The steps that make a pair: split and pruned as it is, and quantised at the end."""
-    idle = {*(("split", "prune", "correct") if pair.share == 1 else ("split",) if pair.split == 1 else ())}
-    chosen: dict[str, dict[str, Any]] = {"split": {"parts": pair.split}, "prune": {"ratio": 1 - pair.share}}
-    made = [step.model_copy(update=chosen.get(step.name, {})) for step in steps if step.name not in idle]
-    return *made, *([] if pair.is_stored else [make_step("quantize", {"scheme": pair.scheme})])
+    idle: tuple[str, ...] = ("split",) if pair.split == 1 else ()
+    if pair.share == 1:
+        idle = ("split", "prune", "correct")
+    changes: dict[str, dict[str, Any]] = {"split": {"parts": pair.split}, "prune": {"ratio": 1 - pair.share}}
+    chosen = [step.model_copy(update=changes.get(step.name, {})) for step in steps if step.name not in idle]
+    if not pair.is_stored:
+        chosen.append(make_step("quantize", {"scheme": pair.scheme}))
+    return tuple(chosen)

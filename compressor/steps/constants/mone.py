@@ -116,13 +116,13 @@ def replaceable(
 
     Every layer keeps its top-k and its protected experts.
     """
-    found = list[list[int]]()
+    orders = list[list[int]]()
     for layer in layers:
         guarded, missed = protected.get(layer.name, frozenset()), constants[layer.name].missed
         order = (layer.experts - 1 - missed.flip(0).argsort(stable=True)).tolist()
         most = layer.experts - max(layer.top_k, len(guarded), 1)
-        found.append([expert for expert in order if expert not in guarded][:most])
-    return found
+        orders.append([expert for expert in order if expert not in guarded][:most])
+    return orders
 
 
 def measure(

@@ -266,13 +266,13 @@ def refitted_constants(
     layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Mapping[str, Tensor]
 ) -> dict[str, Substitutes]:
     """Return the constants among the tensors of refitted layers, by experts module."""
-    found = dict[str, Substitutes]()
+    constants = dict[str, Substitutes]()
     for layer in layers:
         if constants_key(layer) in tensors:
             plan = plans[layer.name]
             rows = {expert: row for row, expert in enumerate(_kept(plan))}
-            found[layer.name] = Substitutes(plan.constants, tensors[constants_key(layer)], rows)
-    return found
+            constants[layer.name] = Substitutes(plan.constants, tensors[constants_key(layer)], rows)
+    return constants
 
 
 def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: CutFiles) -> Substitution:

@@ -35,8 +35,8 @@ def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[
     """
     block_keys = [f"{layer.block}.{argument.key}" for argument in recording.arguments if argument.key is not None]
     state = model.get_submodule(layer.router).state_dict(prefix=f"{layer.router}.", keep_vars=True)
-    own = {key: getattr(*parent_and_name(model, key)) for key in block_keys}
-    before = {key: value for key, value in {**state, **own}.items() if value.is_floating_point()}
+    state |= {key: getattr(*parent_and_name(model, key)) for key in block_keys}
+    before = {key: value for key, value in state.items() if value.is_floating_point()}
     for key, value in before.items():
         set_tensor(model, key, value.detach().to(torch.float32, copy=True))
     sized = {tensor.key for tensor in layer.tensors}
@@ -67,15 +67,15 @@ class _Guard:
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
         # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
-        self.kept_at = [
-            (value, getattr(cut.experts, name)[expert].detach())
-            for expert, parameters in enumerate(cut.parameters)
-            for name, value in parameters.items()
-        ]
+        self.best_values = list[tuple[torch.Tensor, torch.Tensor]]()
+        for expert, parameters in enumerate(cut.parameters):
+            for name, value in parameters.items():
+                self.best_values.append((value, getattr(cut.experts, name)[expert].detach()))
         if cut.constants is not None:
-            self.kept_at.append((cut.constants.values, cut.constants.best))
-        self.kept_at += [(value, self._stored(value.detach(), dtypes[key]).clone()) for key, value in router.items()]
-        self.kept, self.best = "none", self._error()
+            self.best_values.append((cut.constants.values, cut.constants.best))
+        for key, value in router.items():
+            self.best_values.append((value, self._stored(value.detach(), dtypes[key]).clone()))
+        self.kept, self.best = NONE, self._error()
 
     def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A value rounded as writing will: what is computed in one dtype may be stored in another."""
@@ -84,20 +84,22 @@ class _Guard:
     @torch.no_grad()
     def _error(self) -> float:
         """The error with all values rounded as they will be stored; they stay so."""
-        for value, place in self.kept_at:
-            value.copy_(self._stored(value, place.dtype))
+        for value, best in self.best_values:
+            value.copy_(self._stored(value, best.dtype))
         return self.cut.error(self.heldout)
 
     @torch.no_grad()
     def evaluate(self, name: str) -> float:
         """Keep the present state if it is better than the best so far, and go back to the best; returns its error."""
         error = self._error()
-        better = error < self.best
-        if better:
+        is_better = error < self.best
+        if is_better:
             self.kept, self.best = name, error
-        for value, place in self.kept_at:
-            into, source = (place, value) if better else (value, place)
-            into.copy_(source)
+        for value, best in self.best_values:
+            if is_better:
+                best.copy_(value)
+            else:
+                value.copy_(best)
         return error
 
 
@@ -126,11 +128,13 @@ def correct_layer(
         cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block, constants)
         guard = _Guard(cut, heldout, router, dtypes, writing)
         errors = {"before": guard.best}
-        steps = STEPS_OF[correction.method] if constants is None else (CONSTANTS, *STEPS_OF[correction.method])
+        steps, leaves = STEPS_OF[correction.method], list(router.values())
+        if constants is not None:
+            steps = (CONSTANTS, *steps)
+            leaves.append(constants.values)
         for name in steps if guard.best > 0 and fitted else ():
             if name == "tune":
                 rate = min(correction.rate * guard.best, MOST_RATE)  # bold steps only shake a layer that is near
-                leaves = [*router.values()] if constants is None else [*router.values(), constants.values]
                 tune(cut, fit, leaves, correction.steps, correction.tokens, rate, seed)
             if name == "ridge":
                 refit_down(cut, fit, heldout)

@@ -53,10 +53,10 @@ def descend(layer: CutLayer, rows: Tensor, tokens: int, router: Sequence[Tensor]
     for slot in counts.nonzero().flatten().tolist():
         if slot in reached:
             part = reached.pop(slot)
-            own = gradient.index_select(0, part.tokens)
-            gate_gradient[part.tokens, part.choices] = (own * part.output.detach()).sum(-1)
+            output_gradient = gradient.index_select(0, part.tokens)
+            gate_gradient[part.tokens, part.choices] = (output_gradient * part.output.detach()).sum(-1)
             if part.output.requires_grad:
-                part.output.backward(own * gates[part.tokens, part.choices, None])
+                part.output.backward(output_gradient * gates[part.tokens, part.choices, None])
         update(layer.leaves_of(slot))
     if weights.requires_grad:
         weights.backward(gate_gradient)
