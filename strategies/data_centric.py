@@ -65,8 +65,9 @@ def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, tor
 def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """Similarity of the experts' outputs for a report: a label, and [E, E] from 0 to 1."""
     table, _ = options.distances(stats)
-    sampled, on = (stats.mixed_outputs, "random mixtures of ") if options.mix_tokens else (stats.expert_outputs, "")
-    label = f"{SIMILARITIES[options.similarity]}, {sampled.shape[1]} {on}tokens"
+    sampled = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
+    tokens = "random mixtures of tokens" if options.mix_tokens else "tokens"
+    label = f"{SIMILARITIES[options.similarity]}, {sampled.shape[1]} {tokens}"
     return label, closeness(table) if options.similarity == "mean-output" else 1 - table
 
 

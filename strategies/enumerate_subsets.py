@@ -127,7 +127,8 @@ def plan(
     elif count <= options.most_subsets:
         errors = KeptErrors(stats)
         subsets = sorted(_subsets(blocks))
-        kept = subsets[stable_argmin((float(errors.kept(subset).errors.sum()) for subset in subsets), errors.noise)]
+        sums = [float(errors.kept(subset).errors.sum()) for subset in subsets]
+        kept = subsets[stable_argmin(sums, errors.noise)]
         search = {"search": f"all {count} subsets"}
     else:
         errors = KeptErrors(stats)

@@ -129,7 +129,8 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
         if options.train == "lora":
             matrices = linear - {*in_experts, *in_routers}
             for layer in layers:
-                matrices |= {f"{layer.name}.{part}" for part in parameter_names(live.get_submodule(layer.name))[:2]}
+                parts = parameter_names(live.get_submodule(layer.name))[:2]
+                matrices |= {f"{layer.name}.{part}" for part in parts}
             factored = [key for key in keys if key in matrices]
         for key in (*whole, *factored):
             if key in shared:
@@ -392,7 +393,8 @@ class Streamed(_Engine):
     def values(self, folder: Path, unit: str) -> Tensors:
         layer, partial = self.layers[unit], self.model.partial
         partial.load(layer.keys)
-        values = layer.values(self.loaded(layer), kept_state(folder, unit, partial.device, moments=False).masters)
+        masters = kept_state(folder, unit, partial.device, moments=False).masters
+        values = layer.values(self.loaded(layer), masters)
         partial.release(unit)
         return values
 
@@ -408,13 +410,15 @@ class _Masters(ReverseVisitor):
 
     def on_layer_loaded(self, unit: str) -> None:
         engine = self.engine
-        if (layer := engine.layers.get(unit)) is not None:
+        layer = engine.layers.get(unit)
+        if layer is not None:
             masters = kept_state(engine.now, unit, engine.model.partial.device, moments=False).masters
             engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
 
     def done(self, unit: str) -> None:
         engine = self.engine
-        if self.rate is not None and (layer := engine.layers.get(unit)) is not None:
+        layer = engine.layers.get(unit)
+        if self.rate is not None and layer is not None:
             state = kept_state(engine.now, unit, engine.model.partial.device)
             gradients = layer.gradients(engine.model.partial.model, state.masters)
             update(state, gradients, engine.options.optimiser, self.rate)

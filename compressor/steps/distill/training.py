@@ -119,8 +119,10 @@ class Training:
             if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
                 self.place.mkdir(parents=True, exist_ok=True)
                 write_whole(self.place / STATE, json.dumps(asdict(state)))
-                for folder in {*self.place.glob("step-*")} - {self.folder(state.best), self.folder(state.step)}:
-                    shutil.rmtree(folder)
+                needed = (self.folder(state.best), self.folder(state.step))
+                for folder in self.place.glob("step-*"):
+                    if folder not in needed:
+                        shutil.rmtree(folder)
         return state
 
     def folder(self, step: int) -> Path:
@@ -142,11 +144,14 @@ class Training:
         """Figures of the model now, and the KL of each sequence; all processes measure together."""
         figures = self.engine.evaluated(self.evaluator)
         means = figures.means
-        return Evaluation(step, means["kl"], means["loss"], means["flips"], parts), tuple(figures.kl.tolist())
+        evaluation = Evaluation(step, means["kl"], means["loss"], means["flips"], parts)
+        return evaluation, tuple(figures.kl.tolist())
 
     def _next(self, state: State) -> State:
         """Take the steps up to the next evaluation, and evaluate; or end it all."""
-        engine, options, sums = self.engine, self.engine.options, dict[str, float]()
+        engine = self.engine
+        options = engine.options
+        sums = dict[str, float]()
         end = min(state.step + options.every, options.steps)
         for step in range(state.step, end):
             batches = self.text.of_step(step, options.sequences, engine.seed)

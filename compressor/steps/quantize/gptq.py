@@ -26,14 +26,15 @@ def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tenso
     codes = torch.empty_like(left)
     for begin in range(0, columns, BLOCK):
         end = min(begin + BLOCK, columns)
-        own = upper[:, begin:end, begin:end].mT.contiguous()
+        block = upper[:, begin:end, begin:end].mT.contiguous()
         errors = torch.empty_like(left[:, begin:end])
         for done, column in enumerate(range(begin, end)):
-            now = left[:, column] - (own[:, None, done, :done] @ errors[:, :done])[:, 0]
+            handed_on = block[:, None, done, :done] @ errors[:, :done]
+            now = left[:, column] - handed_on[:, 0]
             scale = effective[:, column // group]
             code = scheme.nearest(now / scale)
             codes[:, column] = code
-            errors[:, done] = (now - code * scale) / own[:, None, done, done]
+            errors[:, done] = (now - code * scale) / block[:, None, done, done]
         left[:, end:].baddbmm_(upper[:, begin:end, end:].mT, errors, alpha=-1)
     return codes.mT.contiguous()
 

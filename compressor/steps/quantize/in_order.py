@@ -99,7 +99,8 @@ class Quantizing(LayerVisitor):
         scheme = self.writer.scheme
         for matrix in matrices:
             names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
-            matrix.of(self.at.model).copy_(scheme.unpack({name: tensors[f"{matrix.module}.{name}"] for name in names}))
+            stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
+            matrix.of(self.at.model).copy_(scheme.unpack(stored))
 
     def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
         """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
@@ -142,7 +143,8 @@ class Quantizing(LayerVisitor):
                 stack.enter_context(module.register_forward_pre_hook(partial(called, name)))
             run()
         for matrix in dense:
-            self._round([matrix], inverse_factor(summed(totals[matrix.owner], matrix)[None]))
+            hessian = summed(totals[matrix.owner], matrix)
+            self._round([matrix], inverse_factor(hessian[None]))
 
     def _quantize_experts(self, layer: MoeLayer, routed: Routed, matrices: Sequence[Matrix]) -> None:
         experts = self.at.model.get_submodule(layer.name)
@@ -156,11 +158,12 @@ class Quantizing(LayerVisitor):
             upper = inverse_factor(torch.stack(hessians))
             for part in ("gate", "up") if experts.has_gate else ("up",):
                 self._round([by_part[expert, part] for expert in batch], upper)
-            hessians = [
-                hessian_of(_inner(experts, expert, routed.to(expert)), by_part[expert, "down"], device)
-                for expert in batch
-            ]
-            self._round([by_part[expert, "down"] for expert in batch], inverse_factor(torch.stack(hessians)))
+            hessians = []
+            for expert in batch:
+                inputs = _inner(experts, expert, routed.to(expert))
+                hessians.append(hessian_of(inputs, by_part[expert, "down"], device))
+            upper = inverse_factor(torch.stack(hessians))
+            self._round([by_part[expert, "down"] for expert in batch], upper)
 
     def _round(self, batch: Sequence[Matrix], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored."""

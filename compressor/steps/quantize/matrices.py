@@ -95,8 +95,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     ignored = set[str]()
     for name, module in partial.model.named_modules():
         # routers, too, which are no linear modules in transformers, but in servers
-        is_linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
-        if is_linear and f"{name}.weight" not in quantized:
+        is_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
+        if is_matrix and not isinstance(module, nn.Embedding) and f"{name}.weight" not in quantized:
             ignored |= {name, names.get(f"{name}.weight", name).removesuffix(".weight")}
     return Matrices(
         every=tuple(every),

@@ -198,8 +198,9 @@ class Scheme:
             }
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
+        packed = [pack_to_int32(matrix, self.bits) for matrix in codes.to(torch.int8)]
         return {
-            "weight_packed": torch.stack([pack_to_int32(matrix, self.bits) for matrix in codes.to(torch.int8)]),
+            "weight_packed": torch.stack(packed),
             "weight_scale": scales.groups.to(dtype),
             "weight_shape": torch.tensor(codes.shape[1:]).repeat(len(codes), 1),
         }
@@ -253,6 +254,8 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     size = fixed or group_size or usual
     if size == ROW or common % size == 0:
         return Scheme(name, size)
-    remedy = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}" if fixed is None else "choose int4 or fp8"
+    remedy = "choose int4 or fp8"
+    if fixed is None:
+        remedy = f"give group_size {' or '.join(map(str, [*dividing, ROW]))}"
     shown = ", ".join(map(str, widths))
     raise CompressionError(f"quantize: groups of {size} do not divide matrices of {shown} columns; {remedy}")

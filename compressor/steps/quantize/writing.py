@@ -140,7 +140,8 @@ class Writer:
         dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
-            for name, (dtype, shape) in self.scheme.stored(matrix.rows, matrix.columns, partial.dtype).items():
+            tensors = self.scheme.stored(matrix.rows, matrix.columns, partial.dtype)
+            for name, (dtype, shape) in tensors.items():
                 each = Fraction(weights, math.prod(shape))
                 outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
                 weights = 0
@@ -201,7 +202,8 @@ class Writer:
     def _verify(self, inner: OutputJob, partial: Any, folder: Path) -> None:
         """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
         inner.verify(folder)
-        written = open_model(ModelSource(str(folder), None, folder), str(partial.dtype).removeprefix("torch."), "cpu")
+        source = ModelSource(str(folder), None, folder)
+        written = open_model(source, str(partial.dtype).removeprefix("torch."), "cpu")
         live = written.partial.model
         for unit in self.model.architecture.units:
             matrices = self.matrices.of(unit)

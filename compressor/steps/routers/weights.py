@@ -191,7 +191,8 @@ class RouterGradients(ReverseVisitor):
     def replaying(self, unit: str, batch: int) -> None:
         self._seen = []
         for layer in self.at.moe_layers:
-            self._watching.enter_context(watched(self.at.model, layer, partial(self._note, router_weight(layer))))
+            note = partial(self._note, router_weight(layer))
+            self._watching.enter_context(watched(self.at.model, layer, note))
 
     def _note(self, key: str, product: Product) -> Tensor:
         logits = product.logits
@@ -226,7 +227,8 @@ class RouterGradients(ReverseVisitor):
 def _moments(model: OpenModel, weights: Weights, text: Text, emphasis: Emphasis) -> dict[str, Moments]:
     def loss(batch: int, output: Any) -> Tensor:
         tokens, base = text[batch]
-        return (top_divergence(base, output.logits) * emphasis.loss_weights(tokens).to(output.logits.device)).sum()
+        counting = emphasis.loss_weights(tokens).to(output.logits.device)
+        return (top_divergence(base, output.logits) * counting).sum()
 
     gradients = RouterGradients()
     ReversePass(model, [tokens for tokens, _ in text]).run(loss, _WithWeights(model, weights), gradients)
@@ -245,8 +247,9 @@ def line_search(
 
     def best(choices: Sequence[tuple[float, float]], *known: Trial) -> Trial:
         weights = [moved(*choice) for choice in choices]
+        measured = evaluate_trials(model, evaluator, weights)
         trials = list(known)
-        for choice, tried, figures in zip(choices, weights, evaluate_trials(model, evaluator, weights), strict=True):
+        for choice, tried, figures in zip(choices, weights, measured, strict=True):
             trials.append(Trial(*choice, tried, figures))
         return min(trials, key=lambda trial: trial.figures.means["kl"])
 
@@ -291,7 +294,8 @@ class BiasPlace:
         if self.direction is not None:
             change = torch.outer(as_float64(logits).cpu(), self.direction.cpu())
         else:
-            change = as_float64(scores if self.kind == "selection bias" else logits).cpu().reshape(tensor.shape)
+            added = scores if self.kind == "selection bias" else logits
+            change = as_float64(added).cpu().reshape(tensor.shape)
         return (as_float64(tensor).cpu() + change).to(tensor.dtype)
 
 

@@ -79,7 +79,8 @@ class Metering(LayerVisitor):
             device = float64_device(experts.down_proj.device)
             shape = (layer.experts, width_of(experts))
             self.energies[layer.name] = torch.zeros(shape, dtype=torch.float64, device=device)
-            self.watches.append(Watch(self.at.model, layer, on_experts=partial(self._called, layer.name)).attach())
+            watch = Watch(self.at.model, layer, on_experts=partial(self._called, layer.name))
+            self.watches.append(watch.attach())
 
     @torch.no_grad()
     def _called(self, name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -98,7 +99,8 @@ class Metering(LayerVisitor):
             experts = self.at.model.get_submodule(layer.name)
             energy = self.energies[layer.name].cpu()
             for expert in range(layer.experts):
-                energy[expert] *= as_float64(projections(experts, expert).down).norm(dim=0).cpu().square()
+                down = as_float64(projections(experts, expert).down)
+                energy[expert] *= down.norm(dim=0).cpu().square()
             reached = energy.sum(1, keepdim=True) > 0
             self.energies[layer.name] = torch.where(reached, energy, energy_of_weights(experts))
 
@@ -215,7 +217,8 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
     except CompressionError:
         return 1, ""  # the number is refused when it is checked
     servers = [server for server in SERVERS if server != LLAMA_CPP or GGUF in model.formats]
-    broken_already = {(rule.server, rule.needs.words) for rule in broken(replace(served_model(model), experts=kept))}
+    unsplit = replace(served_model(model), experts=kept)
+    broken_already = {(rule.server, rule.needs.words) for rule in broken(unsplit)}
     all_widths = sorted(set(widths(build_meta(model.config)).values()))
     uneven = dict[int, list[str]]()  # numbers of parts that a width of experts does not make
     worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
@@ -293,12 +296,10 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     entry = shapes(model.whole, factors.parts)
     if model.stored_parts:
         entry["block"] = model.stored_parts.block
-    entry |= {
-        "output_factor": factors.output,
-        "selection_factor": factors.selection,
-        **facts,
-        "neurons": {name: packed(parts_of(order, factors.parts), factors.parts) for name, order in orders.items()},
-    }
+    neurons = dict[str, str]()
+    for name, order in orders.items():
+        neurons[name] = packed(parts_of(order, factors.parts), factors.parts)
+    entry |= {"output_factor": factors.output, "selection_factor": factors.selection, **facts, "neurons": neurons}
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
 
@@ -318,15 +319,18 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     width_by_name = widths(build_meta(stored.config))
     for layer in stored.architecture.layers:
         text = split["neurons"].get(layer.name)
-        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width_by_name[layer.name], parts, layer.name))
+        width = width_by_name[layer.name]
+        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width, parts, layer.name))
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
     return in_order(seen, orders, facts)
 
 
 def packed(parts_of_neurons: Tensor, parts: int) -> str:
     """The part of each neuron, [E, I] below `parts`, as text."""
-    bits = (parts_of_neurons.flatten().numpy()[:, None] >> np.arange((parts - 1).bit_length())) & 1
-    return base64.b64encode(np.packbits(bits.astype(np.uint8)).tobytes()).decode()
+    places = np.arange((parts - 1).bit_length())
+    bits = (parts_of_neurons.flatten().numpy()[:, None] >> places) & 1
+    data = np.packbits(bits.astype(np.uint8)).tobytes()
+    return base64.b64encode(data).decode()
 
 
 def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Tensor:
@@ -335,7 +339,8 @@ def unpacked(text: Any, experts: int, width: int, parts: int, where: str) -> Ten
     bits = (parts - 1).bit_length()
     try:
         data = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
-        flags = np.unpackbits(data)[: count * bits].reshape(count, bits).astype(np.int32)
+        flags = np.unpackbits(data)[: count * bits].reshape(count, bits)
     except (TypeError, ValueError) as error:
         raise CompressionError(f"{where}: what says where its neurons go is damaged; {REMEDY}") from error
-    return torch.from_numpy((flags << np.arange(bits, dtype=np.int32)).sum(1)).int().view(experts, width)
+    numbers = flags.astype(np.int32) << np.arange(bits, dtype=np.int32)
+    return torch.from_numpy(numbers.sum(1)).int().view(experts, width)

@@ -67,7 +67,8 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     width_field = next(iter(fields))
     fields[architecture.count_field] = architecture.experts * parts
     wanted = {layer.name: layer.top_k * parts for layer in architecture.layers}
-    top_k, seen = top_k_fields(with_fields(config, fields), architecture, wanted, lambda count: count * parts)
+    split_config = with_fields(config, fields)
+    top_k, seen = top_k_fields(split_config, architecture, wanted, lambda count: count * parts)
     fields |= top_k
     return SplitShape(fields, seen, _factors(architecture, parts, fields, width_field))
 
@@ -168,11 +169,12 @@ def _factors(architecture: Architecture, parts: int, fields: Fields, width_field
     width = attrgetter(width_field)(config)
     narrow = {width_field: _each(width, lambda _: PART * parts)}
     narrow_split = {**fields, width_field: _each(width, lambda _: PART)}
-    model, after = (build_meta(with_fields(config, each), torch.float32) for each in (narrow, narrow_split))
+    model = build_meta(with_fields(config, narrow), torch.float32)
+    after = build_meta(with_fields(config, narrow_split), torch.float32)
     kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
     for layer in reversed(architecture.layers):
-        modules = map(type, (model.get_submodule(layer.block), model.get_submodule(layer.router)))
-        kinds[*modules, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)] = layer
+        block, router = (type(model.get_submodule(name)) for name in (layer.block, layer.router))
+        kinds[block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)] = layer
     factors = {_factors_of_block(architecture.family, model, after, layer, parts) for layer in kinds.values()}
     if len(factors) > 1:
         raise CompressionError(f"{architecture.family} cannot be split: its layers do not weigh experts alike")
@@ -186,14 +188,15 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     _fill(block, layer, generator)
     experts = block.get_submodule(layer.name[inside:])
     state = {f"{layer.block}.{key}": value for key, value in block.state_dict().items()}
-    order = torch.stack([torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)])
-    hidden = torch.randn(1, TOKENS, int(model.config.get_text_config().hidden_size), generator=generator)
+    orders = [torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)]
+    hidden_size = int(model.config.get_text_config().hidden_size)
+    hidden = torch.randn(1, TOKENS, hidden_size, generator=generator)
     wanted = _output(block, layer, hidden)
     least = math.inf
     # the factors that routers are known to need, the plainest first
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
         factors = Factors(parts, output, selection)
-        split = state | split_experts(experts, layer, order, factors)
+        split = state | split_experts(experts, layer, torch.stack(orders), factors)
         split |= {key: split_beside(key, state[key], layer, factors) for key in keys_beside(layer)}
         other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
         for name, value in other.named_buffers():
@@ -201,7 +204,8 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
             value.copy_(whole) if value.shape == whole.shape else value.zero_()
         with suppress(RuntimeError):  # a tensor has not the shape that the config asks for
             other.load_state_dict({key[inside:]: value for key, value in split.items()})
-            least = min(least, float((_output(other, layer, hidden) - wanted).abs().max() / wanted.abs().max()))
+            difference = (_output(other, layer, hidden) - wanted).abs().max()
+            least = min(least, float(difference / wanted.abs().max()))
         if least <= ROUNDING:
             return factors
     reason = ""
@@ -221,7 +225,8 @@ def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None
     for name, value in (*block.named_parameters(), *block.named_buffers()):
         noise = torch.randn(value.shape, generator=generator)
         if f"{layer.block}.{name}" in layer.tables:
-            value.copy_(torch.rand(len(value), layer.experts, generator=generator).argsort(-1)[:, : value.shape[1]])
+            shuffled = torch.rand(len(value), layer.experts, generator=generator).argsort(-1)
+            value.copy_(shuffled[:, : value.shape[1]])
         elif not value.is_floating_point():
             value.zero_()
         elif "bias" in name.rpartition(".")[2]:
@@ -242,6 +247,8 @@ def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:
         output = block.get_submodule(layer.name[inside:])(hidden[0], index, weights)
     else:
         rows = min((len(block.get_buffer(table[inside:])) for table in layer.tables), default=TOKENS)
-        takes_ids = "input_ids" in inspect.signature(block.forward).parameters
-        output = block(hidden, **({"input_ids": torch.arange(TOKENS)[None] % rows} if takes_ids else {}))
+        more = dict[str, Tensor]()
+        if "input_ids" in inspect.signature(block.forward).parameters:
+            more["input_ids"] = torch.arange(TOKENS)[None] % rows
+        output = block(hidden, **more)
     return output if isinstance(output, Tensor) else output[0]

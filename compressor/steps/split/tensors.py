@@ -136,12 +136,13 @@ class SplitModel(PartialModel):
             if beside != layer_keys:
                 assert self.orders is not None, "the order of neurons is not known yet"
                 self.stored.load(self.stored.keys_under(name))
-                experts = split_experts(self.stored.model.get_submodule(name), layer, self.orders[name], self.factors)
+                module = self.stored.model.get_submodule(name)
+                experts = split_experts(module, layer, self.orders[name], self.factors)
                 self.stored.release(name)
                 self._put(experts)
                 self._loaded |= experts.keys()
-            tensors = self._read(beside)
-            self._put({key: split_beside(key, value, layer, self.factors) for key, value in tensors.items()})
+            for key, value in self._read(beside).items():
+                set_tensor(self.model, key, split_beside(key, value, layer, self.factors))
         self._settle(wanted)
 
     def read_ahead(self, keys: Iterable[str]) -> None:
