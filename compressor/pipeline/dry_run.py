@@ -119,7 +119,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     task = prepare(recipe, model, base, earlier_plan(model))
     experts, changed = task.experts_at_end, any(WEIGHTS in step.changes for step in task.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
-    after = _shape(task.seen, experts, partial(_size_after, task, changed=changed))
+    after = _shape(task.seen, experts, lambda count: task.output_size(task.steps, count, changed).size)
     names = {part_name(number): step.name for number, step in enumerate(task.steps)}
     texts = tuple(
         TextNeed.of(spec, names if number is None else {OWN: task.steps[number].name})
@@ -154,12 +154,6 @@ def dry_run(recipe: Recipe) -> DryRun:
 def servers_after(task: Task) -> Advice:
     """What servers make of the model at the end."""
     return advice_on(served_model(task.seen), task.seen.architecture.layers, task.experts_at_end)
-
-
-def _size_after(task: Task, experts: int, changed: bool) -> Size:
-    """What is written of the model with so many experts in each layer."""
-    stored = task.stored_by(task.steps, changed)
-    return output_size(task.seen, experts, changed) if stored is None else stored.size
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from compressor.checkpoint.reader import Size
 from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
@@ -126,10 +125,16 @@ class Task:
         """Options of the steps."""
         return tuple(step.options for step in self.steps)
 
-    def stored_by(self, steps: Sequence[Step[Any]], changed: bool = False) -> OutputSize | None:
-        """Size of what the last of these steps that stores tensors in a way of its own writes; None if none does."""
-        sizes = [step.output_size(self.seen, self.experts, changed) for step in steps]
-        return next((size for size in reversed(sizes) if size is not None), None)
+    def output_size(self, steps: Sequence[Step[Any]], experts: int, changed: bool = False) -> OutputSize:
+        """Size of what these steps write with so many experts in each layer.
+
+        It is that of the last step that stores tensors in a way of its own. `changed`: steps write experts anew.
+        """
+        for step in reversed(steps):
+            size: OutputSize | None = step.output_size(self.seen, experts, changed)
+            if size is not None:
+                return size
+        return OutputSize(output_size(self.seen, experts, changed))
 
     @property
     def space(self) -> int:
@@ -137,19 +142,19 @@ class Task:
 
         A stage writes its checkpoint beside that of the stage before; a step on the whole model changes files in place.
         """
-        plain, most, before = output_size(self.seen, self.experts).bytes, 0, 0
+        most, before = 0, 0
         numbers = stage_numbers(self.options)
         for number in dict.fromkeys(numbers):
             places = [place for place, stage in enumerate(numbers) if stage == number]
             steps = [self.steps[place] for place in places]
             if before and steps[0].options.order is None:
                 continue
-            stored = self.stored_by(steps) or OutputSize(Size(0, plain))
-            waiting = stored.waiting
+            written = self.output_size(steps, self.experts)
+            waiting = written.waiting
             if any(self.requirements[place].waits_on_disk for place in places):
-                waiting += plain
-            most = max(most, before + stored.size.bytes + waiting)
-            before = stored.size.bytes
+                waiting += written.size.bytes
+            most = max(most, before + written.size.bytes + waiting)
+            before = written.size.bytes
         return most
 
     def key(self) -> str:

@@ -60,6 +60,8 @@ def test_a_dry_run_shows_the_bytes_that_are_written(case: str, tmp_path: Path) -
     files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
     assert shown.after.bytes == made.after.bytes == sum(value.nbytes for file in files for value in file.values())
     assert shown.after.bytes < shown.before.bytes
+    experts = sum(value.nbytes for file in files for name, value in file.items() if ".experts." in name)
+    assert experts <= shown.after.layer_bytes * shown.moe_layers < 2 * experts  # with routers
     if case != "dropped":  # of which packed numbers are counted as they are stored
         assert shown.after.parameters == made.after.parameters
 
