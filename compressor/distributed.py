@@ -66,19 +66,15 @@ class Ranks:
         """Return True if this rank does the piece of work of this number, where ranks take turns."""
         return number % self.size == self.rank
 
-    def share(self, batches: "Sequence[Tensor]") -> frozenset[int]:
-        """Return the numbers of this rank's batches of token ids [B, L]."""
-        return frozenset(range(self.rank, len(batches), self.size))
-
-    def own(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
-        """Return the numbers of this rank's batches of all groups in one row.
+    def share(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
+        """Return the numbers of this rank's batches of token ids [B, L], of all groups in one row.
 
         Each group is divided by itself, so that a batch has the same rank in every pass over its group.
         """
         numbers, begin = set[int](), 0
-        for group in groups:
-            numbers.update(begin + number for number in self.share(group))
-            begin += len(group)
+        for batches in groups:
+            numbers.update(range(begin + self.rank, begin + len(batches), self.size))
+            begin += len(batches)
         return frozenset(numbers)
 
     def barrier(self) -> None:
@@ -135,8 +131,6 @@ def launched() -> Ranks:
         rank, size, local = (int(os.environ[name]) for name in LAUNCHED)
     except (KeyError, ValueError) as error:
         raise CompressionError(f"WORLD_SIZE is set, but not {', '.join(LAUNCHED)} as torchrun sets them") from error
-    if not 0 <= rank < size or local < 0:
-        raise CompressionError(f"there is no rank {rank} of {size}; start all with torchrun")
     return Ranks(rank, size, local)
 
 
@@ -212,32 +206,32 @@ def process_group() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _joined(ranks: Ranks) -> Any:
+def _joined(group: Ranks) -> Any:
     import torch
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        store: Any = next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=JOINING)))[0]
-        store.set(f"joined/{ranks.rank}", "1")
-        store.wait([f"joined/{rank}" for rank in range(ranks.size)], JOINING)
+        store: Any = next(iter(rendezvous("env://", group.rank, group.size, timeout=JOINING)))[0]
+        store.set(f"joined/{group.rank}", "1")
+        store.wait([f"joined/{rank}" for rank in range(group.size)], JOINING)
         kind, count = torch.accelerator.current_accelerator(check_available=True), torch.accelerator.device_count()
         if kind is not None:
-            torch.accelerator.set_device_index(ranks.local % count)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.size)
+            torch.accelerator.set_device_index(group.local % count)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or group.size)
         backends = "gloo"  # nccl and its like want a device for each rank
         if kind is not None and local <= count:
             backends = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
         dist.init_process_group(
             backends,
             store=dist.distributed_c10d.PrefixStore("group", store),
-            rank=ranks.rank,
-            world_size=ranks.size,
+            rank=group.rank,
+            world_size=group.size,
             timeout=PLANNING,
         )
     except (RuntimeError, ValueError, KeyError) as error:
         raise CompressionError(
-            f"the {ranks.size} ranks did not come together ({reason_of(error, 160)}); start them with torchrun, and "
+            f"the {group.size} ranks did not come together ({reason_of(error, 160)}); start them with torchrun, and "
             "see that MASTER_ADDR can be reached"
         ) from error
     return store

@@ -269,7 +269,7 @@ class _Lockstep:
         everything = self.units if run.finishing else self.place.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.spill = Spill(run.activation_budget)
-        self.own = ranks().own(run.batches, run.evaluation) if run.shared else run.own
+        self.own = ranks().share(run.batches, run.evaluation) if run.shared else run.own
         modules = {unit: self.model.get_submodule(unit) for unit in self.units}
         self.forwards: dict[str, Forward] = {unit: module.forward for unit, module in modules.items()}
         for unit, module in modules.items():

@@ -139,7 +139,7 @@ class State:
                 if step.needs_teacher_hidden:
                     hidden += [f"{name}-{n}" for n in range(len(batches[name]))]
             keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
-            own = ranks().own([batch for (batch,) in texts.values()])
+            own = ranks().share([batch for (batch,) in texts.values()])
             mine = {key: each for n, (key, each) in enumerate(texts.items()) if n in own}
             read_base(self.base, mine, evaluator, self.progress, keep, hidden)
             ranks().barrier()  # the work folder has what every process has computed now

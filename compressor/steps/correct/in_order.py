@@ -312,12 +312,12 @@ def _compress_model(
     batches: Sequence[Tensor] = () if calibration is None else calibration.batches
     evaluation = [] if probe is None else probe.batches
     state = _InOrder(model, calibration, work, files)
-    own, budget = ranks().own(batches, evaluation), DEFAULT_ACTIVATION_BUDGET
+    share, budget = ranks().share(batches, evaluation), DEFAULT_ACTIVATION_BUDGET
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
         state.base_stream = BaseStream(model, len(batches), Spill(budget), work.correction.toward)
-        own = ranks().own(batches, batches, evaluation)
+        share = ranks().share(batches, batches, evaluation)
         batches = (*batches, *batches)
         visitors.append(state.base_stream)
     if probe is not None:
@@ -333,7 +333,7 @@ def _compress_model(
         work.seed,
         to_end=leg is not None,
         evaluation=evaluation,
-        own=own,
+        own=share,
         activation_budget=budget,
     )
     passing.run(*visitors)

@@ -73,7 +73,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
     require_enough(evaluator.sequences, "routers")
 
     def text(numbers: range) -> Text:
-        own = ranks().own([batches[number] for number in numbers])
+        own = ranks().share([batches[number] for number in numbers])
         return [(batches[number], answers[number]) for place, number in enumerate(numbers) if place in own]
 
     def by_weights() -> Calibrated:
