@@ -190,9 +190,9 @@ class ObservedRouters(TracedPass):
                     why = "its experts' outputs do not reach the residual stream token by token"
                     raise refuse(self.model, unit, why)
 
-    def _observe(self, number: int, layer: MoeLayer, batch: int, logits: Logits | None) -> None:
-        view = leaf_map(logits.terms, STREAM) if logits is not None else None
-        if logits is None or view is None:
+    def _observe(self, number: int, layer: MoeLayer, batch: int, logits: Logits) -> None:
+        view = leaf_map(logits.terms, STREAM)
+        if view is None:
             why = "its router's logits are not linear in the normalised residual stream"
             raise refuse(self.model, layer.unit, why)
         if not bool(torch.isfinite(logits.value).all()):
@@ -259,11 +259,10 @@ class ObservedRouters(TracedPass):
             self._unit = unit
             self._shared_rows.clear()
         for number, layer in enumerate(self.layers):
-            logits = trace.logits.get(layer.name)
-            if logits is not None:
+            if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
                 scales = torch.ones(trace.context.tokens, 1, device=rows.device)
-                yield View(logits.terms, slice(number, number + 1), rows, scales)
+                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
         later = self.later(unit)
         at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
         for start in range(0, len(later), at_once):

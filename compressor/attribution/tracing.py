@@ -361,7 +361,7 @@ class UnitTrace:
     context: Context
     kinds: dict[str, str]  # of components by module
     terms: Terms = ()  # of the layer's output
-    logits: dict[str, Logits | None] = field(default_factory=dict)  # by experts module; None: no product as wide
+    logits: dict[str, Logits] = field(default_factory=dict)  # by experts module; without terms: no product as wide
     routed: dict[str, list[RanExpert]] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)  # by attention module
 
@@ -482,12 +482,11 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> list[Ca
     products = trace.context.products
 
     def keep(args: Any, kwargs: Any, output: Any) -> None:
-        trace.logits[layer.name] = None
-        wide = [product for product in products if product[0].shape[-1] == width]
-        if wide:
-            value, terms = wide[0]
-            logits = value.detach().reshape(-1, width)[:, : layer.experts].float()
-            trace.logits[layer.name] = Logits(logits, terms, plain(output[2]).reshape(len(logits), -1))
+        no_product = (torch.empty(trace.context.tokens, width), ())
+        wide = (product for product in products if product[0].shape[-1] == width)
+        value, terms = next(wide, no_product)
+        logits = value.detach().reshape(-1, width)[:, : layer.experts].float()
+        trace.logits[layer.name] = Logits(logits, terms, plain(output[2]).reshape(len(logits), -1))
 
     begin = model.get_submodule(layer.router).register_forward_pre_hook(lambda *_: products.clear())
     routed = trace.routed.setdefault(layer.name, [])
