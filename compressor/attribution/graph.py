@@ -172,8 +172,19 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     for sender in senders:
         layer = BEFORE if sender.layer is None else sender.layer
         label = labels[sender.name]
-        facts = _measured(share=sender.share, number=sender.number, community=community.get(sender.name))
-        graph.add_node(label, label=label, kind=sender.kind, layer=layer, module=sender.module, **facts)
+        facts = _measured(
+            share=sender.share,
+            number=sender.number,
+            community=community.get(sender.name),
+        )
+        graph.add_node(
+            label,
+            label=label,
+            kind=sender.kind,
+            layer=layer,
+            module=sender.module,
+            **facts,
+        )
     for label, receiver in zip(routers, attribution.receivers, strict=True):
         facts = _measured(variance=receiver.variance, unexplained=receiver.unexplained)
         graph.add_node(
@@ -237,7 +248,12 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     """
     together: list[Together] = []
     for first in range(len(valid) - 1):
-        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=float64_device(valid.device))
+        table = torch.zeros(
+            experts + 2,
+            experts,
+            dtype=torch.float64,
+            device=float64_device(valid.device),
+        )
         for batch in chosen:
             passed, following = (
                 torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, router, valid[router]], 1.0)
@@ -251,7 +267,11 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
         excess[excess <= NOTABLE * expected.sqrt()] = 0
         values, order = excess.sort(descending=True, stable=True)
         for expert in range(experts):
-            for value, other in zip(values[expert, :FOLLOWING].tolist(), order[expert].tolist(), strict=False):
+            for value, other in zip(
+                values[expert, :FOLLOWING].tolist(),
+                order[expert].tolist(),
+                strict=False,
+            ):
                 if value > 0:
                     together.append(Together(first, expert, other, value / tokens))
     return tuple(together)

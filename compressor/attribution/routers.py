@@ -262,9 +262,17 @@ class ObservedRouters(TracedPass):
             if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
                 scales = torch.ones(trace.context.tokens, 1, device=rows.device)
-                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
+                yield View(
+                    trace.logits[layer.name].terms,
+                    slice(number, number + 1),
+                    rows,
+                    scales,
+                )
         later = self.later(unit)
-        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
+        at_once = max(
+            1,
+            SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts),
+        )
         for start in range(0, len(later), at_once):
             numbers = later[start : start + at_once]
             span = slice(numbers[0], numbers[-1] + 1)  # batches of other sizes have other spans

@@ -224,7 +224,12 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def write_adapters(model: nn.Module, folder: Path, label: str = "", training: Mapping[str, Any] | None = None) -> None:
+def write_adapters(
+    model: nn.Module,
+    folder: Path,
+    label: str = "",
+    training: Mapping[str, Any] | None = None,
+) -> None:
     """Both files into a folder that exists; raises `CompressionError` for a model without experts."""
     experts = comoe_layers(model)
     if not experts:
