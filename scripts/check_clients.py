@@ -42,12 +42,12 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockWriter
+from compressor.evaluation.answers import StockGenerator
 from compressor.evaluation.evaluate import plan_evaluation
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt
 from compressor.evaluation.server import Server, open_server
-from compressor.evaluation.server_writer import ServerWriter
+from compressor.evaluation.server_writer import ServedGenerator
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent
@@ -310,7 +310,7 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
                 plan_evaluation(source, tasks, options, place / "cache", each).run(Silent())["texts"].values
                 for each in servers
             ]
-            writers = StockWriter(source, dtype="float32"), ServerWriter(server, source)
+            writers = StockGenerator(source, dtype="float32"), ServedGenerator(server, source)
             mine, theirs = ({x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers)
     except (RuntimeError, CompressionError) as error:
         return case.label, shown, f"failed: {error}", "-", "-"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compressor.checkpoint.source import locate
-from compressor.evaluation.evaluate import Evaluation, ItemScores
+from compressor.evaluation.evaluate import ItemScores, TaskEvaluation
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.progress import Progress, Silent
 
@@ -105,7 +105,7 @@ def evaluate(
 ) -> dict[str, ItemScores]:
     """A model's results by task; `tasks` are the options' own, resolved, if several models answer them."""
     source = locate(model, revision, progress)
-    return Evaluation(source, tuple(tasks or resolve_tasks(options)), options).run(progress)
+    return TaskEvaluation(source, tuple(tasks or resolve_tasks(options)), options).run(progress)
 
 
 def ask(folder: Path, *tasks: str, **settings: Any) -> dict[str, ItemScores]:

@@ -130,7 +130,7 @@ def test_an_identical_copy_passes_and_a_gate_that_it_cannot_pass_is_refused(
     alone = ["150", "0.03", "0.0198", "0.0427", "0.0562"]
     together = ["300", "0.01", "0.0099", "0.0262", "0.0367"]
     assert first == {EASY: alone, "moe_demo_recall": alone, "all together": together}
-    monkeypatch.setattr(evaluating.Evaluation, "run", lambda *_: pytest.fail("a model was asked"))
+    monkeypatch.setattr(evaluating.TaskEvaluation, "run", lambda *_: pytest.fail("a model was asked"))
     for more in (("--limit", 10), ("--max-drop", 0.001)):
         said = "20 items .*at least 299 items" if "--limit" in more else "400 items .*at least 2,995 items"
         refused(run("gate", base, copy, "--tasks", TASKS, "--json", *more), said)
@@ -168,12 +168,12 @@ def test_a_dry_run_of_compress_says_what_its_gate_can_show(base: Path, tmp_path:
 def test_an_undecided_gate_counts_as_it_is_told(
     run: Run, base: Path, good: Path, treat: str | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answered(self: evaluating.Evaluation, progress: Any) -> dict[str, evaluating.ItemScores]:
+    def answered(self: evaluating.TaskEvaluation, progress: Any) -> dict[str, evaluating.ItemScores]:
         lost = 3 if self.source.folder == good else 0
         values, ids = [0.0] * lost + [1.0] * (60 - lost), tuple(map(str, range(60)))
         return {EASY: evaluating.ItemScores(EASY, "acc", "1", "score", ids, tuple(values))}
 
-    monkeypatch.setattr(evaluating.Evaluation, "run", answered)
+    monkeypatch.setattr(evaluating.TaskEvaluation, "run", answered)
     how = () if treat is None else ("--inconclusive", treat)
     result = run("gate", base, good, "--tasks", EASY, "--limit", 60, "--max-drop", 0.05, "--json", *how)
     content = json.loads(result.out)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.evaluation.answers import Answer, StockWriter
+from compressor.evaluation.answers import Answer, StockGenerator
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt
 from compressor.model.opened import open_model
@@ -98,7 +98,7 @@ def test_answers(tmp_path: Path) -> None:
     prompts = [Prompt.of(text) for text in ("one", "one two three", "four words and more")]
 
     def written(device: str, temperature: float) -> set[Answer]:
-        writer = StockWriter(locate(str(tmp_path / "model")), device, "float32")
+        writer = StockGenerator(locate(str(tmp_path / "model")), device, "float32")
         options = GenerationOptions(max_new_tokens=12, temperature=temperature)
         return set(writer.write([(prompt, 0) for prompt in prompts], options, Silent()))
 

@@ -43,7 +43,8 @@ def evaluate(
 
     check_confidence(confidence)
     chosen = validated(BehaviourOptions, options, "the command line")
-    answering, judging = answering_of(chosen, limit), judging_of(chosen)
+    answering = answering_of(chosen, limit)
+    judging = judging_of(chosen)
     if answering is None and judging is None:
         raise CompressionError(
             "nothing is asked; name --prompts, such as a JSONL file with chats, or demo; or name --text"

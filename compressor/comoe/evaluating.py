@@ -19,7 +19,7 @@ from compressor.checkpoint.source import ModelSource, locate
 from compressor.comoe.contrastive import unit
 from compressor.comoe.layer import comoe_layers, load_adapters, read_facts, watching
 from compressor.devices import pick_device
-from compressor.evaluation.items import Item, Row, is_greedy, likelihoods, positions, tokenised
+from compressor.evaluation.items import Item, TokenRow, is_greedy, likelihoods, positions, tokenised
 from compressor.evaluation.tasks import items_of
 from compressor.formatting import label
 from compressor.model.architecture import load_config
@@ -29,7 +29,7 @@ from compressor.progress import Progress, Silent, quiet_transformers
 
 IGNORED = -100  # the label of tokens that have no loss
 Example = dict[str, list[int]]
-Question = tuple[Item, tuple[Row, ...]]  # with a row for each answer
+Question = tuple[Item, tuple[TokenRow, ...]]  # with a row for each answer
 
 
 def load(source: ModelSource, dtype: str) -> tuple[Any, Any]:

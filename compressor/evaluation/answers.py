@@ -35,7 +35,7 @@ from compressor.run_record import request_key, versions
 
 logger = logging.getLogger(__name__)
 
-Asked: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
+GenerationRequest: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
 CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
@@ -57,7 +57,7 @@ class Answer:
         return self.prompt, self.seed
 
 
-class Writer(Protocol):
+class TextGenerator(Protocol):
     """Whatever answers: a model in memory, or a server."""
 
     @property
@@ -70,12 +70,14 @@ class Writer(Protocol):
     def opened(self) -> tuple[Any, ModelFacts]:
         """Tokenizer and facts; raises `CompressionError` for what cannot end an answer."""
 
-    def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
         """The answers in any order, each as soon as it is there."""
 
 
 @dataclass(frozen=True, slots=True)
-class StockWriter:
+class StockGenerator:
     """A checkpoint that stock transformers hold in memory while it writes."""
 
     source: ModelSource
@@ -106,7 +108,9 @@ class StockWriter:
             )
         return tokenizer, facts
 
-    def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
         if not asked:
             return
         tokenizer, facts = self.opened()
@@ -150,7 +154,8 @@ class _Question:
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
     """Questions of falling length, at most so many to a batch; of one length where padding changes answers."""
-    longest, shortest = queue[0].tokens, queue[-1].tokens
+    longest = queue[0].tokens
+    shortest = queue[-1].tokens
     padding = len(longest) - len(shortest)
     pads = not padding or _takes_padding(model, longest, padding)
     for _, same in groupby(queue, lambda question: None if pads else len(question.tokens)):
@@ -186,7 +191,8 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
         return [step[-1].float() for step in written.logits]
 
     try:
-        alone, beside = written([tokens]), written([[0] * (len(tokens) + most), tokens])
+        alone = written([tokens])
+        beside = written([[0] * (len(tokens) + most), tokens])
     except Exception:  # a family that cannot take a mask raises what it likes
         return False
     for one, other in zip(alone, beside, strict=False):  # of the same text, until a token differs
@@ -197,7 +203,7 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     return True
 
 
-def draws(asked: Asked, count: int) -> Tensor:
+def draws(asked: GenerationRequest, count: int) -> Tensor:
     """The numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
     seed = int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -212,8 +218,9 @@ def drawn(distribution: Tensor, numbers: Tensor) -> Tensor:
 class _Choosing:
     """Leaves of the logits [B, V] the one token that each row is to go on with; a processor of stock `generate`."""
 
-    def __init__(self, asked: Sequence[Asked], prompt: int, options: GenerationOptions) -> None:
-        self.prompt, self.options = prompt, options
+    def __init__(self, asked: Sequence[GenerationRequest], prompt: int, options: GenerationOptions) -> None:
+        self.prompt = prompt
+        self.options = options
         if options.temperature:
             self.numbers = torch.stack([draws(request, options.max_new_tokens) for request in asked])
 
@@ -276,7 +283,7 @@ class Journal:
     key: str
 
     @classmethod
-    def of(cls, writer: Writer, options: GenerationOptions, folder: Path) -> "Journal":
+    def of(cls, writer: TextGenerator, options: GenerationOptions, folder: Path) -> "Journal":
         """The journal of a writer's answers in a folder."""
         facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
         key = request_key(writer.facts, facts)[:32]
@@ -301,7 +308,11 @@ class Journal:
 
 
 def answer_all(
-    writer: Writer, asked: Iterable[Asked], options: GenerationOptions, journal: Journal, progress: Progress
+    writer: TextGenerator,
+    asked: Iterable[GenerationRequest],
+    options: GenerationOptions,
+    journal: Journal,
+    progress: Progress,
 ) -> list[Answer]:
     """The answers in the order of what is asked; those that the journal has are not asked again."""
     asked = list(asked)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import Answer, Asked, Journal, StockWriter, Writer, answer_all
-from compressor.evaluation.conditions import Condition
+from compressor.evaluation.answers import Answer, GenerationRequest, Journal, StockGenerator, TextGenerator, answer_all
+from compressor.evaluation.conditions import GateCondition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
 from compressor.evaluation.evaluate import fits_whole
 from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
@@ -68,7 +68,7 @@ class Answering:
             self.max_new_tokens or most, self.temperature, self.top_p, seed=self.seed, chat=self.chat
         )
 
-    def asked(self, prompts: Sequence[Prompt]) -> list[Asked]:
+    def asked(self, prompts: Sequence[Prompt]) -> list[GenerationRequest]:
         """Each of these prompts with each seed."""
         return [(prompt, self.seed + number) for prompt in prompts for number in range(self.seeds)]
 
@@ -90,7 +90,7 @@ class Answering:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """Both answers to a prompt with the same seed."""
 
     prompt: Prompt
@@ -103,7 +103,8 @@ class Pair:
     @property
     def verdict(self) -> str:
         """In a word, what became of the base's answer."""
-        base, smaller = self.base_ending, self.smaller_ending
+        base = self.base_ending
+        smaller = self.smaller_ending
         if smaller.looped and not base.looped:
             return "new loop"
         if base.ended and not smaller.ended:
@@ -121,7 +122,7 @@ class Written:
     seeds: int
     options: Mapping[str, Any]
     rates: tuple[Rate, ...]
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[AnswerPair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Behaviour:
     text: Judged | None = None  # read by both
     answers: Judged | None = None  # the base's, read by both
     each: tuple[ForcedFigures, ...] = ()  # of these answers
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[GateCondition, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def fitting(
     return options, prompts
 
 
-def write_base(base: Writer, wanted: Answering, cache: Path, progress: Progress) -> list[tuple[Prompt, Answer]]:
+def write_base(base: TextGenerator, wanted: Answering, cache: Path, progress: Progress) -> list[tuple[Prompt, Answer]]:
     """The base's answers to all prompts, with these."""
     options, prompts = fitting(wanted, [base.opened()])
     asked = wanted.asked(prompts)
@@ -177,8 +178,8 @@ def write_base(base: Writer, wanted: Answering, cache: Path, progress: Progress)
 
 
 def write_both(
-    base: Writer,
-    smaller: Writer,
+    base: TextGenerator,
+    smaller: TextGenerator,
     wanted: Answering,
     confidence: float,
     cache: Path,
@@ -195,7 +196,8 @@ def write_both(
     if announce is not None:
         announce(replace(wanted, prompts=prompts))
     asked = wanted.asked(prompts)
-    answers, endings = list[list[Answer]](), list[list[Ending]]()
+    answers = list[list[Answer]]()
+    endings = list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
         own_answers = answer_all(writer, asked, options, Journal.of(writer, options, cache), progress)
         if not answers:
@@ -208,7 +210,7 @@ def write_both(
         answers.append(own_answers)
         endings.append(own_endings)
     rows = zip(asked, *answers, *endings, strict=True)
-    pairs = tuple(Pair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
+    pairs = tuple(AnswerPair(prompt, seed, *compared) for (prompt, seed), *compared in rows)
     facts = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
     domains = [prompt.domain for prompt, _ in asked]
     measured = rates(domains, endings[0], endings[1], confidence)
@@ -226,10 +228,11 @@ def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -
         logger.warning("%s, so little can be said of ends; %s", fault, remedy)
 
 
-def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[Condition, ...]:
+def written_conditions(written: Written, wanted: Answering, confidence: float) -> tuple[GateCondition, ...]:
     """The conditions on what was written, corrected for their number (Holm) where they fail: each has to pass."""
     alpha = 1 - confidence
-    base, smaller = ([pair.base_ending for pair in written.pairs], [pair.smaller_ending for pair in written.pairs])
+    base = [pair.base_ending for pair in written.pairs]
+    smaller = [pair.smaller_ending for pair in written.pairs]
     tasks = list[TaskGate]()
     for name, (_, limit) in wanted.limits.items():
         pairs = paired(name, base, smaller)
@@ -240,7 +243,7 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
     for task, p_fail in zip(tasks, failing.tolist(), strict=True):
         judged = verdict(task.p_pass, p_fail, alpha)
         conditions.append(
-            Condition(
+            GateCondition(
                 name=f"rise of {task.task}",
                 option=wanted.limits[task.task][0],
                 limit=task.max_drop,
@@ -268,8 +271,8 @@ def _advice(task: TaskGate, confidence: float) -> str:
 
 
 def evaluate_behaviour(
-    base: Writer,
-    smaller: Writer,
+    base: TextGenerator,
+    smaller: TextGenerator,
     wanted: Answering | None,
     judging: Judging | None,
     confidence: float,
@@ -286,12 +289,14 @@ def evaluate_behaviour(
     judging = judging or Judging()
     stock = stock_pair(base, smaller, judging)
     readings = None if stock is None else read_all(stock[0], judging)
-    written, answers = None, list[tuple[Prompt, Answer]]()
-    conditions = tuple[Condition, ...]()
+    written = None
+    answers = list[tuple[Prompt, Answer]]()
+    conditions = tuple[GateCondition, ...]()
     forced = judging.forced
-    if wanted is not None and reads_written and stock is not None and not forced and not _fits(stock[1]):
-        logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
-        forced = True
+    if wanted is not None and reads_written and stock is not None and not forced:
+        forced = not fits_whole(stock[1].source, stock[1].dtype, stock[1].device)
+        if forced:
+            logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
     if wanted is not None and forced:
         answers = write_base(base, wanted, cache, progress)
     elif wanted is not None:
@@ -309,13 +314,11 @@ def evaluate_behaviour(
     )
 
 
-def _fits(writer: StockWriter) -> bool:
-    return fits_whole(writer.source, writer.dtype, writer.device)
-
-
-def stock_pair(base: Writer, smaller: Writer, judging: Judging) -> tuple[StockWriter, StockWriter] | None:
+def stock_pair(
+    base: TextGenerator, smaller: TextGenerator, judging: Judging
+) -> tuple[StockGenerator, StockGenerator] | None:
     """Both models as checkpoints, which may read; None where one is a server, and nothing has to be read."""
-    if isinstance(base, StockWriter) and isinstance(smaller, StockWriter):
+    if isinstance(base, StockGenerator) and isinstance(smaller, StockGenerator):
         return base, smaller
     if judging.texts or judging.answers or judging.forced:
         raise CompressionError(

@@ -11,7 +11,7 @@ from compressor.document import html
 from compressor.document.blocks import Block, Facts, Heading, Marked, Note, Side, Sides, Strong, Table, Text, Words
 from compressor.document.markdown import markdown
 from compressor.evaluation.answers import Answer
-from compressor.evaluation.behaviour import Behaviour, Pair, Written
+from compressor.evaluation.behaviour import AnswerPair, Behaviour, Written
 from compressor.evaluation.conditions import conditions_table
 from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
 from compressor.evaluation.gate_report import LONE_HALVES
@@ -57,7 +57,8 @@ def lead(behaviour: Behaviour) -> str:
     if behaviour.written is None:
         if (read := behaviour.text or behaviour.answers) is None:
             return f"{behaviour.smaller} beside {behaviour.base}."
-        whole, what = read.rows[-1], "this text" if read is behaviour.text else "the base's answers"
+        whole = read.rows[-1]
+        what = "this text" if read is behaviour.text else "the base's answers"
         return (
             f"On {what} the loss of {behaviour.smaller} is {whole.loss.change:+.3g} nats per token beside that of "
             f"{behaviour.base}, and {100 * whole.flips.change:.3g}% of the greedy tokens are others."
@@ -87,7 +88,7 @@ def behaviour_blocks(behaviour: Behaviour, written: Sequence[Path] = ()) -> tupl
     return tuple(blocks)
 
 
-def answer_lines(pairs: Iterable[Pair]) -> str:
+def answer_lines(pairs: Iterable[AnswerPair]) -> str:
     """Each pair of answers as a line of JSON, which names no folder."""
     plain = (replace(pair, prompt=replace(pair.prompt, where="")) for pair in pairs)
     return "".join(json.dumps({"verdict": pair.verdict, **plain_json(pair)}) + "\n" for pair in plain)
@@ -102,7 +103,8 @@ def marked(text: str, other: str, ending: Ending) -> Words:
         begin += 1
     match = DIFFERENCE.match(text, begin)
     assert match is not None, "nothing is matched, too"
-    begin, end = min(begin, loop), min(match.end(), loop)
+    begin = min(begin, loop)
+    end = min(match.end(), loop)
     words = list[Words]([text[:begin]])
     if begin < end and text != other:
         words.append(Marked(text[begin:end], "difference"))

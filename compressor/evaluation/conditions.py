@@ -16,7 +16,7 @@ SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class GateCondition:
     """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it fails."""
 
     name: str  # such as "loops", or "flips on code"
@@ -45,7 +45,7 @@ def check_confidence(confidence: float) -> None:
         raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
 
 
-def conditions_table(conditions: Sequence[Condition]) -> Table:
+def conditions_table(conditions: Sequence[GateCondition]) -> Table:
     """A row for each condition."""
 
     def shown(value: float | None) -> str:

@@ -104,7 +104,8 @@ def ort_value(tensor: Tensor) -> Any:
 
 def providers(device: str, available: Sequence[str]) -> list[Any]:
     """Execution providers for `auto`, `cpu`, `cuda` or `cuda:1`; refuses one that is not installed."""
-    cpu, cuda = "CPUExecutionProvider", "CUDAExecutionProvider"
+    cpu = "CPUExecutionProvider"
+    cuda = "CUDAExecutionProvider"
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (number and not number.isdecimal()):
         raise CompressionError(f"ONNX Runtime has no device {device!r} here; pass --device cpu, cuda or auto")
@@ -187,7 +188,8 @@ class Continuation:
     def _write(self) -> Iterator[int]:
         """Choose tokens, without the end token."""
         start = time.perf_counter()
-        choose, most = chooser(self.options), self.options.max_new_tokens
+        choose = chooser(self.options)
+        most = self.options.max_new_tokens
         for token in continue_tokens(self.decoder, self.prompt, choose, self.stops, most):
             self.tokens.append(token)
             self.seconds = time.perf_counter() - start

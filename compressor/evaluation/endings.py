@@ -64,7 +64,8 @@ class Markers:
         if not isinstance(template, str):  # several, by name
             template = " ".join(template.values())
         known = " ".join([template, *getattr(tokenizer, "get_added_vocab", dict)()])
-        thinking, calls = list[tuple[str, str]](), list[tuple[str, str]]()
+        thinking = list[tuple[str, str]]()
+        calls = list[tuple[str, str]]()
         for opening in dict.fromkeys(TAG.findall(known)):
             for closing in (
                 f"{opening[0]}/{opening[1:]}",
@@ -101,24 +102,24 @@ def ending_of(answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, 
     tokens = answer.tokens[: len(answer.tokens) - (answer.ended == "end")]
     if not answer.tokens:
         tokens = tuple(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
-    start, last = loop_start(tokens), tokens[-WINDOW:]
+    start = loop_start(tokens)
+    letters = None
+    if start is not None:  # as letters of the text
+        opening = tokenizer.decode(tokens[:start], clean_up_tokenization_spaces=False)
+        letters = min(len(opening), len(answer.text))
+    last = tokens[-WINDOW:]
     varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
     whole = before + answer.text
     thinking = any(whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking)
     return Ending(
         ended=answer.ended == "end",
         looped=start is not None or varied,
-        loop_start=None if start is None else _letters(answer.text, tokens[:start], tokenizer),
+        loop_start=letters,
         tokens=len(tokens),
         repeated=repeated_share(tokens),
         open_thinking=thinking if markers.thinking else None,
         broken_calls=broken(answer.text, markers, prompt.tools) if markers.calls or markers.has_tools else None,
     )
-
-
-def _letters(text: str, tokens: Sequence[int], tokenizer: Any) -> int:
-    """Letters of the text that so many of its tokens stand for."""
-    return min(len(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)), len(text))
 
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
@@ -215,7 +216,8 @@ def rates(
         del groups[domains[0]]
     measured = []
     for domain, indices in groups.items():
-        before, after = [base[index] for index in indices], [smaller[index] for index in indices]
+        before = [base[index] for index in indices]
+        after = [smaller[index] for index in indices]
         for name in MEASURES:
             pairs = paired(name, before, after, domain)
             if pairs is not None:

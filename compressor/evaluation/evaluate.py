@@ -74,10 +74,13 @@ def item_scores(task: EvaluationTask, samples: Mapping[str, Rows]) -> ItemScores
     metric, kind = choose_metric(task, rows)
     first = next(iter(task.parts.values()))
     negated = kind == "score" and not first.higher_is_better().get(metric, True)
-    ids, values, weights = list[str](), list[float](), list[float]()
+    ids = list[str]()
+    values = list[float]()
+    weights = list[float]()
     for part in task.parts:
         for row in rows[part]:
-            number, result = row["doc_id"], row[metric]
+            number = row["doc_id"]
+            result = row[metric]
             value, weight = result if isinstance(result, tuple) else (result, 1)
             if not math.isfinite(value):
                 raise CompressionError(
@@ -148,7 +151,7 @@ def label_of(source: ModelSource, server: Server | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class TaskEvaluation:
     """A model and the tasks that it answers, some of which it may have answered in an earlier run."""
 
     source: ModelSource
@@ -174,7 +177,8 @@ class Evaluation:
             return results
         if self.server is None:
             Checkpoint(self.source.folder)  # whose errors name the file that is wrong
-        label, options = label_of(self.source, self.server), self.options
+        label = label_of(self.source, self.server)
+        options = self.options
         with quiet_lm_eval():
             import lm_eval
             from lm_eval.tasks import TaskManager
@@ -234,7 +238,7 @@ def plan_evaluation(
     cache: Path,
     server: Server | None = None,
     content: Mapping[str, Any] | None = None,
-) -> Evaluation:
+) -> TaskEvaluation:
     """Look for results in the folder `cache`, also under the model's `content` where that is known.
 
     Raises `CompressionError` for a missing task that cannot be answered the way that it has to be.
@@ -255,7 +259,7 @@ def plan_evaluation(
     journal = None
     if server is not None:
         journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
-    planned = Evaluation(source, tuple(tasks), options, server, journal, False, files, known)
+    planned = TaskEvaluation(source, tuple(tasks), options, server, journal, False, files, known)
     if not planned.missing or server is not None or not streams(source, options):
         return planned
     for task in planned.missing:
@@ -278,7 +282,8 @@ def _stored(files: Iterable[Path]) -> ItemScores | None:
 
 def weight_bytes(source: ModelSource, dtype: str) -> int:
     """Bytes of all weights in memory, in the dtype that they compute in; those that are tied count once."""
-    checkpoint, config = Checkpoint(source.folder), load_config(source.folder)
+    checkpoint = Checkpoint(source.folder)
+    config = load_config(source.folder)
     model = build_meta(config, pick_dtype(dtype, config, checkpoint))
     return sum(value.nbytes for value in model.parameters())
 

@@ -14,7 +14,7 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockWriter, Writer
+from compressor.evaluation.answers import StockGenerator, TextGenerator
 from compressor.evaluation.behaviour import UNIT, Answering, evaluate_behaviour, stock_pair
 from compressor.evaluation.conditions import Verdict
 from compressor.evaluation.evaluate import identity_of, label_of, plan_evaluation
@@ -83,7 +83,8 @@ class Outlook:
 
 def outlook(tasks: Sequence[EvaluationTask], gate: GateRequest) -> Outlook:
     """How many items each task has and what they can show; no model is needed."""
-    alpha, limit = 1 - gate.confidence, gate.options.limit
+    alpha = 1 - gate.confidence
+    limit = gate.options.limit
 
     def prospect(name: str, items: int, max_drop: float) -> Prospect:
         return Prospect(name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS))
@@ -238,7 +239,7 @@ def run_gate(
     )
 
 
-def _writer(source: ModelSource, gate: GateRequest, server: Server | None) -> Writer:
+def _writer(source: ModelSource, gate: GateRequest, server: Server | None) -> TextGenerator:
     options = gate.options
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     return writer_of(source, server, rows, options.device, options.dtype)
@@ -247,4 +248,4 @@ def _writer(source: ModelSource, gate: GateRequest, server: Server | None) -> Wr
 def check_readings(base: ModelSource, gate: GateRequest) -> None:
     """Refuse text and answers that a gate's base cannot take."""
     if gate.judging is not None:
-        read_all(StockWriter(base, gate.options.device, gate.options.dtype), gate.judging)
+        read_all(StockGenerator(base, gate.options.device, gate.options.dtype), gate.judging)

@@ -45,7 +45,7 @@ from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.conditions import GateCondition, Verdict
 from compressor.evaluation.evaluate import ItemScores
 from compressor.evaluation.gate_verdict import TaskGate
 from compressor.formatting import joined
@@ -139,7 +139,8 @@ def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha:
     half = -math.log(alpha) * reach / count
     with np.errstate(over="ignore"):
         room = count * (margin - estimate) / reach
-    p_pass, p_fail = np.exp(-np.maximum(room, 0)), np.exp(-np.maximum(-room, 0))
+    p_pass = np.exp(-np.maximum(room, 0))
+    p_fail = np.exp(-np.maximum(-room, 0))
     return Evidence(estimate - half, estimate + half, p_pass, p_fail)
 
 
@@ -182,7 +183,9 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     flip = 0.0 if flip < 1e-290 else flip  # with which SciPy would overflow
     share = min(max((gain + drop) / flip, 0.0), 1.0) if flip > 0 else 0.5  # of flips that are losses
     width = TAILS * math.sqrt(items * flip * (1 - flip)) + SLACK
-    flips = np.arange(max(0, math.floor(items * flip - width)), min(items, math.ceil(items * flip + width)) + 1)
+    fewest = max(0, math.floor(items * flip - width))
+    most = min(items, math.ceil(items * flip + width))
+    flips = np.arange(fewest, most + 1)
     tail = binom.pmf(flips, items, flip) * binom.cdf((flips + lost - gained) // 2, flips, share)
     return min(float(tail.sum()), 1.0)
 
@@ -277,7 +280,8 @@ def unseen(pairs: PairedItems) -> tuple[float, float] | None:
 
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     """All tests of one drop: a difference of means, or the logarithm of a ratio of perplexities."""
-    drops, items = pairs.base - pairs.compressed, len(pairs.base)
+    drops = pairs.base - pairs.compressed
+    items = len(pairs.base)
     if pairs.binary:
         counts = int((drops > 0).sum()), int((drops < 0).sum()), items
         return Evidence(
@@ -286,7 +290,8 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
             p_pass=at_most(*counts, margin),
             p_fail=at_least(*counts, margin),
         )
-    estimate, error = ratio(drops, pairs.weights), ratio_error(drops, pairs.weights)
+    estimate = ratio(drops, pairs.weights)
+    error = ratio_error(drops, pairs.weights)
     freedom = freedom_of(pairs.weights)
     tests = [student(estimate, error, freedom, margin, alpha)]
     if items > 1:
@@ -321,7 +326,8 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
     drops = pairs.base - pairs.compressed
     tests = evidence(pairs, math.log1p(max_drop) if likelihood else max_drop, alpha)
     drop, base, compressed = (float(ratio(x, pairs.weights)) for x in (drops, pairs.base, pairs.compressed))
-    lower, upper = float(tests.lower), float(tests.upper)
+    lower = float(tests.lower)
+    upper = float(tests.upper)
     error = float(ratio_error(drops, pairs.weights))
     shown = detectable(upper - drop, freedom_of(pairs.weights), alpha)
     perplexity_ratio = None
@@ -331,7 +337,8 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
             drop, lower, upper, shown = (float(np.expm1(x)) for x in (drop, lower, upper, shown))
         perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
         error *= 1 + drop
-    lost, gained = int((drops > 0).sum()), int((drops < 0).sum())
+    lost = int((drops > 0).sum())
+    gained = int((drops < 0).sum())
     mcnemar = None
     if pairs.binary:
         mcnemar = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
@@ -387,7 +394,7 @@ def judge(
     return judged, None if together is None else measure(together, max_drop, alpha, True)
 
 
-def overall(rows: Sequence[TaskGate], conditions: Sequence[Condition] = ()) -> Verdict:
+def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) -> Verdict:
     """Fail if anything fails, pass if all that decides passes, else inconclusive (also without a row).
 
     Tasks outside the pool, the pool and conditions decide.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import Condition, Verdict, check_confidence
+from compressor.evaluation.conditions import GateCondition, Verdict, check_confidence
 from compressor.evaluation.judged import Judged
 from compressor.records import plain_json, read_as
 
@@ -66,7 +66,7 @@ class GateResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     reused_base: bool = False  # the base's results were stored by an earlier run
     streamed: tuple[Literal["base", "compressed"], ...] = ()  # those that answered with one layer in memory at a time
-    conditions: tuple[Condition, ...] = ()  # on behaviour, each of which has to pass
+    conditions: tuple[GateCondition, ...] = ()  # on behaviour, each of which has to pass
     text: Judged | None = None  # read by both models
     answers: Judged | None = None  # the base's, read by both
 

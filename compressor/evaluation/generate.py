@@ -24,7 +24,9 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
     """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
     from transformers import GenerationMixin
 
-    checkpoint, config, torch_device = Checkpoint(folder), load_config(folder), pick_device(device)
+    checkpoint = Checkpoint(folder)
+    config = load_config(folder)
+    torch_device = pick_device(device)
     kind = model_class(config)
     torch_dtype = pick_dtype(dtype, config, checkpoint)
     if not kind.can_generate():

@@ -64,7 +64,8 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
         raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
     except UnicodeDecodeError as error:
         raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
-    items, left_out = list[Item](), LeftOut(f"items of {path}", strict)
+    items = list[Item]()
+    left_out = LeftOut(f"items of {path}", strict)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -92,14 +93,14 @@ def item_lines(items: Sequence[Item]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """Tokens of which those from `start` on are the answer; the token before is the prompt's last one."""
 
     tokens: tuple[int, ...]
     start: int
 
 
-def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[Row, ...]:
+def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None) -> tuple[TokenRow, ...]:
     """A row for each continuation, with the tokens that lm-eval makes, cut on the left as lm-eval cuts them.
 
     A model that takes `most` tokens is given that many, and the one after them is the last that it can be asked for.
@@ -119,9 +120,10 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
 
 def tokenised(
     items: Sequence[Item], tokenizer: Any, vocabulary: int, most: int | None, strict: bool = False
-) -> list[tuple[Item, tuple[Row, ...]]]:
+) -> list[tuple[Item, tuple[TokenRow, ...]]]:
     """Each item with its rows; those without tokens are left out with one warning, or refused if `strict`."""
-    questions, left_out = list[tuple[Item, tuple[Row, ...]]](), LeftOut("items", strict)
+    questions = list[tuple[Item, tuple[TokenRow, ...]]]()
+    left_out = LeftOut("items", strict)
     for item in items:
         with left_out.each():
             try:
@@ -132,8 +134,9 @@ def tokenised(
     return questions
 
 
-def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
-    context, opens = prompt.rstrip(), str(tokenizer.bos_token or "")
+def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow:
+    context = prompt.rstrip()
+    opens = str(tokenizer.bos_token or "")
     if context:
         special = not (opens and context.startswith(opens))
         before = list(tokenizer.encode(context, add_special_tokens=special))
@@ -150,10 +153,10 @@ def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> Row:
         raise ItemError(
             f"prompt or answer have no token of their own (answer {shown!r}), or are longer than the model takes"
         )
-    return Row(tuple(map(int, whole)), start)
+    return TokenRow(tuple(map(int, whole)), start)
 
 
-def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
     """The log likelihood [B] of each row's answer given its prompt, from logits [B, S, V]."""
     likelihoods = []
     for index, row in enumerate(rows):
@@ -163,7 +166,7 @@ def likelihoods(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return torch.stack(likelihoods)
 
 
-def is_greedy(logits: Tensor, row: Row) -> bool:
+def is_greedy(logits: Tensor, row: TokenRow) -> bool:
     """Return True if each token of the first row's answer is the argmax, from logits [B, S, V]."""
     return logits[0, row.start - 1 : len(row.tokens) - 1].argmax(-1).tolist() == list(row.tokens[row.start :])
 

@@ -20,9 +20,9 @@ from compressor.data.documents import read_tokens
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
-from compressor.evaluation.answers import Answer, StockWriter
+from compressor.evaluation.answers import Answer, StockGenerator
 from compressor.evaluation.base_answers import check_base
-from compressor.evaluation.conditions import Condition, Verdict
+from compressor.evaluation.conditions import GateCondition, Verdict
 from compressor.evaluation.domains import judged
 from compressor.evaluation.endings import Markers
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
@@ -153,7 +153,8 @@ def _given(
     is_pair = len(conversation.columns) == 2 and len(asked) == 1
     if is_pair and not has_chat_template(tokenizer):
         prompt = Prompt.of(asked[0]["content"], domain, where=where)
-        before, text = tokens_of(prompt, tokenizer, most=most), str(last["content"])
+        before = tokens_of(prompt, tokenizer, most=most)
+        text = str(last["content"])
     else:
         prompt = Prompt.of(asked, domain, conversation.tools, where)
         before = tokens_of(prompt, tokenizer, most=most)
@@ -185,17 +186,19 @@ def _given(
 def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
-    """A set for each domain, the longest first, of which answers count; and the answers in that order."""
+    """A set for each domain, longest first, in which only answers count; and the answers in that order."""
     largest = max((max(*answer.prompt, *answer.answer) for answer in answers), default=0)
     if largest >= vocabulary:
         raise CompressionError(
             f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
         )
-    sets, order = list[EvaluationSet](), list[TeacherForcedAnswer]()
+    sets = list[EvaluationSet]()
+    order = list[TeacherForcedAnswer]()
     for domain in dict.fromkeys(answer.domain for answer in answers):
         of_domain = [answer for answer in answers if answer.domain == domain]
         of_domain.sort(key=_length, reverse=True)
-        batches, masks = list[torch.Tensor](), list[torch.Tensor]()
+        batches = list[torch.Tensor]()
+        masks = list[torch.Tensor]()
         for begin in range(0, len(of_domain), BATCH_SIZE):
             rows = of_domain[begin : begin + BATCH_SIZE]
             batches.append(pad_sequence([torch.tensor(row.prompt + row.answer) for row in rows], batch_first=True))
@@ -264,7 +267,8 @@ def judge(
     evaluator = Evaluator(base, [*texts, *forced_sets], [*named.values()])
     (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
     named_sets = list(enumerate(evaluator.names))
-    of_texts, of_answers = dict(named_sets[: len(texts)]), dict(named_sets[len(texts) :])
+    of_texts = dict(named_sets[: len(texts)])
+    of_answers = dict(named_sets[len(texts) :])
     return JudgedModels(
         judged(figures, of_texts, (), confidence) if of_texts else None,
         judged(figures, of_answers, [*named], confidence) if of_answers else None,
@@ -282,7 +286,8 @@ def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures
                 end = (base / due, smaller / due)
             if tokens > due:
                 elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
-        kl, flips = float(figures.kl[index]), float(figures.flips[index])
+        kl = float(figures.kl[index])
+        flips = float(figures.flips[index])
         yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
 
 
@@ -295,10 +300,11 @@ class EvaluationInputs:
     answers: tuple[TeacherForcedAnswer, ...]
 
 
-def read_all(base: StockWriter, wanted: Judging) -> EvaluationInputs:
+def read_all(base: StockGenerator, wanted: Judging) -> EvaluationInputs:
     """Read texts and given answers; raises `CompressionError` for what the base's tokenizer cannot take."""
     model = open_model(base.source, base.dtype, base.device)
-    tokenizer, answers = load_tokenizer(base.source.folder), tuple[TeacherForcedAnswer, ...]()
+    tokenizer = load_tokenizer(base.source.folder)
+    answers = tuple[TeacherForcedAnswer, ...]()
     if wanted.answers:
         _, facts = base.opened()
         answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
@@ -308,15 +314,16 @@ def read_all(base: StockWriter, wanted: Judging) -> EvaluationInputs:
 
 def judge_both(
     readings: EvaluationInputs,
-    base: StockWriter,
-    compressed: StockWriter,
+    base: StockGenerator,
+    compressed: StockGenerator,
     written: Sequence[tuple[Prompt, Answer]] = (),
     chat: bool = False,
     confidence: float = CONFIDENCE,
     progress: Progress | None = None,
 ) -> JudgedModels:
     """Both models on all that was read, and on the answers that the base has written."""
-    answers, marks = readings.answers, dict[str, tuple[int, ...]]()
+    answers = readings.answers
+    marks = dict[str, tuple[int, ...]]()
     if answers or written:
         tokenizer, facts = base.opened()
         end = min(facts.stops)
@@ -326,7 +333,7 @@ def judge_both(
     return judge(readings.base, other, readings.texts, answers, marks, confidence, progress)
 
 
-def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[Condition, ...]:
+def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[GateCondition, ...]:
     """For each domain of texts and answers: the figures that have a limit, each of which has to pass.
 
     Where one fails, its lower bound is that of a confidence corrected for their number (Bonferroni).
@@ -335,7 +342,8 @@ def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -
     for reading, of, more in ((found.text, "", "text"), (found.answers, "answers of ", "answers")):
         if reading is not None:
             rows += [(f"{of}{row.domain}", more, row) for row in reading.domains]
-    alpha, tests = 1 - confidence, max(1, len(wanted.limits) * len(rows))
+    alpha = 1 - confidence
+    tests = max(1, len(wanted.limits) * len(rows))
     conditions = []
     for domain, more, row in rows:
         freedom = max(row.sequences - 1, 1)
@@ -346,7 +354,7 @@ def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -
             if figure.change - farther * (figure.change - figure.lower) > limit:
                 verdict = "fail"
             conditions.append(
-                Condition(
+                GateCondition(
                     name=f"{'share of flips' if name == 'flips' else 'rise of the loss'} on {domain}",
                     option=option,
                     limit=limit,

@@ -49,7 +49,9 @@ class AnswerWatch:
     """Counts the answers that lm-eval gets, and refuses a log-likelihood that is not finite."""
 
     def __init__(self, model: str, task: str, progress: Progress) -> None:
-        self.model, self.task, self.progress = model, task, progress
+        self.model = model
+        self.task = task
+        self.progress = progress
 
     def start(self, total: int) -> None:
         self.progress.start(f"Evaluating {self.model} on {self.task}", total)
@@ -193,12 +195,14 @@ def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answe
     targets = torch.zeros(len(logits), len(continuations), dtype=torch.long, device=logits.device)
     for column, tokens in enumerate(continuations):
         targets[len(logits) - len(tokens) :, column] = torch.tensor(tokens, device=logits.device)
-    likelihoods, matches = [], []
+    likelihoods = []
+    matches = []
     for part, expected in zip(logits.split(TOGETHER), targets.split(TOGETHER), strict=True):
         logs = part.log_softmax(-1, dtype=torch.float32)
         likelihoods.append(logs.gather(1, expected))
         matches.append(logs.argmax(-1, keepdim=True) == expected)
-    values, greedy = torch.cat(likelihoods), torch.cat(matches)
+    values = torch.cat(likelihoods)
+    greedy = torch.cat(matches)
     answers = []
     for column, tokens in enumerate(continuations):
         answer = slice(len(logits) - len(tokens), None)
@@ -221,7 +225,8 @@ class _Answers(LayerVisitor):
 
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
         """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
-        hidden, batch = args[0], self.batches[self.at.batch]
+        hidden = args[0]
+        batch = self.batches[self.at.batch]
         if hidden.shape[:-1] != (len(batch), max(len(row.tokens) for row in batch)):
             return None
         self.chosen = True
@@ -250,7 +255,8 @@ class StreamedModel(WatchedModel):
     """A causal language model that answers requests of likelihood, one layer in memory at a time."""
 
     def __init__(self, opened: OpenModel, rows: int) -> None:
-        self.opened, self.rows = opened, rows
+        self.opened = opened
+        self.rows = rows
         self.layers: Progress = Silent()
         # all windows of long texts are handed over at once, to be cut into batches here
         super().__init__(
@@ -282,7 +288,8 @@ class StreamedModel(WatchedModel):
                 raise CompressionError(
                     f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
                 )
-        model, free_memory = self.opened, available()
+        model = self.opened
+        free_memory = available()
         batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
         budget = DEFAULT_ACTIVATION_BUDGET
         if free_memory is not None:

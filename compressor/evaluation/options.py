@@ -48,7 +48,7 @@ class ServerOptions:
     base_server: str | None = option(None, "Address of a server that runs the base.")
     base_served_model: str | None = option(None, "The base's name there.")
     timeout: Annotated[FiniteFloat, Field(gt=0, le=MOST_SECONDS)] = option(
-        SECONDS, "Seconds to wait for each whole answer of a server, tries included."
+        SECONDS, "Seconds to wait for each answer of a server."
     )
 
     def __post_init__(self) -> None:

@@ -76,7 +76,8 @@ def read_prompts(
         read = source_rows(WeightedSource(source, 1.0), seed, "prompts")
         rows = _lines(read.rows) if read.is_prose else read.rows
         column = Address.parse(source).column
-        left_out, taken = LeftOut(f"prompts of {source}", strict), 0
+        left_out = LeftOut(f"prompts of {source}", strict)
+        taken = 0
         most = OF_A_DATA_SET if limit is None and read.is_streamed else limit
         for where, row in rows:
             with left_out.each():
@@ -98,7 +99,8 @@ def usable_prompts(
 
     The others are left out with one warning, or refused if `strict`.
     """
-    usable, left_out = list[Prompt](), LeftOut("prompts", strict)
+    usable = list[Prompt]()
+    left_out = LeftOut("prompts", strict)
     with quiet_transformers():
         for prompt in prompts:
             with left_out.each():
@@ -121,7 +123,8 @@ def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: Lef
     conversation = read_row(row, column, where, COLUMNS)
     if column is None:
         note_columns(row, conversation, left_out, ANSWERS)
-    name, text = conversation.columns[0], conversation.text
+    name = conversation.columns[0]
+    text = conversation.text
     if text is not None and not text.strip():
         raise ItemError(f"{where} has no text; give it some or remove it")
     if text is not None and name not in ASKING:
@@ -143,7 +146,8 @@ def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Token ids [S] of a text to continue; of an empty one, the token that opens a text."""
     with wrap_faults("the tokenizer cannot take the prompt", "shorten it", "restore the tokenizer or mend the prompt"):
         encoded = tokenizer(text, return_special_tokens_mask=True)
-    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    ids = encoded["input_ids"]
+    added = encoded["special_tokens_mask"]
     of_text = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
     if text.strip() and not says_something(tokenizer, of_text):
         raise no_token("the prompt")

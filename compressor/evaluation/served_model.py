@@ -48,13 +48,19 @@ class ServedModel(Watched, LocalCompletionsAPI):
 
     def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
-        self.server, self.journal = server, journal
+        self.server = server
+        self.journal = journal
         self.tokenizer = load_tokenizer(folder)
-        self.tokenizer_backend, self.tokenized_requests = "huggingface", server.scored == "tokens"
+        self.tokenizer_backend = "huggingface"
+        self.tokenized_requests = server.scored == "tokens"
         positions = read_facts(folder).positions or POSITIONS
         self.max_length = min(positions, server.max_length or positions) - 1  # one token is always written
-        self.model, self._seed, self._max_gen_toks = server.model, options.seed, 256
-        self.add_bos_token, self.custom_prefix_token_id, self._eos_string = False, None, None
+        self.model = server.model
+        self._seed = options.seed
+        self._max_gen_toks = 256
+        self.add_bos_token = False
+        self.custom_prefix_token_id = None
+        self._eos_string = None
         self._batch_size = 1
         self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
 
@@ -86,7 +92,8 @@ class ServedModel(Watched, LocalCompletionsAPI):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihoods of whole texts, of which all windows are asked together."""
         self.watcher.start(len(requests))
-        windows, counts = list[Any](), list[int]()
+        windows = list[Any]()
+        counts = list[int]()
         for (text,) in (request.args for request in requests):
             # the token before a text, the tokens of a window, and of the context of each
             cuts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)

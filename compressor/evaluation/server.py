@@ -113,6 +113,9 @@ class Server(Client):
                 break
         else:  # it knows chats alone
             return self
+        counted = response.usage and response.usage.prompt_tokens
+        if counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
+            raise other
         return replace(self, facts={**self.facts, "answer": response.choices[0].text}, plain=plain)
 
 
@@ -134,7 +137,9 @@ class PromptScores:
         """
         if logs is None:
             return None
-        tokens, values, tops = logs.tokens, logs.token_logprobs, logs.top_logprobs
+        tokens = logs.tokens
+        values = logs.token_logprobs
+        tops = logs.top_logprobs
         for begin in (0, 1) if pieces is not None else (0,):
             of_prompt = slice(begin, begin + count)
             if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[of_prompt], pieces):
@@ -157,7 +162,8 @@ class PromptScores:
 
         None where one has no log-probability.
         """
-        total, greedy = 0.0, True
+        total = 0.0
+        greedy = True
         for value, top in zip(self.values[begin:], self.tops[begin:], strict=True):
             if value is None or not top:
                 return None

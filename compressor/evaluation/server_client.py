@@ -82,11 +82,16 @@ class TextChoice(Checked):
     logprobs: Lenient[Logprobs] = None
 
 
+class Usage(Checked):
+    prompt_tokens: Lenient[int] = None
+
+
 class Completion(Checked):
     choices: tuple[TextChoice]
+    usage: Lenient[Usage] = None
 
 
-class TextPart(Checked):
+class MessagePart(Checked):
     type: Literal["text"]
     text: str
 
@@ -101,7 +106,7 @@ class ToolCall(Checked):
 
 
 class Message(Checked):
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | tuple[MessagePart, ...] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
@@ -198,7 +203,8 @@ class Client:
 
 
 def _refusal(url: str, response: Any) -> CompressionError:
-    status, reason = response.status_code, response.reason_phrase or "no reason"
+    status = response.status_code
+    reason = response.reason_phrase or "no reason"
     with suppress(ValidationError):  # no JSON object
         refusal = Refusal.model_validate_json(response.content)
         error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from compressor.checkpoint.source import ModelSource
-from compressor.evaluation.answers import Answer, Asked, StockWriter, Writer
+from compressor.evaluation.answers import Answer, GenerationRequest, StockGenerator, TextGenerator
 from compressor.evaluation.generate import ModelFacts, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, is_chat, tokens_of
@@ -28,7 +28,7 @@ ENDED = ("stop", "tool_calls", "function_call")  # reasons to finish that are th
 
 
 @dataclass(frozen=True, slots=True)
-class ServerWriter:
+class ServedGenerator:
     """A served model that writes; `source` holds its tokenizer, by which answers are judged and kept."""
 
     server: Server  # checked
@@ -44,15 +44,18 @@ class ServerWriter:
         return served_facts(self.server, self.source.folder)
 
     def opened(self) -> tuple[Any, ModelFacts]:
-        facts, tokenizer = read_facts(self.source.folder), load_tokenizer(self.source.folder)
+        facts = read_facts(self.source.folder)
+        tokenizer = load_tokenizer(self.source.folder)
         lengths = [length for length in (facts.positions, self.server.max_length) if length is not None]
         return tokenizer, replace(facts, positions=min(lengths, default=None))
 
-    def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
         tokenizer = load_tokenizer(self.source.folder)
         progress.start(f"Writing answers by {self.label}", len(asked))
 
-        def ask(request: Asked) -> Answer:
+        def ask(request: GenerationRequest) -> Answer:
             prompt, seed = request
             settings = self._settings(request, options)
             choice: ChatChoice | TextChoice
@@ -71,7 +74,7 @@ class ServerWriter:
             progress.advance("")
             yield answer
 
-    def _settings(self, asked: Asked, options: GenerationOptions) -> dict[str, Any]:
+    def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
         """How an answer is written; each prompt has a seed of its own."""
         digest = hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).digest()
         settings = {
@@ -86,11 +89,11 @@ class ServerWriter:
         return settings
 
 
-def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> Writer:
+def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> TextGenerator:
     """The writer of a model's answers: stock transformers, so many together, or its server."""
     if server is not None:
-        return ServerWriter(server, source, rows or AT_ONCE)
-    return StockWriter(source, device, dtype, rows)
+        return ServedGenerator(server, source, rows or AT_ONCE)
+    return StockGenerator(source, device, dtype, rows)
 
 
 def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:

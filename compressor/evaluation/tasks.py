@@ -148,7 +148,8 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     if not options.tasks:  # a gate of conditions on behaviour alone
         return ()
     require(*TASKS)
-    owners, tasks = dict[str, str](), list[EvaluationTask]()
+    owners = dict[str, str]()
+    tasks = list[EvaluationTask]()
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
         manager = _manager(options, demo)
         for asked in options.tasks:
@@ -310,7 +311,8 @@ def task_items(options: EvaluationOptions, training: bool = False, strict: bool 
     a task that is not multiple choice, asks each choice with a context of its own, or has no training split where that
     is wanted.
     """
-    items, left_out = list[Item](), LeftOut("items of tasks", strict)
+    items = list[Item]()
+    left_out = LeftOut("items of tasks", strict)
     parts = dict[str, Any]()
     for resolved in resolve_tasks(options):
         parts |= resolved.parts

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import Answer, Journal, Writer, answer_all
+from compressor.evaluation.answers import Answer, Journal, TextGenerator, answer_all
 from compressor.evaluation.behaviour import Answering, fitting
 from compressor.evaluation.prompts import Prompt, is_chat
 from compressor.files import alone, file_digest, json_object, replacing
@@ -42,7 +42,9 @@ class Traces:
     manifest: Path = Path()
 
 
-def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False) -> Traces:
+def write_traces(
+    writer: TextGenerator, wanted: Answering, out: Path, progress: Progress, overwrite: bool = False
+) -> Traces:
     """Have the answers written, and keep the complete ones in `out`; a run that was killed goes on when repeated.
 
     Files that this very request has put in place stay. Raises `CompressionError` for other files that are there
@@ -65,7 +67,8 @@ def write_traces(writer: Writer, wanted: Answering, out: Path, progress: Progres
             return replace(read_as(Traces, earlier, str(manifest)), file=out, manifest=manifest)
         if out.exists() or not is_same:  # else a run was killed between its two files
             _check_files(out, manifest, overwrite)
-        rows, dropped = list[dict[str, Any]](), Counter[str]()
+        rows = list[dict[str, Any]]()
+        dropped = Counter[str]()
         answers = answer_all(writer, asked, options, journal, progress)
         for (prompt, _), answer in zip(asked, answers, strict=True):
             if answer.ended != "end":

@@ -34,7 +34,7 @@ PROMPT = 64  # tokens of a prompt that is taken from text
 
 
 @dataclass(slots=True)
-class Answering:
+class PathwayAnswerer:
     """A loaded model that answers by its reference set; `plain_work` is what plain forwards alone would have cost."""
 
     model: PathwayModel
@@ -71,7 +71,9 @@ class Answering:
 
     def shift(self, item: Item, plain: PlainForward) -> Tensor:
         """Shift of the late router logits [L, E] of an item that has passed the plain model."""
-        late, options, reference = self.model.late, self.options, self.reference
+        late = self.model.late
+        options = self.options
+        reference = self.reference
         embedding = self.embed(item, plain.rows[0])
         nearest, query, points = reference.neighbours(embedding, options.neighbours, options.radius, but=item.prompt)
         pathway = plain.pathway[-late:]
@@ -96,7 +98,7 @@ def open_answering(
     device: str = "auto",
     dtype: str = "auto",
     revision: str | None = None,
-) -> Answering:
+) -> PathwayAnswerer:
     """Load a model and its reference set.
 
     Raises `CompressionError` for the set of another model or tokenizer, and for one whose prompts are embedded by
@@ -106,14 +108,14 @@ def open_answering(
     return load_answering(open_model(locate(model, revision), dtype, device), reference_set, options)
 
 
-def load_answering(opened: OpenModel, reference: ReferenceSet, options: PathwayOptions) -> Answering:
+def load_answering(opened: OpenModel, reference: ReferenceSet, options: PathwayOptions) -> PathwayAnswerer:
     """Read the weights of a model; refused unless `reference` is of it and its tokenizer."""
     tokenizer = load_tokenizer(opened.source.folder)
     reference.check(opened, tokenizer)
     late = min(options.layers, len(opened.architecture.layers))
     model = PathwayModel(opened, late, options.tokens, reference.facts.scores)
     model.load()
-    return Answering(model, tokenizer, reference, options, embedder(reference.facts.embedding, model))
+    return PathwayAnswerer(model, tokenizer, reference, options, embedder(reference.facts.embedding, model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,13 @@ def average_pathway(model: OpenModel, reference: ReferenceSet, optimizer: str, p
     own_answer = optimizer == OWN_ANSWER
     options = PathwayOptions() if own_answer else PathwayOptions(cast(Optimizer, optimizer))
     answering = load_answering(model, reference, options)
-    engine, items = answering.model, reference.items
+    engine = answering.model
+    items = reference.items
     if len(items) > MOST:
         items = tuple(random.Random(0).sample(items, MOST))
     progress.start("optimise pathways", len(items))
-    logit_changes, score_changes = list[Tensor](), list[Tensor]()
+    logit_changes = list[Tensor]()
+    score_changes = list[Tensor]()
     for item in items:
         plain = answering.run(item.alone)
         pathway = plain.pathway[-engine.late :]
@@ -175,7 +179,8 @@ def text_reference(model: OpenModel, text: Sequence[tuple[Tensor, Distributions]
     The answer there is the base's greedy token; positions where the text goes on with it are preferred. Raises
     `CompressionError` where nothing can be written as text.
     """
-    tokenizer, draw = load_tokenizer(model.source.folder), random.Random(0)
+    tokenizer = load_tokenizer(model.source.folder)
+    draw = random.Random(0)
     items = list[Item]()
     for batch, base in text:
         for sequence, greedy in zip(batch.tolist(), base.tokens[..., 0].tolist(), strict=True):

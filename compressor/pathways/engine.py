@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 from compressor.errors import CompressionError, wrap_faults
-from compressor.evaluation.items import Row
+from compressor.evaluation.items import TokenRow
 from compressor.model.architecture import head_of
 from compressor.model.experts import Watch
 from compressor.model.moe_layer import MoeLayer
@@ -31,7 +31,7 @@ REMEDIES = ("take shorter items, or --device cpu", "see whether stock transforme
 class PlainForward:
     """A plain forward of some rows, and all that recomputing its late layers takes."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TokenRow, ...]
     tokens: Tensor  # [B, S], without the last one of each row, whose logits are not needed
     early_outputs: Mapping[str, Any]  # by early decoder layer
     moved: Tensor  # [M] positions among all B * S
@@ -81,7 +81,7 @@ class PathwayModel:
             self.opened.partial.load(self.opened.partial.keys_under(""))
 
     @torch.no_grad()
-    def run(self, rows: Sequence[Row]) -> PlainForward:
+    def run(self, rows: Sequence[TokenRow]) -> PlainForward:
         """Run the stock model on rows of one prompt, padded on the right, which no token before looks at.
 
         Raises `CompressionError` for an architecture whose late layers cannot be run again by themselves.
@@ -150,7 +150,7 @@ class PathwayModel:
             self.scores = tuple(find_score(router_logits[x.name], *choices[x.name]) for x in self.layers)
         return logits, router_logits, early_outputs
 
-    def _moved_positions(self, rows: Sequence[Row], width: int) -> list[int]:
+    def _moved_positions(self, rows: Sequence[TokenRow], width: int) -> list[int]:
         """Positions among the tokens of all rows, each `width` long, whose router logits are moved."""
         positions = list[int]()
         for number, row in enumerate(rows):

@@ -18,7 +18,16 @@ from torch.nn.functional import normalize
 
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
-from compressor.evaluation.items import Item, Row, is_greedy, item_lines, likelihoods, positions, read_items, tokenised
+from compressor.evaluation.items import (
+    Item,
+    TokenRow,
+    is_greedy,
+    item_lines,
+    likelihoods,
+    positions,
+    read_items,
+    tokenised,
+)
 from compressor.files import whole_folder
 from compressor.formatting import counted, share
 from compressor.model.opened import OpenModel
@@ -121,13 +130,14 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
         )
     items = tuple(read_items(folder / NAMES[2], strict=True))
     tensors = load_file(folder / NAMES[1])
-    embeddings, pathways = tensors["embeddings"], tensors["pathways"]
+    embeddings = tensors["embeddings"]
+    pathways = tensors["pathways"]
     if len(embeddings) != len(items) or pathways.shape[:2] != (len(items), len(facts.scores)):
         raise CompressionError(f"{folder / NAMES[1]} does not fit the files beside it; make the reference set again")
     return ReferenceSet(facts, items, embeddings, pathways)
 
 
-Embedder = Callable[[Item, Row], Tensor]  # an item and its tokens -> [D], float32 on the CPU
+Embedder = Callable[[Item, TokenRow], Tensor]  # an item and its tokens -> [D], float32 on the CPU
 
 
 def embedder(name: str, model: PathwayModel) -> Embedder:
@@ -138,7 +148,7 @@ def embedder(name: str, model: PathwayModel) -> Embedder:
     if name == OWN:
 
         @torch.no_grad()
-        def mean(item: Item, row: Row) -> Tensor:
+        def mean(item: Item, row: TokenRow) -> Tensor:
             weight: Tensor = model.model.get_input_embeddings().weight
             return weight[torch.tensor(row.tokens[: row.start], device=weight.device)].float().mean(0).cpu()
 
@@ -192,7 +202,8 @@ def build_reference(
     progress.advance("")
     progress.start("Asking", len(questions))
     right_items = list[Item]()
-    embeddings, pathways = list[Tensor](), list[Tensor]()
+    embeddings = list[Tensor]()
+    pathways = list[Tensor]()
     results: dict[str, list[bool]] = {}  # by task
     for item, rows in questions:
         plain = model.run(rows)

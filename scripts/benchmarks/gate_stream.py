@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from compressor.checkpoint.source import locate
 from compressor.data.demo import demo_checkpoint
-from compressor.evaluation.evaluate import Evaluation, ItemScores
+from compressor.evaluation.evaluate import ItemScores, TaskEvaluation
 from compressor.evaluation.model import WatchedModel
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.loading import PartialModel
@@ -62,7 +62,7 @@ def compare(model: str, tasks: str, items: int, rounds: int) -> None:
                 for name in ("loglikelihood", "loglikelihood_rolling")
             ]
             reading = stack.enter_context(cpu_seconds(PartialModel, "load"))
-            results[streamed] = Evaluation(source, resolved, asked, streamed=streamed).run(Silent())
+            results[streamed] = TaskEvaluation(source, resolved, asked, streamed=streamed).run(Silent())
         spent = sum(map(sum, answering)) - sum(reading)
         least[streamed] = min(least.get(streamed, spent), spent)
     pairs = [(results[False][task].values, results[True][task].values) for task in results[False]]

@@ -13,9 +13,9 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import (
     Answer,
-    Asked,
+    GenerationRequest,
     Journal,
-    StockWriter,
+    StockGenerator,
     _takes_padding,
     answer_all,
     drawn,
@@ -51,7 +51,7 @@ def chatting(mixtral: Path) -> Any:
 
 def written(folder: Path, texts: Sequence[str], rows: int, **options: Any) -> dict[str, Answer]:
     prompts = [Prompt.of(text) for text in texts]
-    writer = StockWriter(locate(str(folder)), "cpu", rows=rows)
+    writer = StockGenerator(locate(str(folder)), "cpu", rows=rows)
     made = writer.write([(prompt, 0) for prompt in prompts], GenerationOptions(max_new_tokens=NEW, **options), Silent())
     by_id = {answer.prompt: answer for answer in made}
     return {text: by_id[prompt.id] for text, prompt in zip(texts, prompts, strict=True)}
@@ -178,7 +178,7 @@ def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
     folder = small.save(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
         small.edit_json(folder / name, lambda content: content.update(eos_token_id=None))
-    writer = StockWriter(locate(str(folder)))
+    writer = StockGenerator(locate(str(folder)))
     assert writer.opened()[1].stops == {2}  # the tokenizer's
     small.edit_json(folder / "tokenizer_config.json", lambda content: content.pop("eos_token"))
     with pytest.raises(CompressionError, match="has no end token"):
@@ -191,9 +191,11 @@ class Scripted:
     label, facts = "scripted", {"model": 1}
 
     def __init__(self, stop_after: int | None = None) -> None:
-        self.asked, self.stop_after = list[Asked](), stop_after
+        self.asked, self.stop_after = list[GenerationRequest](), stop_after
 
-    def write(self, asked: Sequence[Asked], options: GenerationOptions, progress: Progress) -> Iterator[Answer]:
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
         for number, (prompt, seed) in enumerate(asked):
             if number == self.stop_after:
                 raise CompressionError("it timed out")

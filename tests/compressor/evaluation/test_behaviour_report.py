@@ -6,7 +6,7 @@ import pytest
 
 from compressor.document.blocks import Marked, plain_words
 from compressor.evaluation.answers import Answer
-from compressor.evaluation.behaviour import Behaviour, Pair, Written
+from compressor.evaluation.behaviour import AnswerPair, Behaviour, Written
 from compressor.evaluation.behaviour_report import FIRST, answers_page, marked
 from compressor.evaluation.endings import Ending, rates
 from compressor.evaluation.prompts import Prompt
@@ -39,10 +39,10 @@ def test_marks_leave_the_text_as_it_is(
 
 
 def test_the_page_begins_with_what_went_wrong_and_escapes_all_text() -> None:
-    def pair(number: int, base: Ending, smaller: Ending, text: str = "<b>&") -> Pair:
+    def pair(number: int, base: Ending, smaller: Ending, text: str = "<b>&") -> AnswerPair:
         prompt = Prompt.of(f"<script>{number}", "code" if number % 2 else "<i>")
         answers = [Answer(prompt.id, 0, (), each, "end") for each in ("<b>&", text)]
-        return Pair(prompt, 0, *answers, base, smaller)
+        return AnswerPair(prompt, 0, *answers, base, smaller)
 
     good, cut, looping = ending("x"), ending("x", ended=False), ending("x", ended=False, loop=1)
     pairs = (

@@ -16,7 +16,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation import model as streamed
-from compressor.evaluation.evaluate import Evaluation, plan_evaluation, streams, weight_bytes
+from compressor.evaluation.evaluate import TaskEvaluation, plan_evaluation, streams, weight_bytes
 from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model import opened
@@ -127,8 +127,8 @@ def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pyte
     source = locate(str(small.save(tmp_path / "model", max_position_embeddings=256)))
     wanted = EvaluationOptions(("both", "moe_demo_text"), limit=4, include_path=own, device="cpu", num_fewshot=1)
     tasks = resolve_tasks(wanted)
-    plain = Evaluation(source, tasks, wanted).run(Silent())
-    found = Evaluation(source, tasks, wanted, streamed=True).run(steps)
+    plain = TaskEvaluation(source, tasks, wanted).run(Silent())
+    found = TaskEvaluation(source, tasks, wanted, streamed=True).run(steps)
     assert found["both"].values == plain["both"].values and found["both"].ids == plain["both"].ids
     assert found["moe_demo_text"].values == pytest.approx(plain["moe_demo_text"].values, rel=1e-5)
     assert {scores.streamed for scores in found.values()} == {True}

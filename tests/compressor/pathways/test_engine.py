@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Row, is_greedy, likelihoods
+from compressor.evaluation.items import TokenRow, is_greedy, likelihoods
 from compressor.model.architecture import discover
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Tokens
@@ -38,10 +38,10 @@ def engine(name: str, late: int = 1, moves: Tokens = "last", seed: int = 0) -> P
     return made
 
 
-def rows(model: PathwayModel, seed: int = 3) -> tuple[Row, ...]:
+def rows(model: PathwayModel, seed: int = 3) -> tuple[TokenRow, ...]:
     """A prompt with two answers, of which one is shorter."""
     prompt, one, other = torch.split(zoo.tokens(model.model, 1, LENGTH + 1, seed)[0], [START, LENGTH - START, 1])
-    return tuple(Row((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
+    return tuple(TokenRow((*prompt.tolist(), *answer.tolist()), START) for answer in (one, other))
 
 
 def shift(model: PathwayModel, plain: PlainForward, size: float) -> Tensor:
@@ -128,7 +128,7 @@ def test_likelihoods_and_greed_are_those_of_the_logits() -> None:
     tokens = list(plain.rows[0].tokens[:START])
     for _ in range(2):
         tokens.append(int(model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    greedy = Row(tuple(tokens), START)
+    greedy = TokenRow(tuple(tokens), START)
     assert is_greedy(model.run([greedy]).logits, greedy)
 
 

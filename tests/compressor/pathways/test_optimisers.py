@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.evaluation.items import Row, likelihoods
+from compressor.evaluation.items import TokenRow, likelihoods
 from compressor.pathways.engine import PathwayModel
 from compressor.pathways.optimisers import (
     Neighbour,
@@ -28,7 +28,7 @@ def neighbours(model: PathwayModel) -> list[Neighbour]:
     found = []
     for seed in (11, 12):
         tokens = zoo.tokens(model.model, 1, 8 + seed % 2, seed)[0].tolist()
-        plain = model.run([Row(tuple(tokens), 7)])
+        plain = model.run([TokenRow(tuple(tokens), 7)])
         found.append(Neighbour(plain.pathway[-model.late :], plain))
     return found
 
