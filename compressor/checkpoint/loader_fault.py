@@ -1,4 +1,4 @@
-"""What the installed transformers does wrong with experts of a quantisation, found out on two random matrices."""
+"""Faults of the installed transformers with experts of a quantisation, found by loading two random matrices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def loader_fault(
     family: str | None = None,
     merged: str | None = None,
 ) -> str | None:
-    """What the stock loader does wrong with experts of a `quantization_config`, in a sentence; None if nothing.
+    """The sentence on what the stock loader does wrong with experts of a `quantization_config`; None if nothing.
 
     Experts of compressed-tensors are packed by its own compressor, and what the loader makes of them is compared with
     what they mean. `module` is the name of one, where the config has several groups, and `family` the architecture if
@@ -83,7 +83,7 @@ def _packed(scheme: Any, kind: str) -> tuple[list[dict[str, Tensor]], Tensor]:
 
 
 def _loaded(quantizer: Any, experts: list[dict[str, Tensor]], wanted: Tensor) -> Any:
-    """What the stock loader puts into a parameter of the shape that is wanted; None if it puts nothing there."""
+    """Return what the stock loader puts into a parameter of that shape; None if it puts nothing there."""
     model = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.empty_like(wanted)})})
     plain = WeightConverter(["experts.*.down_proj.weight"], ["experts.down_proj"], [MergeModulelist(dim=0)])
     converter = quantizer.update_weight_conversions([plain], model)[0]

@@ -196,7 +196,7 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
 
 
 class _ModelOptConfig(QuantizationConfigMixin):
-    """What modelopt writes into config.json, or into its own file in an object `quantization`."""
+    """The config that modelopt writes into config.json, or into its own file in an object `quantization`."""
 
     def __init__(self, dequantize: bool = True, **declared: Any) -> None:
         self.quant_method, self.dequantize = "modelopt", dequantize
@@ -248,9 +248,9 @@ class _CompressedQuantizer(CompressedTensorsHfQuantizer):
         updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
         for conversion in updated:
             operations = getattr(conversion, "operations", [])
-            plain = [each for each in conversion.source_patterns if each.endswith(".weight")]
+            plain = [pattern for pattern in conversion.source_patterns if pattern.endswith(".weight")]
             if plain and len(operations) > 1 and len(conversion.target_patterns) > 1:  # others are left as they were
-                conversion.operations = [operations[0], *(_OfPlain(each, plain) for each in operations[1:])]
+                conversion.operations = [operations[0], *(_OfPlain(operation, plain) for operation in operations[1:])]
         return updated
 
 

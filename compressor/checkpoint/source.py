@@ -77,7 +77,7 @@ PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What a model's repository holds at one commit: the files at its top, and its chat templates."""
+    """A model's repository at one commit: the files at its top, and its chat templates."""
 
     model: str
     commit: str
@@ -109,7 +109,7 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
 
 
 def find_repository(model: str, revision: str | None) -> Repository | Path:
-    """What the Hub holds, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
+    """The repository, by two or three small requests; where it cannot be asked, a whole copy in the cache."""
     api = HfApi()
     try:
         commit = api.model_info(model, revision=revision).sha or revision or "main"

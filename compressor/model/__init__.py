@@ -1,1 +1,1 @@
-"""What transformers says the files are, and one layer of it in memory at a time."""
+"""The stock model of a checkpoint, and one layer of it in memory at a time."""

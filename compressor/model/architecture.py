@@ -1,4 +1,4 @@
-"""What a model is made of, found by building the stock transformers model on meta: no tables of module names."""
+"""The parts of a model, found by building the stock transformers model on meta: no tables of module names."""
 
 import copy
 import re
@@ -133,7 +133,7 @@ def load_config(folder: Path) -> Any:
 
 
 def _unknown_type(raw: Mapping[str, Any]) -> str | None:
-    """What to do about a model type that transformers does not know; None if it does."""
+    """The remedy for a model type that transformers does not know; None if it does."""
     kind = raw.get("model_type")
     if kind is None or kind in transformers.CONFIG_MAPPING:
         return None
@@ -320,8 +320,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}  # the same weights under a second name
     layers = tuple(_moe_layer(name, model, config, tensors, units) for name in names if name not in repeated)
-    covered = tied.union(*([tensor.key for tensor in layer.tensors] for layer in layers))
-    if stray := sorted(tensors.keys() - covered):
+    covered = {tensor.key for layer in layers for tensor in layer.tensors}
+    if stray := sorted(tensors.keys() - covered - tied):
         raise CompressionError(f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported")
     return Architecture(str(config.model_type), stock, count_field, layers, units, config)
 

@@ -44,7 +44,7 @@ class Substitutes:
 def substituted_forward(
     experts: Any, substitutes: Substitutes, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """What an experts module outputs with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
+    """The output of an experts module with its constants: hidden [T, H], index and weights [T, K] -> [T, H]."""
     constants = dict(zip(substitutes.dropped, substitutes.values, strict=True))
     result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert, rows, slots in routed(weights, index):
@@ -116,13 +116,13 @@ class SubstitutedCheckpoint(Checkpoint):
     def _stand_in(self, prefix: str, experts: Sequence[int]) -> None:
         """Let the tensors of a kept expert stand for those of the experts that are constants."""
         pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.(.+)")
-        kept: dict[int, list[tuple[str, TensorInfo]]] = {}
+        weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
         for name, info in self.stored.items():
             match = pattern.fullmatch(name)
             if match and name in self.tensors:
-                kept.setdefault(int(match[1]), []).append((match[2], info))
+                weights.setdefault(int(match[1]), []).append((match[2], info))
         for expert in experts:
-            for rest, info in kept[min(kept)]:
+            for rest, info in weights[min(weights)]:
                 name = f"{prefix}.{expert}.{rest}"
                 self.tensors[name] = replace(info, name=name)
 

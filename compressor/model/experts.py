@@ -1,4 +1,4 @@
-"""What one expert computes, for every stock experts module, and watching an MoE layer at work.
+"""The computation of one expert, for every stock experts module, and watching an MoE layer at work.
 
 Fused parameters and flags instead of architectures. T tokens, K top-k, E experts, H hidden, I intermediate.
 """
@@ -39,7 +39,7 @@ def _project(experts: Any, parameters: Parameters, name: str, value: Tensor) -> 
 
 
 def intermediate(experts: Any, parameters: Parameters, x: Tensor) -> Tensor:
-    """What an expert's down projection is given, [T, I], for tokens [T, H]."""
+    """The input [T, I] of an expert's down projection for tokens [T, H]."""
     inner = _project(experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x)
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated

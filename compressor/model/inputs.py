@@ -1,4 +1,4 @@
-"""What the stock forward is given: token ids, and what a processor makes of pictures or sound beside them."""
+"""The inputs of the stock forward: token ids, and what a processor makes of pictures or sound beside them."""
 
 import inspect
 from collections.abc import Mapping, Sequence

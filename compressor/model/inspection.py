@@ -1,4 +1,4 @@
-"""What a model is made of and what compressing it would take, from its config and safetensors headers alone."""
+"""The parts of a model and the cost of compressing it, from its config and safetensors headers alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What keeping `experts` per layer would leave."""
+    """The size of a model that keeps `experts` per layer."""
 
     experts: int
     parameters: int
@@ -120,7 +120,7 @@ def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, 
 
 
 def stock_fault(model: OpenModel) -> str | None:
-    """What stock transformers does wrong with a model's quantised experts, in a sentence; None if nothing is known."""
+    """The sentence on what stock transformers does wrong with quantised experts; None if nothing is known."""
     packed = next((name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")), None)
     shared = model.layout.quantized and not model.layout.regular
     if packed is None and not shared:

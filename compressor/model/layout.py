@@ -21,7 +21,7 @@ Key = tuple[str, str | None, str]  # target in the model, conversion pattern, su
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one stored tensor is to the MoE layers.
+    """The part that one stored tensor plays in the MoE layers.
 
     `kind`: "expert" (one expert's own tensor), "fused" (experts along `dim`), "table" (holds expert ids), "plain".
     """
@@ -144,8 +144,9 @@ def _one_each(checkpoint: Checkpoint, names: list[str], kind: Role, layer: MoeLa
     ordered = sorted(names, key=dot_natural_key)
     parts = [name.split(".") for name in ordered]
     columns = [set(column) for column in zip(*parts, strict=False)]
-    numbers = [column for column in columns if len(column) > 1 and all(part.isdecimal() for part in column)]
-    if len(numbers) == 1 and (absent := set(range(layer.experts)) - {int(part) for part in numbers[0]}):
+    numbers = [set(map(int, column)) for column in columns if len(column) > 1 and "".join(column).isdecimal()]
+    absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
+    if absent:
         raise CompressionError(
             f"{layer.name}: the checkpoint has no tensor like {ordered[0]!r} of expert {min(absent)}; download it again"
         )
@@ -165,7 +166,7 @@ def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:
             parts = name.split(".")
-            places = [place for place, part in enumerate(parts) if part.isdecimal() and int(part) == role.expert]
-            if places:
-                prefixes[role.expert] = ".".join(parts[: places[-1] + 1])
+            ends = [end for end, part in enumerate(parts, 1) if part.isdecimal() and int(part) == role.expert]
+            if ends:
+                prefixes[role.expert] = ".".join(parts[: ends[-1]])
     return prefixes

@@ -39,7 +39,7 @@ SHARE = 2  # how many times what is read ahead must be free
 
 
 class Copier:
-    """What copying asks of a device with streams, each call at the place where the order of streams is decided."""
+    """Copying to a device with streams; each method is a point where their order is decided."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
@@ -112,16 +112,16 @@ class ReadAhead:
 
         What was read ahead is waited for and given away; the rest is read now.
         """
-        wanted, found = list(names), dict[str, Tensor]()
+        wanted, tensors = list(names), dict[str, Tensor]()
         if self._pool is not None and not self._names.isdisjoint(wanted):
             self._pool.shutdown()
             ahead, copied = self._task.result()
-            found = {name: ahead.pop(name) for name in wanted if name in ahead}
-            if self.copier is not None and found:
-                self.copier.hand_over(copied, found.values())
-        read = self.checkpoint.read_all([name for name in wanted if name not in found])
+            tensors = {name: ahead.pop(name) for name in wanted if name in ahead}
+            if self.copier is not None and tensors:
+                self.copier.hand_over(copied, tensors.values())
+        read = self.checkpoint.read_all([name for name in wanted if name not in tensors])
         self.check(read)
-        return found | read
+        return tensors | read
 
     def stop(self) -> None:
         """End the thread, if there is one, and forget what it has read."""
@@ -139,7 +139,7 @@ class ReadAhead:
                 self.checked.add(name)
 
     def _read(self, names: list[str], computed: Any) -> tuple[dict[str, Tensor], Any]:
-        found, copier = dict[str, Tensor](), self.copier
+        tensors, copier = dict[str, Tensor](), self.copier
         try:
             with nullcontext() if copier is None else copier.copying():
                 if copier is not None:
@@ -150,8 +150,8 @@ class ReadAhead:
                     if copier is None:
                         self.checked.discard(name)  # to check it is what brings every page in
                     self.check({name: tensor})
-                    found[name] = tensor if copier is None else copier.copy(tensor)
-                return found, None if copier is None else copier.mark()
+                    tensors[name] = tensor if copier is None else copier.copy(tensor)
+                return tensors, None if copier is None else copier.mark()
         except torch.OutOfMemoryError:
             return {}, None  # `take` reads what is missing when its place has become free
 

@@ -38,7 +38,7 @@ class MoeLayer:
 
 
 class Router(Protocol):
-    """What decides which numbers of experts a router can take: of a model's layer, or of a layer's plan."""
+    """The numbers that decide how many experts a router can take: of a model's layer, or of a layer's plan."""
 
     @property
     def experts(self) -> int: ...
@@ -88,7 +88,7 @@ def resolve_count(layers: Sequence[MoeLayer], experts: int | None, ratio: float 
 
 
 def left_by(total: int, ratio: float) -> int:
-    """What is left of `total` experts once a share of them is removed; no more than that share goes."""
+    """Return how many of `total` experts stay once a share of them is removed; no more than that share goes."""
     if not 0 <= ratio < 1:
         raise CompressionError(f"--ratio {ratio} is not a share; give a number from 0 to below 1")
     removed = int(total * ratio) + 1

@@ -237,7 +237,7 @@ def _experts_of(model: OpenModel, names: HeadNames) -> int:
 
 
 def _kind(shapes: Mapping[str, tuple[int, ...]], experts: int) -> frozenset[tuple[Any, ...]]:
-    """What makes decoder layers alike, by the names of a layer's tensors: shapes, whatever the number of experts."""
+    """The same for decoder layers that are alike: their tensors' names and shapes, whatever the number of experts."""
     kinds = Counter[tuple[str, tuple[int, ...]]]()
     for name, shape in shapes.items():
         whatever = tuple(-1 if size == experts else size for size in shape)
@@ -281,18 +281,17 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     stock = build_meta(config)
     kind, units, embedding = type(stock).__name__, decoder_layers(stock), stock.get_input_embeddings()
     trunk = model.partial.model if experts == model.architecture.experts else build_meta(sized)
-    layers = (stock.get_submodule(units[0]), trunk.get_submodule(like))
-    own, others = ({key: value.shape for key, value in layer.state_dict().items()} for layer in layers)
-    if len(units) != 1 or own != others:
+    shapes = _shapes(stock.get_submodule(units[0]))
+    if len(units) != 1 or shapes != _shapes(trunk.get_submodule(like)):
         raise CompressionError(f"{kind} cannot be built with {like} alone")
     if type(embedding) is not nn.Embedding:
         raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
     above = units[0].rpartition(".")[0].rpartition(".")[0]
-    norms = [  # beside the list of decoder layers, with one vector alone
-        f"{above}.{name}".removeprefix(".")
-        for name, child in stock.get_submodule(above).named_children()
-        if [(key, value.dim()) for key, value in child.named_parameters()] == [("weight", 1)]
-    ]
+    norms = list[str]()  # beside the list of decoder layers, with one vector alone
+    for name, child in stock.get_submodule(above).named_children():
+        dimensions = {key: value.dim() for key, value in child.named_parameters()}
+        if dimensions == {"weight": 1}:
+            norms.append(f"{above}.{name}".removeprefix("."))
     if len(norms) != 1:
         raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
     norm = norms[0]
@@ -309,7 +308,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
     view |= {first + name: names.prefix + name for name in names.block}
 
-    tensors = {name: replace(model.checkpoint.tensors[own], name=name) for name, own in view.items()}
+    tensors = {name: replace(model.checkpoint.tensors[stored_name], name=name) for name, stored_name in view.items()}
     checkpoint = Checkpoint(model.checkpoint.folder, tensors)
     checkpoint.raw_config = raw
     checkpoint.quantization = model.checkpoint.quantization if quantized else {}
@@ -318,6 +317,10 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
     _refuse_odd(opened, names, model, experts)
     return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
+
+
+def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in layer.state_dict().items()}
 
 
 def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
@@ -396,7 +399,8 @@ class Leg(LayerVisitor):
                 pairs = projection(following.head)(following.tokens[batch], hidden[:, :-1])
                 following.table[following.batches[batch].to(following.table.device)] = pairs
             if batch in self.evaluated:
-                chosen = torch.cat([logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(at_once)])
+                parts = hidden.flatten(0, 1).split(at_once)
+                chosen = torch.cat([logits(part).argmax(-1) for part in parts])
                 self.choices[batch] = chosen.view(hidden.shape[:2]).cpu()
             return hidden[..., :0]
 
@@ -418,25 +422,25 @@ def legs_of(
     legs = [Leg(model, tuple(batches), evaluated)]
     for ahead, head in enumerate(heads, start=1):
         tokens = tuple(batch[:, ahead:] for batch in batches)
-        if (shortest := min(own.shape[1] for own in tokens) + 1) < 3:
+        shortest = min(batch.shape[1] for batch in tokens) + 1
+        if shortest < 3:
             raise CompressionError(
                 f"a multi-token-prediction head cannot be planned on sequences of {shortest} tokens; give a larger "
                 "--sequence-length, or --mtp drop"
             )
-        sizes = [own.numel() for own in tokens]
+        sizes = [batch.numel() for batch in tokens]
         numbers = zip(torch.arange(sum(sizes)).split(sizes), tokens, strict=True)
         partial = head.model.partial
         width = int(partial.model.get_input_embeddings().weight.shape[1])
         table = allocate((sum(sizes), width), partial.dtype, partial.device)
-        legs.append(
-            Leg(head.model, tuple(own.view(like.shape) for own, like in numbers), evaluated, head, tokens, table)
-        )
+        rows = tuple(row_numbers.view(batch.shape) for row_numbers, batch in numbers)
+        legs.append(Leg(head.model, rows, evaluated, head, tokens, table))
         legs[-2].following = legs[-1]
     return legs
 
 
 def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
-    """What stands before a head's decoder layer: tokens [B, L] and hidden states [B, L, H] -> [B, L, H].
+    """Return the function before a head's decoder layer: tokens [B, L] and hidden states [B, L, H] -> [B, L, H].
 
     Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
     """
@@ -446,9 +450,9 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
         return checkpoint.read_checked(parts[part]).to(partial.device, partial.dtype)
 
     def norm(part: str) -> nn.Module:
-        made: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
-        made.weight = nn.Parameter(loaded(part), requires_grad=False)
-        return made
+        module: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
+        module.weight = nn.Parameter(loaded(part), requires_grad=False)
+        return module
 
     table, weight = checkpoint.read_checked(head.embedding), loaded("projection")
     embedding_norm, hidden_norm = norm("embedding_norm"), norm("hidden_norm")
@@ -462,8 +466,11 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 
 def agreement(trunk: Leg, head: Leg) -> Tensor:
     """[agreed, positions]: at how many of so many positions a head's argmax token is the trunk's; both have run."""
-    pairs = [(trunk.choices[batch][:, -chosen.shape[1] :], chosen) for batch, chosen in head.choices.items()]
-    return torch.tensor([sum(int((a == b).sum()) for a, b in pairs), sum(chosen.numel() for _, chosen in pairs)])
+    agreed = positions = 0
+    for batch, chosen in head.choices.items():
+        agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())
+        positions += chosen.numel()
+    return torch.tensor([agreed, positions])
 
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:

@@ -214,7 +214,7 @@ def served_model(model: OpenModel) -> Served:
 
 
 def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advice:
-    """What servers make of a model that keeps `experts` of its `layers`; `served` says the rest: top-k, width ..."""
+    """Advice on a model that keeps `experts` of its `layers`; `served` has its top-k, width and the rest."""
     return advise(replace(served, experts=experts), counts_below(layers))
 
 

@@ -78,12 +78,12 @@ def watched(model: nn.Module, layer: MoeLayer, show: Callable[[Product], Tensor 
     router = model.get_submodule(layer.router)
     weight = router_weight(layer)
     widths = {layer.experts + tensor.extra for tensor in layer.tensors if tensor.key == weight}
-    own = router.forward
+    stock_forward = router.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         watch = _Watch(widths, show)
         with watch:
-            output = own(*args, **kwargs)
+            output = stock_forward(*args, **kwargs)
         if not watch.seen:
             raise CompressionError(
                 f"{layer.router} computes its logits by no matrix product, so they cannot be moved; leave out what "

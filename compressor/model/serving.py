@@ -31,7 +31,7 @@ LLAMA_CUDA = TO_512 | {288, 576}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What of a model decides how servers take it."""
+    """The facts of a model that decide how servers run it."""
 
     family: str  # transformers' model type
     experts: int
@@ -72,7 +72,7 @@ class Rule:
 
 
 def said(rule: Rule, model: Served) -> str:
-    """What the server does with a model that does not keep the rule."""
+    """Return what the server does with a model that does not keep the rule."""
     dividing = joined([str(size) for size in SIZES if model.experts % size == 0])
     even = f" (over {dividing} it can)" if dividing else ""
     return rule.says.format(**asdict(model), uneven=joined([str(size) for size in model.uneven]), even=even)
@@ -390,7 +390,7 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What servers make of a number of experts; `nearest` is the nearest that suits all of them, None for none.
+    """How servers run a number of experts; `nearest` is the nearest that suits all of them, None for none.
 
     It is the number itself where that suits, by the rules on numbers of experts; width and head are another matter.
     """
@@ -409,7 +409,7 @@ def broken(model: Served) -> tuple[Rule, ...]:
 
 
 def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
-    """What servers make of a model; `counts` are the other numbers of experts that it could have."""
+    """Return how servers run a model; `counts` are the other numbers of experts that it could have."""
     breaches = tuple(
         Breach(rule.server, rule.effect, said(rule, model), rule.needs.words, rule.version, rule.source)
         for rule in broken(model)

@@ -26,7 +26,7 @@ def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
 
 
 def _converters(end: str, experts: Any) -> list[Any]:
-    """Those of the experts modules whose names end so: each projection's tensors are stacked, then laid out."""
+    """The converters of experts modules whose names end so: each projection's tensors are stacked, then laid out."""
     converters = []
     inner = (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
     for kind, suffix in (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),):

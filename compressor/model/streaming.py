@@ -155,7 +155,7 @@ class Place:
 
 
 class LayerVisitor:
-    """What is done along a streamed pass; each method does nothing unless a visitor has its own.
+    """Does something along a streamed pass; each method does nothing unless a visitor has its own.
 
     Of several visitors of one pass, each method is called in their order. Layers go by name, batches by number. `at`,
     which the pass sets, says where it is.
@@ -210,7 +210,6 @@ class Pass:
     wanted: Collection[str] | None = None  # decoder layers
     shared: bool = False
     own: Collection[int] | None = None
-    padding: Sequence[Tensor] = ()  # attention masks [B, L] of the batches, if there are any
     gradients: bool = False  # whether the stock code around the layers runs with gradients
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
@@ -291,20 +290,23 @@ class _Lockstep:
 
     def layers(self) -> Iterator[str]:
         """Load, pass, yield and release one layer after another, as far as any is wanted, then finish batches."""
-        places = self._first_places()
+        standing = self._first_layers()
         _release_embedding(self.partial)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following, passed = dict(pairwise(self.units)), set[str]()
-        idle = iter(() if ranks().is_alone or places else self.units)  # ranks keep in step
+        idle = iter(() if ranks().is_alone or standing else self.units)  # ranks keep in step
 
         def replay(numbers: Iterable[int]) -> None:
             for number in numbers:
                 if number in self.runs:
                     self._resume(number, _REPLAY)
 
-        while (unit := places[0] if places else next(idle, None)) is not None:
-            if any(place != unit for place in places):
+        while True:
+            unit = standing[0] if standing else next(idle, None)
+            if unit is None:
+                break
+            if any(layer != unit for layer in standing):
                 raise CompressionError(
                     f"batches took different ways through the model at {unit}; this architecture cannot be streamed"
                 )
@@ -319,7 +321,7 @@ class _Lockstep:
                 visitor.on_layer_loaded(unit)
             for visitor in self.visitors:
                 visitor.before_layer(unit, replay)
-            places = [self._resume(number) for number in self.runs]
+            standing = [self._resume(number) for number in self.runs]
             for visitor in self.visitors:
                 visitor.on_layer_end(unit)
             yield unit
@@ -354,15 +356,17 @@ class _Lockstep:
             "measured layer by layer; use a strategy that needs no calibration, such as model-centric"
         )
 
-    def _first_places(self) -> list[str]:
+    def _first_layers(self) -> list[str]:
         """Let every batch come to its first decoder layer; on the way one block of a tower is loaded at a time."""
-        places = {number: self._resume(number, number) for number in self.runs}
-        while (block := next((place for place in places.values() if place in self.blocks), None)) is not None:
-            for number in [number for number, place in places.items() if place == block]:
-                places[number] = self._resume(number)
+        standing = {number: self._resume(number, number) for number in self.runs}
+        while blocks := [module for module in standing.values() if module in self.blocks]:
+            block = blocks[0]
+            for number, module in standing.items():
+                if module == block:
+                    standing[number] = self._resume(number)
             self.partial.release(block)
         self.before_layers = False
-        return list(places.values())
+        return list(standing.values())
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Let a batch run on until it stands before a layer; returns that layer's name, or what its greenlet does."""
@@ -373,10 +377,8 @@ class _Lockstep:
             return self.runs[number].switch(*values)
 
     def _run(self, number: int) -> Any:
-        padding, device = self.run.padding, self.partial.device
-        more = {"attention_mask": padding[number].to(device)} if padding else {}
-        inputs = forward_inputs(self.batches[number], device, self.partial.dtype)
-        return self.model(**inputs, **more, use_cache=False)
+        inputs = forward_inputs(self.batches[number], self.partial.device, self.partial.dtype)
+        return self.model(**inputs, use_cache=False)
 
     def _spill(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Have the hidden states that a layer or block is called with wait on disk, where they are too much."""
@@ -447,7 +449,7 @@ Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share 
 
 
 class ReverseVisitor(LayerVisitor):
-    """What is done along a reverse pass, on the way forward and on the way back.
+    """Does something along a reverse pass, on the way forward and on the way back.
 
     `on_layer_loaded` is called on both ways, so that weights changed there are changed for both; parameters ask for no
     gradients unless a visitor has them do so there.
@@ -470,13 +472,12 @@ class ReverseVisitor(LayerVisitor):
 class ReversePass:
     """`batches` (token ids [B, L]) forward through all decoder layers and back, one layer in memory at a time.
 
-    `padding` are their attention masks [B, L], or nothing. Hidden states that one layer hands to the next are all that
-    may carry a gradient from layer to layer: `run` refuses an architecture of another kind.
+    Hidden states that one layer hands to the next are all that may carry a gradient from layer to layer: `run` refuses
+    an architecture of another kind.
     """
 
     model: OpenModel
     batches: Sequence[Tensor]
-    padding: Sequence[Tensor] = ()
     activation_budget: int = DEFAULT_ACTIVATION_BUDGET
 
     def run(self, loss: Loss, *visitors: ReverseVisitor) -> list[float]:
@@ -492,7 +493,6 @@ class ReversePass:
             self.model,
             self.batches,
             to_end=True,
-            padding=self.padding,
             gradients=True,
             activation_budget=self.activation_budget,
         )
@@ -533,7 +533,7 @@ class ReversePass:
 
 
 class _Calls(LayerVisitor):
-    """What every batch called every layer with, the losses, and the gradients that wait between layers."""
+    """The arguments of every batch's call of every layer, the losses, and the gradients that wait between layers."""
 
     def __init__(self, run: ReversePass, loss: Loss) -> None:
         count = len(run.batches)
@@ -551,12 +551,12 @@ class _Calls(LayerVisitor):
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
             self._refuse_other_ways(unit, hidden, others)
-            kept = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
-            self.spill.keep((unit, self.at.batch), kept)
+            saved = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
+            self.spill.keep((unit, self.at.batch), saved)
             as_now = (  # containers are copied, should the layer write into one
                 (key, copy.copy(value) if isinstance(value, MutableMapping | list) else value) for key, value in others
             )
-            self.held[unit, self.at.batch] = ((name, kept), *as_now)
+            self.held[unit, self.at.batch] = ((name, saved), *as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
                 output = own(*args, **kwargs)
@@ -592,9 +592,9 @@ class _Calls(LayerVisitor):
 
     def hand_down(self, unit: str, batch: int, own: Forward) -> None:
         """Replay a batch's call of a layer with gradients, and send the gradient of its output back through it."""
-        (name, kept), *others = self.held.pop((unit, batch))
-        hidden, gradient = (value.to(self.partial.device) for value in (kept, self.gradients[batch]))
-        hidden.requires_grad_()
+        (name, saved), *others = self.held.pop((unit, batch))
+        hidden = saved.to(self.partial.device).requires_grad_()
+        gradient = self.gradients[batch].to(self.partial.device)
         with torch.enable_grad():
             for value in self.left[batch]:
                 value.requires_grad_()

@@ -91,7 +91,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def thinking_end(tokenizer: Any) -> str | None:
-    """What ends a model's thinking, as its chat template has it, else `</think>` where that is one token; or None."""
+    """The end of a model's thinking, as its chat template has it, else `</think>` where that is one token; or None."""
     template = getattr(tokenizer, "chat_template", None) or ""
     texts = template.values() if isinstance(template, dict) else [template]
     for text in texts:

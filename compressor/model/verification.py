@@ -59,7 +59,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
 
 
 def _loading_error(kind: str, folder: Path) -> BaseException | None:
-    """What keeps a folder's tokenizer or processor from loading without its own code; None if it loads."""
+    """The error with which a folder's tokenizer or processor loads without its own code; None if there is none."""
     try:
         if kind == LOADERS[0]:
             load_tokenizer(folder)
@@ -108,9 +108,9 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
         if getattr(conversion, "force_cpu", False):
             conversion.force_cpu = False  # there is nothing to convert, only shapes
     report = load_converted(model, state, torch.device("meta"), conversions)
-    for key, found, expected in sorted(report.mismatched_keys):
+    for key, stored, expected in sorted(report.mismatched_keys):
         raise CompressionError(
-            f"the written tensor {key!r} has shape {list(found)}, the new config asks for {list(expected)}"
+            f"the written tensor {key!r} has shape {list(stored)}, the new config asks for {list(expected)}"
         )
     missing = report.missing_keys - set(getattr(model, "all_tied_weights_keys", None) or {})
     if wrong := missing or report.unexpected_keys or set(report.conversion_errors):

@@ -1,1 +1,1 @@
-"""What is measured of MoE layers while text passes them."""
+"""Measurements of MoE layers while text passes them."""

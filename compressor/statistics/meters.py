@@ -35,7 +35,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class RouterArguments:
-    """What a router was called with at the sampled tokens."""
+    """The arguments of a router's calls at the sampled tokens."""
 
     positional: tuple[Any, ...] = ()
     by_keyword: Mapping[str, Any] = field(default_factory=dict)
@@ -251,9 +251,9 @@ class PairSum(TokenSum):
             used = as_float64(call.weights) != 0
             sizes = as_float64(gated).norm(dim=-1) if self.of == "norms" else used.to(torch.float64)
             products = sizes[:, :, None] * sizes[:, None]
-        places = call.index[:, :, None] * len(self.total) + call.index[:, None]
+        pairs = call.index[:, :, None] * len(self.total) + call.index[:, None]
         sums = torch.zeros(self.total.numel(), dtype=torch.float64, device=products.device)
-        sums.index_add_(0, places.flatten().to(products.device), products.flatten())
+        sums.index_add_(0, pairs.flatten().to(products.device), products.flatten())
         self.total += sums.view_as(self.total).cpu()
 
 
@@ -336,7 +336,7 @@ class Sample(Meter):
 
 
 class CallSample(Sample):
-    """What the experts are called with: a `part` of an `ExpertsCall`."""
+    """The arguments of the experts' calls: a `part` of an `ExpertsCall`."""
 
     def __init__(self, observed: Observed, part: str) -> None:
         super().__init__(observed)
@@ -372,12 +372,12 @@ class RouterOrders(Sample):
 
 
 class RouterArgumentsSample(Sample):
-    """What the router was called with."""
+    """The arguments of the router's calls."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed)
         block = observed.block
-        self.own = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
+        self.owned = {id(value) for value in (*block.parameters(), *block.buffers())}  # no reference: it must be freed
 
     def router_called(self, call: RouterCall) -> None:
         if call.rows.numel():
@@ -389,7 +389,7 @@ class RouterArgumentsSample(Sample):
 
         An argument that does not go by tokens, such as a bias held by the parent block, comes back as it is with None.
         """
-        dim = None if id(value) in self.own else token_dim(value, tokens)
+        dim = None if id(value) in self.owned else token_dim(value, tokens)
         if dim is None:
             return None, value
         by_token = value if dim == 0 else value.flatten(0, 1)

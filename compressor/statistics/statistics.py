@@ -93,7 +93,7 @@ class Statistic(Generic[T]):
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What was measured of one layer, only to be read. `values` holds what was collected, by name.
+    """The statistics of one layer, only to be read. `values` holds what was collected, by name.
 
     S sampled tokens, E experts, K top-k, H hidden.
     """
@@ -266,8 +266,9 @@ class Collector:
 
     def _router_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
         logits = output[0].detach().reshape(-1, output[0].shape[-1]).float()
-        if len(logits) and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
-            logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # they are probabilities: same softmax
+        are_probabilities = (logits >= 0).all() and ((logits.sum(-1) - 1).abs() < 1e-2).all()
+        if are_probabilities:
+            logits = logits.clamp(min=torch.finfo(torch.float32).tiny).log()  # whose softmax is the same
         batch, rows, _ = self._seen(len(logits))
         call = RouterCall(batch, rows, logits, as_arguments(args, kwargs))
         for meter in self.meters.values():
@@ -303,9 +304,7 @@ class Collector:
         for meter in self.meters.values():
             meter.all_reduce()
 
-    def finish(
-        self, heldout: LayerStatistics | None = None
-    ) -> LayerStatistics:
+    def finish(self, heldout: LayerStatistics | None = None) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]

@@ -40,7 +40,7 @@ def test_a_head_runs_as_in_plain_torch(name: str, tmp_path: Path, monkeypatch: p
     assert len(heads) == len(made.blocks)
     trunk, seen = run_all(made, made.model, made.tensors, torch.cat(batches))
     found = {}
-    for stats in statistics_with_heads(model, heads, NEEDS, Calibration(batches, {}), Silent(), 0, False, {}):
+    for stats in statistics_with_heads(model, heads, NEEDS, Calibration(batches, {}), Silent(), 0, {}):
         found[stats.layer.name] = {need: stats.values[need].clone() for need in NEEDS}
     assert len(found) == len(model.architecture.layers) + len(heads)
     for head, block, own in zip(heads, made.blocks, seen, strict=True):
