@@ -11,6 +11,7 @@ from compressor.document.blocks import Block, Facts, Text
 from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.recipe.recipe import BehaviourOptions, validated
+from compressor.records import plain_json
 
 ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat", "strict")
 
@@ -26,7 +27,6 @@ def traces(
     seed: Annotated[int, flag("The first of the seeds.", min=0)] = 0,
 ) -> None:
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
-    from compressor.evaluation.traces import traces_content
     from compressor.pipeline.gate import answering_of
 
     answering = answering_of(validated(BehaviourOptions, options, "the command line"), limit)
@@ -49,4 +49,4 @@ def traces(
         Text(f"Written: {written.file}, {written.manifest}"),
         Text(f"Next: moe-compress compress {model} --calibration {written.file}"),
     ]
-    print_report(running.as_json, traces_content(written), blocks)
+    print_report(running.as_json, plain_json(written), blocks)

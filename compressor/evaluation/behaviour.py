@@ -15,7 +15,7 @@ import numpy as np
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import Answer, GenerationRequest, Journal, StockGenerator, TextGenerator, answer_all
 from compressor.evaluation.conditions import GateCondition
-from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, paired, rates
+from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
 from compressor.evaluation.evaluate import fits_whole
 from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
 from compressor.evaluation.gate_verdict import TaskGate
@@ -235,7 +235,7 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
     smaller = [pair.smaller_ending for pair in written.pairs]
     tasks = list[TaskGate]()
     for name, (_, limit) in wanted.limits.items():
-        pairs = paired(name, base, smaller)
+        pairs = pair_endings(name, base, smaller)
         assert pairs is not None, "every answer loops and ends, or does not"
         tasks.append(measure(pairs, limit, alpha, True))
     failing = holm(np.array([task.p_fail for task in tasks]))

@@ -176,9 +176,10 @@ class Rate:
     mcnemar: float | None  # exact two-sided p; None of measures that are no yes or no
 
 
-def paired(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
+def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
     """A measure of the same prompts and seeds as the gate pairs items, greater is better; None where it has none."""
-    before, after = ([MEASURES[name](ending) for ending in endings] for endings in (base, smaller))
+    before = [MEASURES[name](ending) for ending in base]
+    after = [MEASURES[name](ending) for ending in smaller]
     if None in before or None in after:
         return None
     whole = float(name not in NUMBERS)
@@ -219,7 +220,7 @@ def rates(
         before = [base[index] for index in indices]
         after = [smaller[index] for index in indices]
         for name in MEASURES:
-            pairs = paired(name, before, after, domain)
+            pairs = pair_endings(name, before, after, domain)
             if pairs is not None:
                 measured.append(rate_of(measure(pairs, 0.0, 1 - confidence, True)))
     return tuple(measured)

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,3 @@ def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[st
     messages = [*prompt.chat, {"role": "assistant", "content": answer.text}]
     tools = {"tools": prompt.tools} if prompt.tools else {}
     return {"text": f"{before}{answer.text}{end}", "messages": messages, **tools, **row}
-
-
-def traces_content(traces: Traces) -> dict[str, Any]:
-    """The result as plain JSON."""
-    return {**plain_json(asdict(traces)), "file": str(traces.file), "manifest": str(traces.manifest)}
