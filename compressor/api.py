@@ -205,9 +205,7 @@ def plan(
 
 
 @contextmanager
-def _planning(
-    recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None
-) -> Iterator[State]:
+def _planning(recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None) -> Iterator[State]:
     assert recipe.model is not None
     with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
         task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from compressor.files import replacing
 
 FACTS = "facts"
 
 
-def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
+def keep_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any) -> None:
     """Write tensors with facts about them, and the folders on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     on_cpu = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
@@ -34,6 +34,6 @@ def facts_of(path: Path) -> Any:
         return None
 
 
-def kept_tensors(path: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+def kept_tensors(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors

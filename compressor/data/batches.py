@@ -162,7 +162,7 @@ class Text:
 
     fit: Calibration  # its own held-out batches and reserved sets included
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
-    _parts: Mapping[str, tuple[tuple[Tensor, ...], ...]]  # by name: each source's batches [B, L]
+    _parts: Mapping[str, tuple[Tensor, ...]]  # by name: batches [B, L], each of one source
     heldout: tuple[EvaluationSet, ...]  # of each source that has any: for all evaluations of the whole model
     evaluation: tuple[EvaluationSet, ...]  # that no step has read; of a `short` source those that are held out, too
     emphasis: Emphasis = PLAIN  # of all that is fitted to it
@@ -175,7 +175,7 @@ class Text:
 
     def part(self, name: str) -> tuple[Tensor, ...]:
         """Batches [B, L] to train on, each of one source."""
-        return tuple(batch for batches in self._parts[name] for batch in batches)
+        return self._parts[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,12 +454,12 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
     evaluated = [[cut.evaluation, cut.held, cut.further] if cut.is_short else [cut.evaluation] for cut in cuts]
     evaluation = _evaluation_sets(names, evaluated, spec.batch_size)
     short = {name for name, cut in zip(short_names(names), cuts, strict=True) if cut.is_short}
-    identity, parts = fit.identity, dict[str, tuple[tuple[Tensor, ...], ...]]()
+    identity, parts = fit.identity, dict[str, tuple[Tensor, ...]]()
     if spec.parts:
         digests = dict[str, Any]()
         for index, (name, part) in enumerate(spec.parts.items()):
             part_rows = [cut.parts[index] for cut in cuts]
-            parts[name] = tuple(each.split(part.batch_size) for each in part_rows)
+            parts[name] = _batches(part_rows, part.batch_size)
             digests[name] = _counted(part_rows)
         held_rows = [rows for cut in cuts for rows in (cut.held, cut.further)]
         more = {"parts": digests, "heldout_text": _counted(held_rows)}

@@ -30,6 +30,8 @@ ROLES = {  # ShareGPT's names
     **dict.fromkeys(CALLING, "assistant"),
     **{"observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool"},
 }
+Message = dict[str, Any]
+Fields = Mapping[str, Any]  # of a row, or of another object
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Conversation:
     """What a row says."""
 
     columns: tuple[str, ...]  # that were read
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tools: Any = None
     text: str | None = None  # of a row that holds one text; it is the user's message, too
 
@@ -62,9 +64,7 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
     return conversation
 
 
-def _conversation(
-    row: Mapping[str, Any], column: str | None, where: str, choices: Sequence[tuple[str, ...]]
-) -> Conversation:
+def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
     """Return what a row says, its messages not yet checked."""
     names = _columns_of(row, choices if column is None else ((column,),), where)
     turns = list[Any]()
@@ -78,7 +78,7 @@ def _conversation(
     if isinstance(turns[0], str):
         beside = [name for name in DATA if name not in names and _is_text(row.get(name))]
         turns[0] = "\n".join([turns[0], *(row[name] for name in beside)])
-    messages = list[dict[str, Any]]()
+    messages = list[Message]()
     for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
         messages += _messages(row, name, turn, role, where)
     if column is None:
@@ -88,7 +88,7 @@ def _conversation(
     return Conversation((*names, *beside), messages, _tools_of(row, where), None if beside else text)
 
 
-def _before(row: Mapping[str, Any], without_system: bool, where: str) -> tuple[list[str], list[dict[str, Any]]]:
+def _before(row: Fields, without_system: bool, where: str) -> tuple[list[str], list[Message]]:
     """Return the columns of what comes before a chat, and its messages: a system prompt, and earlier turns."""
     columns = [name for name in SYSTEM if without_system and _is_text(row.get(name))][:1]
     messages = [{"role": "system", "content": row[name]} for name in columns]
@@ -115,7 +115,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _columns_of(row: Mapping[str, Any], choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
+def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
     """Return the first of these combinations of columns that a row has; raise `ItemError` where it has none."""
     for names in choices:
         if all(row.get(name) is not None for name in names):
@@ -134,7 +134,7 @@ def _parsed(text: Any, kind: type) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _messages(row: Mapping[str, Any], name: str, turns: Any, role: str, where: str) -> list[dict[str, Any]]:
+def _messages(row: Fields, name: str, turns: Any, role: str, where: str) -> list[Message]:
     """Return the messages in a column; text is that role's."""
     if _is_text(turns):
         calls = _calls(turns) if role == "assistant" and row.get("tools") else None
@@ -147,7 +147,7 @@ def _messages(row: Mapping[str, Any], name: str, turns: Any, role: str, where: s
     return [_message(turn) for turn in turns]
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _message(turn: Fields) -> Message:
     """Return a message with role and content, as ShareGPT's from and value are called, too."""
     if "from" in turn and "role" not in turn:
         name, value = turn["from"], turn.get("value")
@@ -160,13 +160,13 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _said(role: str, content: Any, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
     """Return a message that says something, or calls tools instead."""
-    message = {"role": role, "content": content}
+    message: Message = {"role": role, "content": content}
     return {**message, "content": "", "tool_calls": calls} if calls else message
 
 
-def _calls(text: Any) -> list[dict[str, Any]] | None:
+def _calls(text: Any) -> list[Message] | None:
     """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
     parsed = _parsed(text, list) or [_parsed(text, dict)]
     if all(isinstance(call, Mapping) and "name" in call for call in parsed):
@@ -184,7 +184,7 @@ def _decoded(call: Any) -> Any:
     return dict(call) if arguments is None else {**call, "arguments": arguments}
 
 
-def _tools_of(row: Mapping[str, Any], where: str) -> Any:
+def _tools_of(row: Fields, where: str) -> Any:
     """Return the tools that a chat may call, which some data sets hold as JSON; None without any."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.chats import Conversation, media_beside, note_columns, read_row, untaken
+from compressor.data.chats import Conversation, Message, media_beside, note_columns, read_row, untaken
 from compressor.data.rows import REMEDIES, Purpose, Row, source_rows
 from compressor.data.sources import Address, WeightedSource, divide
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
@@ -31,6 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # for others Pil
 MEDIA_VARIABLE = "MOE_COMPRESSOR_MEDIA"  # a folder whose files rows may name beside those in the data's own
 KINDS = ("image", "video", "audio")  # of parts of messages
 FIELDS = ("path", "url", "base64")  # that may hold the content of a part
+Part = dict[str, Any]  # of a message
 PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
 
 
@@ -145,7 +146,7 @@ def sequence_of(
     conversation = read_row(row, column, where)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    beside = list[dict[str, Any]]()
+    beside = list[Part]()
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         beside += [{"type": kind, kind: value} for value in several if value is not None]
@@ -160,10 +161,10 @@ def sequence_of(
     return _cut(processor, dict(inputs), length, where)
 
 
-def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Message]:
     """Messages as lists of parts, with what stands beside them in their empty parts and `<image>`, or at the start."""
     waiting = list(beside)
-    placed = list[dict[str, Any]]()
+    placed = list[Message]()
     for message in messages:
         content: Any = message["content"] or ()
         if isinstance(content, str):
@@ -171,7 +172,7 @@ def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where:
             content = [text]
             for text in others:
                 content += [{"type": "image"}, text.removeprefix("\n")]
-        parts = list[dict[str, Any]]()
+        parts = list[Part]()
         for part in map(as_part, content):
             if part.get("type") == "image_url":
                 url = part.get("image_url")
@@ -190,9 +191,9 @@ def _placed(messages: list[dict[str, Any]], beside: list[dict[str, Any]], where:
     return placed
 
 
-def _read(message: dict[str, Any], tokenizer: Any, length: int, folder: Path, where: str) -> dict[str, Any]:
+def _read(message: Message, tokenizer: Any, length: int, folder: Path, where: str) -> Message:
     """The message with its pictures opened, the files of its video and sound found, and no more text than is read."""
-    parts = list[dict[str, Any]]()
+    parts = list[Part]()
     for part in message["content"]:
         kind = part.get("type")
         if kind == "image":
@@ -205,7 +206,7 @@ def _read(message: dict[str, Any], tokenizer: Any, length: int, folder: Path, wh
     return {**message, "content": parts}
 
 
-def _content(part: Mapping[str, Any]) -> Any:
+def _content(part: Part) -> Any:
     """Return what a part of a message shows or plays; None of one whose content stands beside the chat."""
     contents = (part.get(name) for name in (part["type"], *FIELDS))
     return next((content for content in contents if content is not None), None)
@@ -243,9 +244,7 @@ def _picture(value: Any, folder: Path, where: str) -> Any:
         raise ItemError(f"{where}: {shown} cannot be read ({reason_of(error)}); mend or remove it") from error
 
 
-def _processed(
-    processor: Any, messages: list[dict[str, Any]], conversation: Conversation, where: str
-) -> Mapping[str, Any]:
+def _processed(processor: Any, messages: list[Message], conversation: Conversation, where: str) -> Mapping[str, Any]:
     """What the processor makes of the messages; without a chat template, of placeholders and the text after them."""
     inputs: Mapping[str, Any]
     if getattr(processor, "chat_template", None):

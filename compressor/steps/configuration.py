@@ -23,6 +23,10 @@ WILDCARD = re.compile(r"[*?\[]")  # of shells, as modelopt writes names
 PREFIXES = ("re:", "+:", "-:")  # how entries of quantization_config that are regular expressions begin
 HEADS = re.compile(r".*(mtp|nextn).*(layers|modules)|num_(mtp|nextn)")  # fields that count multi-token-prediction heads
 
+Renames = Mapping[str, str | None]  # what names of experts become; None for a dropped one
+Fields = Mapping[str, Any]  # of a config, or values at dotted paths
+NONE: Renames = {}
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +53,7 @@ def announces_head(field: str) -> bool:
     return HEADS.fullmatch(field) is not None
 
 
-def _announcing(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Dotted names of the fields that count heads, and what they say."""
     for key, value in raw.items():
         if isinstance(value, dict):
@@ -104,15 +108,15 @@ def all_renames(
     architecture: Architecture,
     layout: Layout,
     plan: ExpertPlan,
-    head_renames: Mapping[str, str | None] | None = None,
+    head_renames: Renames = NONE,
 ) -> dict[str, str | None]:
     """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
     if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
-        return dict(head_renames or {})
-    return {**expert_renames(architecture, layout, plan), **(head_renames or {})}
+        return dict(head_renames)
+    return {**expert_renames(architecture, layout, plan), **(head_renames)}
 
 
-def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> bool:
+def _tells_experts_apart(pattern: str, renames: Renames) -> bool:
     """Return True if a pattern, or a part of a name, would mean another expert once they are renumbered."""
     is_regular = pattern.startswith(PREFIXES)
     if not is_regular and not WILDCARD.search(pattern):
@@ -129,7 +133,7 @@ def _tells_experts_apart(pattern: str, renames: Mapping[str, str | None]) -> boo
     return False
 
 
-def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
+def _renumber_text(text: str, renames: Renames) -> str | None:
     """A module name in which an expert's number is replaced; None for a dropped expert's."""
     for old in accumulate(text.split("."), "{}.{}".format):
         if old in renames:
@@ -143,7 +147,7 @@ def _renumber_text(text: str, renames: Mapping[str, str | None]) -> str | None:
     return text
 
 
-def renumbered_quantization(node: Any, renames: Mapping[str, str | None]) -> Any:
+def renumbered_quantization(node: Any, renames: Renames) -> Any:
     """A config's quantisation in which experts have other numbers; raises `CompressionError` for a pattern of some."""
     if isinstance(node, dict):
         entries = {_renumber_text(key, renames): renumbered_quantization(value, renames) for key, value in node.items()}
@@ -154,7 +158,7 @@ def renumbered_quantization(node: Any, renames: Mapping[str, str | None]) -> Any
     return _renumber_text(node, renames) if isinstance(node, str) else node
 
 
-def fields_set(raw: Mapping[str, Any], known: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
     """A copy of the JSON of the config `known` with other values at dotted paths."""
     config = copy.deepcopy(dict(raw))
     for path, value in fields.items():
@@ -163,7 +167,7 @@ def fields_set(raw: Mapping[str, Any], known: Any, fields: Mapping[str, Any]) ->
 
 
 def config_with(
-    raw: Mapping[str, Any], architecture: Architecture, fields: Mapping[str, Any], heads: int = 0
+    raw: Fields, architecture: Architecture, fields: Fields, heads: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json with other values at dotted paths, dotted names of fields set to zero); stock loading reads it.
 
@@ -177,12 +181,12 @@ def config_with(
 
 
 def output_config(
-    raw: Mapping[str, Any],
+    raw: Fields,
     architecture: Architecture,
     layout: Layout,
     plan: ExpertPlan,
     dequantized_dtype: str | None,
-    head_renames: Mapping[str, str | None] | None = None,
+    head_renames: Renames = NONE,
     heads: int = 0,
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json of the output, dotted names of fields set to zero because their tensors are left out).

@@ -97,10 +97,10 @@ def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
 def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
     """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
     shares = list(members)
-    return {
-        name: mix((getattr(experts, name)[expert], share) for expert, share in shares)
-        for name in parameter_names(experts)
-    }
+    parameters = dict[str, Tensor]()
+    for name in parameter_names(experts):
+        parameters[name] = mix((getattr(experts, name)[expert], share) for expert, share in shares)
+    return parameters
 
 
 def merged_parameters(experts: Any, group: Group) -> Parameters:

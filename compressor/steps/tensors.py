@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint, TensorInfo, is_finite, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
@@ -94,12 +95,12 @@ def weighted_members(group: Group, router: bool = False) -> list[tuple[int, floa
     return [(expert, share) for expert, share in pairs if share != 0]
 
 
-def mix(members: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
+def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
     """sum(coefficient * member) of (member, coefficient), at least one, in float32 at the least; [...] each.
 
     Beside the sum, one member exists at a time if they are made as they are asked for.
     """
-    total: torch.Tensor | None = None
+    total: Tensor | None = None
     for member, coefficient in members:
         wide = member.to(torch.promote_types(member.dtype, torch.float32), copy=total is None)
         total = wide.mul_(coefficient) if total is None else total.add_(wide, alpha=coefficient)
@@ -107,7 +108,7 @@ def mix(members: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
     return total
 
 
-def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+def mixed(name: str, members: Sequence[tuple[Tensor, float]]) -> Tensor:
     """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
@@ -122,9 +123,9 @@ def mixed(name: str, members: Sequence[tuple[torch.Tensor, float]]) -> torch.Ten
     return refuse_overflow(name, row)
 
 
-def mixed_rows(name: str, value: torch.Tensor, dim: int, plan: LayerPlan, router: bool) -> torch.Tensor:
+def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool) -> Tensor:
     """A tensor in which the groups' rows along `dim` stand, then those of no routed expert."""
-    rows = list[torch.Tensor]()
+    rows = list[Tensor]()
     for group in plan.groups:
         members = weighted_members(group, router)
         rows.append(mixed(name, [(value.select(dim, expert), coefficient) for expert, coefficient in members]))
@@ -225,7 +226,7 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
             yield tensor_bytes_view(mixed(info.name, slices))
 
 
-def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
+def refuse_overflow(name: str, made: Tensor) -> Tensor:
     """A tensor that was computed, in the dtype it is written in; raises `CompressionError` if it holds Inf or NaN."""
     if not is_finite(made):
         dtype = str(made.dtype).removeprefix("torch.")
@@ -235,7 +236,7 @@ def refuse_overflow(name: str, made: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
+def remap_table(table: Tensor, remap: tuple[int, ...]) -> Tensor:
     """Replace expert ids [V, K] by slots; a dropped id becomes the lowest slot that its row does not name yet."""
     slots = torch.tensor(remap, dtype=torch.long)
     mapped = slots[table.long()]
@@ -246,7 +247,7 @@ def remap_table(table: torch.Tensor, remap: tuple[int, ...]) -> torch.Tensor:
     return mapped.to(table.dtype)
 
 
-def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+def told_apart(value: Tensor, dim: int, experts: int) -> Tensor:
     """The tensor with each further one of equal router rows along `dim` shorter by `STEP`; itself if all differ.
 
     Rows are equal as those of an expert's parts are. While all parts are there, a token is routed to all or none of
@@ -264,7 +265,7 @@ def told_apart(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
     return (value.float() * factors.view(shape)).to(value.dtype)
 
 
-def equal_before(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
+def equal_before(value: Tensor, dim: int, experts: int) -> Tensor:
     """For each of the first `experts` rows along a dimension the number of rows before it that are equal.
 
     No row of a bias has any, nor one of a tensor on meta.
@@ -278,7 +279,7 @@ def equal_before(value: torch.Tensor, dim: int, experts: int) -> torch.Tensor:
     return alike.tril(-1).sum(1)
 
 
-def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes_view(tensor: Tensor) -> memoryview:
     """A tensor's bytes in order, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
@@ -286,6 +287,6 @@ def tensor_bytes_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
-def tensor_output(name: str, tensor: torch.Tensor, unit: str) -> OutputTensor:
+def tensor_output(name: str, tensor: Tensor, unit: str) -> OutputTensor:
     """The description of a tensor whose values are already known."""
     return OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), unit)

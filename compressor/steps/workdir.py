@@ -235,12 +235,12 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
 
 def _shard_files(stage: Path, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
     """The tensors of each file of the output, in the order of a stage's files; one tensor may be larger than a file."""
-    parts = list[list[TensorInfo]]()
+    parts, sizes = list[list[TensorInfo]](), list[int]()
     for name in dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values()):
         infos = [*read_header(stage / name).values()]
         for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
             parts.append([infos[number] for number in numbers])
-    sizes = [sum(info.nbytes for info in part) for part in parts]
+            sizes.append(sum(infos[number].nbytes for number in numbers))
     groups = list[list[TensorInfo]]()
     for numbers in shards(sizes, max_shard_bytes or MAX_SHARD_BYTES, SMALL):
         groups.append([info for number in numbers for info in parts[number]])

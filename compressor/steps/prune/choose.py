@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.entry_points import option
@@ -64,7 +65,7 @@ class MergeOptions:
         return merge_groups(stats, groups, self.merge, self.merge_routers, self.align, **details)
 
 
-def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | None) -> tuple[float, ...]:
+def coefficients(members: Sequence[int], method: str, counts: Tensor | None) -> tuple[float, ...]:
     """Coefficients of a group's members, summing to 1; `counts` [E] are routed tokens.
 
     With max, ties go to the lower expert; a group that no token reached is averaged uniformly.
@@ -82,7 +83,7 @@ def coefficients(members: Sequence[int], method: str, counts: torch.Tensor | Non
     return tuple(weight / total if total else 1 / len(members) for weight in weights)
 
 
-def _leader(members: Sequence[int], counts: torch.Tensor | None) -> int:
+def _leader(members: Sequence[int], counts: Tensor | None) -> int:
     """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
     return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
 
@@ -118,13 +119,13 @@ class _Merge:
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
         self.inputs, self.experts, self.groups = stats.inputs, stats.weights.experts, plan.groups
-        self.logits, self.log_scales = list[torch.Tensor](), list[torch.Tensor]()
+        self.logits, self.log_scales = list[Tensor](), list[Tensor]()
         for group in plan.groups:
             size = len(group.members)
             self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
             self.log_scales.append(torch.zeros((), device=self.inputs.device, requires_grad=size > 1))
 
-    def shares(self, slot: int) -> torch.Tensor:
+    def shares(self, slot: int) -> Tensor:
         """Coefficients of a group's members, times its scale."""
         return self.logits[slot].softmax(0) * self.log_scales[slot].exp()
 
@@ -135,14 +136,14 @@ class _Merge:
         return mixed_parameters(self.experts, pairs)
 
     @torch.no_grad()
-    def forward(self, weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """The merged layer's output [S, H], and each choice's own expert output [S, K, H]."""
         chosen = self.inputs.new_zeros(*index.shape, self.inputs.shape[1])
         for slot, rows, places in routed(weights, index):
             chosen[rows, places] = apply_expert(self.experts, self.merged(slot), self.inputs[rows])
         return (weights[..., None] * chosen).sum(1), chosen
 
-    def backward(self, weights: torch.Tensor, index: torch.Tensor, slope: torch.Tensor) -> None:
+    def backward(self, weights: Tensor, index: Tensor, slope: Tensor) -> None:
         """Add the loss's gradient through the experts, one merged expert at a time; `slope` is dloss/dy."""
         for slot, rows, places in routed(weights, index):
             members = self.groups[slot].members
@@ -156,7 +157,7 @@ class _Merge:
                 products = torch.stack([self._product(member, merged, gradients) for member in members])
             (self.shares(slot) * products).sum().backward()
 
-    def _product(self, expert: int, names: Iterable[str], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _product(self, expert: int, names: Iterable[str], gradients: Sequence[Tensor]) -> Tensor:
         """<dloss/dmerged, theta> of an expert's parameters of these names."""
         parameters = expert_parameters(self.experts, expert)
         product = torch.zeros((), device=self.inputs.device)
@@ -185,7 +186,7 @@ def learn_coefficients(
     merge, router = _Merge(stats, plan), SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]
     optimizer = torch.optim.Adam([tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE)
-    losses, states = list[float](), list[list[torch.Tensor]]()
+    losses, states = list[float](), list[list[Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
         shares = [logits.softmax(0) for logits in merge.logits] if merge_routers else None
@@ -246,7 +247,7 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
     return blocks
 
 
-def kept_share(plan: LayerPlan, scores: torch.Tensor) -> float:
+def kept_share(plan: LayerPlan, scores: Tensor) -> float:
     """Share of the scores' total [E] that a dropping plan's kept experts hold; 0 where the total is."""
     kept = [group.members[0] for group in plan.groups]
     total = float(scores.sum())
@@ -254,7 +255,7 @@ def kept_share(plan: LayerPlan, scores: torch.Tensor) -> float:
 
 
 def keep_best(
-    stats: LayerStatistics, scores: torch.Tensor, keep: int, protected: frozenset[int], **details: Any
+    stats: LayerStatistics, scores: Tensor, keep: int, protected: frozenset[int], **details: Any
 ) -> LayerPlan:
     """Keep the experts of highest score [E], equally many in each routing group; ties go to the lower expert."""
     if scores.isnan().any():  # an infinite score may mean always or never

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.func import functional_call
 
 from compressor.devices import as_float64, float64_device
@@ -25,7 +26,7 @@ from compressor.steps.tensors import equal_before, remap_table, told_apart
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
 
-_Select = Callable[[ExpertTensor, torch.Tensor], torch.Tensor]  # a tensor's rows for the smaller layer
+_Select = Callable[[ExpertTensor, Tensor], Tensor]  # a tensor's rows for the smaller layer
 
 
 class SmallerRouter:
@@ -40,8 +41,8 @@ class SmallerRouter:
         self.layer, self.tokens, self.device = layer, len(stats.inputs), stats.inputs.device
         self._build, self._built = weights.smaller_router, dict[int, Any]()
         by_key = {tensor.key: tensor for tensor in layer.tensors}
-        self._sized = dict[str, tuple[ExpertTensor, torch.Tensor]]()
-        self._tables, self._whole = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self._sized = dict[str, tuple[ExpertTensor, Tensor]]()
+        self._tables, self._whole = dict[str, Tensor](), dict[str, Tensor]()
         stored = weights.router.state_dict()
         for name, value in (dict(weights.router.named_buffers()) | stored).items():
             key = f"{layer.router}.{name}"
@@ -66,29 +67,27 @@ class SmallerRouter:
         arguments: list[tuple[int | str, Any]] = [*enumerate(called.positional), *called.by_keyword.items()]
         self._arguments = list[tuple[str | None, Any, int | None, ExpertTensor | None]]()
         for place, value in arguments:
-            handed_tensor = handed.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+            handed_tensor = handed.get(value.data_ptr()) if isinstance(value, Tensor) else None
             name_of = place if isinstance(place, str) else None
             self._arguments.append((name_of, _float(value), called.dims[place], handed_tensor))
 
-    def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
 
-        def pick(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
+        def pick(tensor: ExpertTensor, value: Tensor) -> Tensor:
             extra = range(self.layer.experts, self.layer.experts + tensor.extra)
             return value.index_select(tensor.dim, torch.tensor([*experts, *extra], device=value.device))
 
         slots = {expert: slot for slot, expert in enumerate(experts)}
         return self._run(len(experts), pick, slots, rows)
 
-    def planned(
-        self, plan: LayerPlan, shares: Sequence[torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def planned(self, plan: LayerPlan, shares: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
         if shares is None:
             shares = [torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups]
 
-        def mix(tensor: ExpertTensor, value: torch.Tensor) -> torch.Tensor:
-            mixed = list[torch.Tensor]()
+        def mix(tensor: ExpertTensor, value: Tensor) -> Tensor:
+            mixed = list[Tensor]()
             for coefficients, group in zip(shares, plan.groups, strict=True):
                 row = torch.zeros((), device=value.device)
                 for coefficient, expert in zip(coefficients, group.members, strict=True):
@@ -99,9 +98,7 @@ class SmallerRouter:
 
         return self._run(len(plan.groups), mix, plan.slots(), None)
 
-    def _run(
-        self, count: int, select: _Select, slots: Mapping[int, int], rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, count: int, select: _Select, slots: Mapping[int, int], rows: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = self.tokens if rows is None else len(rows)
         if tokens == 0:  # of a layer that no token reached, not even the arguments are known
             nothing = torch.zeros(0, self.layer.top_k, device=self.device)
@@ -130,21 +127,21 @@ class SmallerRouter:
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
 
 
-def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: torch.Tensor) -> torch.Tensor:
+def _named_rows(arguments: Sequence[tuple[str | None, Any]], table: Tensor) -> Tensor:
     """Rows of a table that whole numbers among the arguments name, ascending; all where none are whole numbers."""
-    tensors = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dtype == torch.long]
+    tensors = [value for _, value in arguments if isinstance(value, Tensor) and value.dtype == torch.long]
     if not tensors:
         return torch.arange(len(table), device=table.device)
-    numbers: torch.Tensor = torch.cat([value.flatten() for value in tensors]).unique()
+    numbers: Tensor = torch.cat([value.flatten() for value in tensors]).unique()
     return numbers[numbers < len(table)]
 
 
 def _float(value: Any) -> Any:
-    return value.detach().float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return value.detach().float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @torch.no_grad()
-def original(stats: LayerStatistics) -> torch.Tensor:
+def original(stats: LayerStatistics) -> Tensor:
     """Output of the layer's experts module on the sampled tokens, float32: -> [S, H]."""
     outputs = stats.expert_outputs
     rows = torch.arange(outputs.shape[1], device=outputs.device)
@@ -155,7 +152,7 @@ def original(stats: LayerStatistics) -> torch.Tensor:
 
 
 @torch.no_grad()
-def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> torch.Tensor:
+def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> Tensor:
     """Output of the smaller layer's experts module on the sampled tokens, float32: -> [S, H].
 
     Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
@@ -185,9 +182,9 @@ def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
 class Routed:
     """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors [n] in float64."""
 
-    weights: torch.Tensor
-    experts: torch.Tensor
-    errors: torch.Tensor
+    weights: Tensor
+    experts: Tensor
+    errors: Tensor
 
 
 class KeptErrors:
@@ -215,7 +212,7 @@ class KeptErrors:
         self.noise = ROUNDED_PRODUCTS * float(self._original.sum())  # errors summed over all tokens tie within it
 
     @torch.no_grad()
-    def kept(self, experts: Sequence[int], rows: torch.Tensor | None = None) -> Routed:
+    def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> Routed:
         """Routing and errors of the tokens at `rows` [n], or of all, when these experts, ascending, are kept."""
         weights, slots = self._router.kept(experts, rows)
         rows = self._rows if rows is None else rows
