@@ -50,7 +50,8 @@ def without_paths(command: str) -> str:
             words = shlex.split(line)
         except ValueError:  # a quotation without an end
             words = line.split()
-        lines.append(shlex.join(PATH.sub("", one_line(word, None)) for word in words))
+        names = [PATH.sub("", one_line(word, None)) for word in words]
+        lines.append(shlex.join(names))
     return "\n".join(lines)
 
 
@@ -81,15 +82,14 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 def distinct(names: Iterable[str]) -> list[str]:
     """Each name, numbered where it would come again: ['a', 'b', 'a'] -> ['a', 'b', 'a-2']."""
-    found: dict[str, int] = {}  # the highest number that each name was tried with
+    unique = dict[str, None]()
     for plain_name in names:
-        name, number = plain_name, found.get(plain_name, 1)
-        while name in found:
+        name, number = plain_name, 1
+        while name in unique:
             number += 1
             name = f"{plain_name}-{number}"
-        found[name] = 1
-        found[plain_name] = number
-    return list(found)
+        unique[name] = None
+    return list(unique)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -110,7 +110,9 @@ def counted(count: int, thing: str) -> str:
 
 def joined(words: Sequence[str], last: str = "and") -> str:
     """['a', 'b', 'c'] -> 'a, b and c'."""
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def short(value: object, digits: int = 3) -> str:
@@ -147,10 +149,11 @@ def human_count(count: float) -> str:
 
 def read_bytes(text: str, option: str) -> int:
     """'16GB' -> 16000000000, '2.5GiB' -> 2684354560; a plain number is bytes."""
-    if (found := SIZE.fullmatch(text.strip())) is None:
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
         raise CompressionError(f"{option} {text!r} is no size; write 16GB, 500MB, 2.5GiB or a number of bytes")
-    number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(prefix.lower()) + 1 if prefix else 0))
+    number, prefix, binary = match.groups(default="")
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
 
 
 def _scaled(count: float, units: Sequence[str]) -> str:

@@ -12,23 +12,34 @@ from compressor.model.tokenizer import check_chat, has_chat_template
 
 CHATS = ("messages", "conversations")  # which some data sets hold as JSON
 PAIRS = (
-    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response")),
-    *(("query", "answers"), ("question", "answer"), ("question", "response"), ("input", "output")),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("query", "answers"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("input", "output"),
 )
 COLUMNS = (("text",), *((name,) for name in CHATS), *PAIRS)
 SYSTEM = ("system", "system_prompt")  # beside a chat
 DATA = ("input", "context")  # of an instruction
 HISTORY = "history"  # turns before it
 OURS = frozenset({"id", "domain", "ended"})  # of the rows that `traces` writes
-MEDIA = {
-    **{"image": "image", "images": "image", "video": "video", "videos": "video", "audio": "audio", "audios": "audio"},
+MEDIA = {  # kinds by the names of columns and of types of parts
+    "image": "image",
+    "images": "image",
     "image_url": "image",
+    "video": "video",
+    "videos": "video",
+    "audio": "audio",
+    "audios": "audio",
 }
 CALLING = ("function_call", "tool_call", "tool_calls")  # turns that call tools, in ShareGPT's form
 ROLES = {  # ShareGPT's names
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"},
-    **dict.fromkeys(CALLING, "assistant"),
-    **{"observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool"},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", *CALLING), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
 Message = dict[str, Any]
 Fields = Mapping[str, Any]  # of a row, or of another object
@@ -72,7 +83,8 @@ def _conversation(row: Fields, column: str | None, where: str, choices: Sequence
         parsed = _parsed(row[name], list) if name in CHATS else None  # some data sets hold chats as JSON
         turns.append(parsed or row[name])
     text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
-    if text is not None and (column is not None or names[0] in ("text", *CHATS) or not text.strip()):
+    is_plain = column is not None or names[0] in ("text", *CHATS)
+    if text is not None and (is_plain or not text.strip()):
         return Conversation(names, [{"role": "user", "content": text}], text=text)
     beside = list[str]()
     if isinstance(turns[0], str):

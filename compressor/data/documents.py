@@ -52,14 +52,15 @@ def _document(
     if column is None:
         note_columns(row, conversation, left_out)
     text = conversation.text
-    is_chat = text is None or (isinstance(row, Mapping) and any(row.get(name) for name in CHATS))  # rendered already
+    is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
     if text is None:
         require_template(tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}")
         try:
             text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
-    return Document(text, is_chat)
+        is_rendered = True
+    return Document(text, is_rendered)
 
 
 def documents(
@@ -98,11 +99,13 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     end = getattr(tokenizer, "eos_token", None) or "\0"
     opening = opening_of(tokenizer)
     sequence_opening: tuple[int, ...] = ()
-    ids, heard, silent = list[int](), False, 0  # characters before the first token that stands for some
+    ids = list[int]()
+    heard, silent = False, 0  # characters before the first token that stands for some
     for document in documents:
         text = document.text
         _, tokens = first_part(tokenizer, text, wanted - len(ids))
-        heard, silent = heard or says_something(tokenizer, tokens), silent + len(text.strip())
+        heard = heard or says_something(tokenizer, tokens)
+        silent += len(text.strip())
         is_opened = tuple(tokens[: len(opening)]) == opening
         if not is_opened and not document.is_chat:
             tokens = [*opening, *tokens]
@@ -127,8 +130,9 @@ def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
         return rows
     start = torch.tensor(opening)
     rows = rows.clone()
-    behind = (rows[:, length : 2 * length] == start).all(1) if rows.shape[1] >= 2 * length else torch.tensor(False)
-    rows[behind] = rows[behind].roll(-length, 1)
+    if rows.shape[1] >= 2 * length:
+        is_behind = (rows[:, length : 2 * length] == start).all(1)
+        rows[is_behind] = rows[is_behind].roll(-length, 1)
     rows[:, :length] = start
     return rows
 

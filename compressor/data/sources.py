@@ -113,24 +113,24 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     """`SOURCE` or `SOURCE=WEIGHT` each: the sources with weights that sum to 1, equal ones if none is given."""
     if not arguments:
         raise CompressionError("no calibration source is given; name a text or JSONL file, a data set id, or 'demo'")
-    parsed, weighted, addresses = list[tuple[str, float | None]](), list[WeightedSource](), list[Address]()
+    entries, addresses, bare = list[WeightedSource](), list[Address](), list[str]()
     for argument in arguments:
         source, weight = _split_weight(str(argument))
+        if weight is None:
+            weight = 1.0
+            bare.append(source)
         address = Address.parse(source)
         if exists(address.name):
             address = replace(address, name=str(Path(address.name).resolve()))
         if address in addresses:
             raise CompressionError(f"calibration source {source!r} is given twice; name it once, with a larger weight")
-        rows = argument.rows if isinstance(argument, GivenTexts) else None
-        parsed.append((source, weight))
         addresses.append(address)
-        weighted.append(WeightedSource(source, 1.0 if weight is None else weight, rows))
-    bare = [source for source, weight in parsed if weight is None]
-    if 0 < len(bare) < len(parsed):
+        entries.append(WeightedSource(source, weight, argument.rows if isinstance(argument, GivenTexts) else None))
+    if 0 < len(bare) < len(entries):
         raise CompressionError(
             f"calibration source {bare[0]!r} has no weight but others have; write SOURCE=WEIGHT for all or for none"
         )
-    return tuple(replace(entry, weight=share) for entry, share in zip(weighted, shares(weighted), strict=True))
+    return tuple(replace(entry, weight=share) for entry, share in zip(entries, shares(entries), strict=True))
 
 
 def _split_weight(argument: str) -> tuple[str, float | None]:
