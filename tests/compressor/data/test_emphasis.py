@@ -16,14 +16,11 @@ from compressor.model.tokenizer import thinking_end
 from compressor.progress import Silent
 from compressor.recipe.recipe import read_recipe
 from compressor.recipe.step import TextOptions
-from compressor.steps.correct.ridge import refit_down
-from compressor.steps.correct.tuning import balanced, descend
 from compressor.steps.distill.objective import Batch, Objective
 from compressor.steps.distill.options import Distill
 from compressor.steps.routers.weights import _moments
 from tests import small
 from tests.command_line import Run, refused
-from tests.compressor.steps.correct.test_ridge import augmented, down, weighted
 from tests.cut_cases import cut_case
 from tests.lessons import lesson
 
@@ -44,37 +41,13 @@ def test_positions_before_a_marked_run_count_more(ids: list[int], run_of_ids: li
     assert Emphasis.read(json.loads(json.dumps(emphasis.to_dict()))) == emphasis
 
 
-def test_ridge_fits_a_token_as_often_as_it_counts() -> None:
-    found = cut_case("mixtral", sequences=40, heaviest=3)
-    counts = found.recording.weights
-    assert counts is not None and set(counts.tolist()) == {1, 2, 3}
-    often, held = (rows.repeat_interleave(counts[rows].long()) for rows in (found.fit, found.heldout))
-    phi, missing = weighted(found, often)
-    shown, lacking = weighted(found, held)
-    changes = [augmented(phi, missing, penalty) for penalty in (1e-3, 1e-2, 1e-1, 1.0)]
-    best = min(changes, key=lambda change: float((lacking - shown @ change).square().sum()))
-    before = down(found.cut.parameters, found.experts.is_transposed).clone()
-    refit_down(found.cut, found.fit, found.heldout)
-    after = down(found.cut.parameters, found.experts.is_transposed)
-    torch.testing.assert_close((after - before).double(), best, rtol=1e-3, atol=1e-4)
-
-
-def test_tune_descends_as_if_tokens_were_repeated() -> None:
+def test_recorded_tokens_count_as_often_as_they_are_emphasised() -> None:
     found, plain = cut_case("mixtral", heaviest=4), cut_case("mixtral")
-    counts, rows = found.recording.weights, found.fit[:50]
-    assert counts is not None and plain.recording.weights is None
-    repeated = rows.repeat_interleave(counts[rows].long())
-    assert found.cut.error(rows) == pytest.approx(plain.cut.error(repeated), rel=1e-5)
-    gradients = []
-    for case, chosen in ((found, rows), (plain, repeated)):
-        leaves = [value for parameters in case.cut.parameters for value in parameters.values()]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        with torch.enable_grad():
-            descend(case.cut, balanced([1.0] * case.cut.choices), range(case.cut.choices), chosen)
-        gradients.append([leaf.grad * len(chosen) for leaf in leaves if leaf.grad is not None])
-    for weighed, often in zip(*gradients, strict=True):
-        torch.testing.assert_close(weighed, often, rtol=1e-4, atol=1e-5 * float(often.abs().max()))
+    counts = (found.recording.weights / plain.recording.weights).round().long()
+    torch.testing.assert_close(found.recording.weights, counts * plain.recording.weights)
+    assert set(counts.tolist()) == {1, 2, 3, 4}
+    rows = found.fit[:50]
+    assert found.cut.error(rows) == pytest.approx(plain.cut.error(rows.repeat_interleave(counts[rows])), rel=1e-5)
 
 
 def test_a_distillation_has_the_gradient_of_the_weighted_sum(tmp_path: Path) -> None:
@@ -88,7 +61,7 @@ def test_a_distillation_has_the_gradient_of_the_weighted_sum(tmp_path: Path) -> 
     every = torch.arange(words).expand(rows, length, words)
     kept = Distributions(every, logs, torch.full((rows, length), -60.0), states)
     options = Distill(kl=0.7, cross_entropy=0.4, hidden_states=0.3)
-    objective = Objective(options, [Batch(tokens, kept, weights)], model, 0, 0)
+    objective = Objective(options, [Batch(tokens, kept, weights)], model)
     logits.requires_grad_()
     loss = objective.loss(0, type("Output", (), {"logits": logits}))
     ours = logits.log_softmax(-1)
