@@ -62,8 +62,8 @@ def wrap_full_disk(place: Path) -> Iterator[None]:
     except CompressionError:
         raise
     except Exception as error:  # safetensors has an exception of its own
-        is_full = getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
-        if not is_full:
+        is_full = any(os.strerror(number) in str(error) for number in FULL)
+        if not is_full and getattr(error, "errno", None) not in FULL:
             raise
         sentence = f"the disk of {os.path.abspath(place)} is full; free some space and run the command again"
         raise CompressionError(sentence) from error
@@ -273,9 +273,9 @@ def check_folder(folder: Path, names: Sequence[str], overwrite: bool = False) ->
         is_report = first.is_file() and first.read_bytes().startswith(PNG)
     if folder.is_symlink() or not is_report:
         raise CompressionError(f"{folder} holds no {names[0]}, {remedy}")
-    others = sorted(path.name for path in _content(folder) if path.name not in names or not path.is_file())
-    if others:
-        raise CompressionError(f"{folder} holds {others[0]} beside {names[0]}, {remedy} or move that")
+    for path in _content(folder):
+        if path.name not in names or not path.is_file():
+            raise CompressionError(f"{folder} holds {path.name} beside {names[0]}, {remedy} or move that")
 
 
 def _is_of_tool(content: Mapping[str, Any]) -> bool:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 8
 LEAST_TO_CUT = 8  # tokens of a sequence that may be cut in two
 Rows = Tensor | Sequences  # token ids [n, L], or sequences with pictures
+Batches = tuple[Tensor, ...]  # token ids [B, L] each
 HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
 MOST_HELDOUT = 0.2  # share of a short text
 
@@ -40,25 +41,28 @@ class EvaluationSet:
     """Token ids [B, L] of one source that are evaluated on and never calibrated with."""
 
     name: str
-    batches: tuple[Tensor, ...]
-    counted: tuple[Tensor, ...] = ()  # masks [B, L] of the tokens that count where not all but the first do
+    batches: Batches
+    counted: Batches = ()  # masks [B, L] of the tokens that count where not all but the first do
 
     @property
     def tokens(self) -> int:
         return sum(batch.numel() for batch in self.batches)
 
 
+EvaluationSets = tuple[EvaluationSet, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Token ids ready to run. `batches` are [B, L], each of one source and wholly held out or not; no padding."""
 
-    batches: tuple[Tensor, ...]
+    batches: Batches
     identity: dict[str, Any]  # what the batches were made of, and the SHA-256 of the token ids
     sources: tuple[int, ...] = ()  # number of each batch's source; empty if all are of source 0
     weights: tuple[float, ...] = (1.0,)  # share of each source
     heldout: frozenset[int] = frozenset()  # numbers of the batches that no plan may see
-    reserved: tuple[EvaluationSet, ...] = ()  # what follows the calibration's sequences in each source
-    emphasis: tuple[Tensor, ...] = ()  # weights [B, L] of each batch's tokens; empty if all count alike
+    reserved: EvaluationSets = ()  # what follows the calibration's sequences in each source
+    emphasis: Batches = ()  # weights [B, L] of each batch's tokens; empty if all count alike
 
     @property
     def tokens(self) -> int:
@@ -71,7 +75,7 @@ class Calibration:
         return [number for number in range(len(self.batches)) if number not in self.heldout]
 
     @property
-    def heldout_batches(self) -> tuple[Tensor, ...]:
+    def heldout_batches(self) -> Batches:
         """The batches that are held out, in their order."""
         return tuple(self.batches[number] for number in sorted(self.heldout))
 
@@ -162,9 +166,9 @@ class Text:
 
     fit: Calibration  # its own held-out batches and reserved sets included
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
-    _parts: Mapping[str, tuple[Tensor, ...]]  # by name: batches [B, L], each of one source
-    heldout: tuple[EvaluationSet, ...]  # of each source that has any: for all evaluations of the whole model
-    evaluation: tuple[EvaluationSet, ...]  # that no step has read; of a `short` source those that are held out, too
+    _parts: Mapping[str, Batches]  # by name: batches [B, L], each of one source
+    heldout: EvaluationSets  # of each source that has any: for all evaluations of the whole model
+    evaluation: EvaluationSets  # that no step has read; of a `short` source those that are held out, too
     emphasis: Emphasis = PLAIN  # of all that is fitted to it
     short: tuple[str, ...] = ()  # sources of whose evaluation steps have read a part
 
@@ -173,7 +177,7 @@ class Text:
         """Names of its parts."""
         return frozenset(self._parts)
 
-    def part(self, name: str) -> tuple[Tensor, ...]:
+    def part(self, name: str) -> Batches:
         """Batches [B, L] to train on, each of one source."""
         return self._parts[name]
 
@@ -288,9 +292,13 @@ def _wanted(spec: TextSpec) -> Iterator[_Wanted]:
 
 def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
     """Return how many of each source's [n, L] sequences are held out: never all of several, but any at all."""
-    counts = [max(0, min(math.floor(count * share + 0.5), count - 1)) for count, _ in shapes]
+    counts = list[int]()
+    for count, _ in shapes:
+        due = math.floor(count * share + 0.5)
+        counts.append(max(0, min(due, count - 1)))
     if share > 0 and not any(counts):
-        counts[max(range(len(shapes)), key=lambda number: tuple(shapes[number]))] = 1
+        largest = max(tuple(shape) for shape in shapes)
+        counts[[tuple(shape) for shape in shapes].index(largest)] = 1
     return counts
 
 
@@ -451,10 +459,13 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
         tuple(emphasis),
     )
     held_out = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
-    evaluated = [[cut.evaluation, cut.held, cut.further] if cut.is_short else [cut.evaluation] for cut in cuts]
+    evaluated = list[list[Rows]]()
+    for cut in cuts:
+        more = [cut.held, cut.further] if cut.is_short else []
+        evaluated.append([cut.evaluation, *more])
     evaluation = _evaluation_sets(names, evaluated, spec.batch_size)
     short = {name for name, cut in zip(short_names(names), cuts, strict=True) if cut.is_short}
-    identity, parts = fit.identity, dict[str, tuple[Tensor, ...]]()
+    identity, parts = fit.identity, dict[str, Batches]()
     if spec.parts:
         digests = dict[str, Any]()
         for index, (name, part) in enumerate(spec.parts.items()):
@@ -462,20 +473,18 @@ def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
             parts[name] = _batches(part_rows, part.batch_size)
             digests[name] = _counted(part_rows)
         held_rows = [rows for cut in cuts for rows in (cut.held, cut.further)]
-        more = {"parts": digests, "heldout_text": _counted(held_rows)}
-        identity = {**_identity(spec, cuts, whole=True), **more}
+        identity = _identity(spec, cuts, whole=True)
+        identity |= {"parts": digests, "heldout_text": _counted(held_rows)}
     read = tuple(entry.name for entry in held_out if entry.name in short)
     return Text(fit, identity, parts, held_out, evaluation, spec.emphasis, read)
 
 
-def _batches(rows: Iterable[Rows], size: int) -> tuple[Tensor, ...]:
+def _batches(rows: Iterable[Rows], size: int) -> Batches:
     """Rows in batches of at most so many."""
     return tuple(batch for each in rows for batch in each.split(size) if len(batch))
 
 
-def _evaluation_sets(
-    sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int
-) -> tuple[EvaluationSet, ...]:
+def _evaluation_sets(sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int) -> EvaluationSets:
     """Rows of each source that has any in batches."""
     sets = list[EvaluationSet]()
     for name, groups in zip(short_names(sources), rows, strict=True):
@@ -520,7 +529,8 @@ def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
         else:
             digest.update(each.contiguous().numpy().tobytes())
     samples = sum(len(each) for each in rows)
-    return {"samples": samples, "tokens": sum(each.numel() for each in rows), "sha256": digest.hexdigest()}
+    tokens = sum(each.numel() for each in rows)
+    return {"samples": samples, "tokens": tokens, "sha256": digest.hexdigest()}
 
 
 def calibrate(
@@ -540,7 +550,7 @@ def calibrate(
 
 def evaluation_sets(
     sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
-) -> tuple[EvaluationSet, ...]:
+) -> EvaluationSets:
     """At most `most` sequences of each file or data set, packed like calibration."""
     rows = list[list[Rows]]()
     for name in sources:

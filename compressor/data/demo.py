@@ -24,7 +24,7 @@ class Item:
 
 def load_items() -> tuple[Item, ...]:
     """The shipped held-out multiple-choice items of all skills."""
-    return tuple(Item(row["skill"], row["question"], tuple(row["choices"]), row["answer"]) for row in _read("items"))
+    return tuple(Item(**{**row, "choices": tuple(row["choices"])}) for row in _read("items"))
 
 
 def load_documents(name: str) -> tuple[tuple[str, str], ...]:
@@ -48,7 +48,7 @@ def heldout_text(**_: Any) -> dict[str, "Dataset"]:
     """The held-out documents of all skills."""
     from datasets import Dataset
 
-    return {"test": Dataset.from_list([{"text": text, "skill": skill} for text, skill in load_documents("heldout")])}
+    return {"test": Dataset.from_list(_read("heldout"))}
 
 
 def _read(name: str) -> list[dict[str, Any]]:

@@ -69,8 +69,10 @@ def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str,
     """
     wrong = {path: value for path, value in _announcing(raw) if value != heads}
     known = {path: heads for path in wrong if _has(config, path)}
-    if known and build_meta(with_fields(config, known)).state_dict().keys() != build_meta(config).state_dict().keys():
-        return raw, []
+    if known:
+        tensors = build_meta(config).state_dict().keys()
+        if build_meta(with_fields(config, known)).state_dict().keys() != tensors:
+            return raw, []
     counted = copy.deepcopy(raw)
     for path, value in wrong.items():
         *parents, name = path.split(".")

@@ -41,7 +41,8 @@ from compressor.steps.tensors import (
     weighted_members,
 )
 
-LayerChange = Callable[[str, Mapping[str, Tensor]], Mapping[str, Tensor]]  # of a layer's tensors, by key
+Tensors = Mapping[str, Tensor]  # by state-dict key
+LayerChange = Callable[[str, Tensors], Tensors]  # of a layer's tensors, by key
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
 def mixed_parameters(experts: Any, members: Iterable[tuple[int, float]]) -> Parameters:
     """sum(coefficient * member) of each parameter in float32; beside it, that of one member exists at a time."""
     shares = list(members)
-    parameters = dict[str, Tensor]()
+    parameters = Parameters()
     for name in parameter_names(experts):
         parameters[name] = mix((getattr(experts, name)[expert], share) for expert, share in shares)
     return parameters
@@ -122,7 +123,9 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
 
 def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
     """The cut tensors [N, ...] of an experts module by state-dict key; one merged expert at a time is in float32."""
-    cut = {name: torch.empty_like(getattr(experts, name)[: len(plan.groups)]) for name in parameter_names(experts)}
+    cut = Parameters()
+    for name in parameter_names(experts):
+        cut[name] = torch.empty_like(getattr(experts, name)[: len(plan.groups)])
     for slot, group in enumerate(plan.groups):
         if group.untouched:
             parameters = expert_parameters(experts, group.members[0])
@@ -136,9 +139,9 @@ def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters
 
 
 @torch.no_grad()
-def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, Tensor]:
+def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> Parameters:
     """New tensors, by state-dict key, of what the plans change in these loaded layers of `model`."""
-    state, cut = model.state_dict(), dict[str, Tensor]()
+    state, cut = model.state_dict(), Parameters()
     for layer in layers:
         plan = plans[layer.name]
         if any(group.aligned for group in plan.groups):
@@ -151,7 +154,8 @@ def cut_layers(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, Layer
             else:
                 cut[key] = cut_router(key, state[key], dim, layer, plan)
         for table in layer.tables:
-            cut[table] = remap_table(state[table].cpu(), plan.remap()).to(state[table].device)
+            remapped = remap_table(state[table].cpu(), plan.remap())
+            cut[table] = remapped.to(state[table].device)
     return cut
 
 
@@ -176,7 +180,7 @@ class CutFiles:
     def _path(self, layer: MoeLayer) -> Path:
         return self.folder / f"{layer.name}.safetensors"
 
-    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Mapping[str, Tensor]) -> None:
+    def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Tensors) -> None:
         """Write a layer's tensors with its plan; a file is there whole or not at all."""
         keep_tensors(self._path(layer), tensors, layer_to_dict(plan))
 
@@ -185,7 +189,7 @@ class CutFiles:
         facts = facts_of(self._path(layer))
         return None if facts is None else layer_from_dict(facts)
 
-    def tensors(self, layer: MoeLayer) -> dict[str, Tensor]:
+    def tensors(self, layer: MoeLayer) -> Parameters:
         """The tensors of a finished layer; none if it is not there."""
         return {} if self.plan(layer) is None else kept_tensors(self._path(layer))
 
@@ -196,7 +200,7 @@ def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
     return not stored_as_is or (layout.quantized and not plan.is_drop)
 
 
-def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Mapping[str, Tensor]:
+def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
     """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
     kept = files.tensors(layer) if files else {}
     if files is not None and not kept:
@@ -226,22 +230,23 @@ class Conversion:
 
     def outputs(self) -> list[OutputTensor]:
         """Every tensor of the output."""
-        state = {key: value.to(wanted_dtype(self.small, key)) for key, value in self.small.state_dict().items()}
+        state = self.small.state_dict()
+        state = {key: value.to(wanted_dtype(self.small, key)) for key, value in state.items()}
         outputs = list[OutputTensor]()
         for unit in ("", *self.architecture.units):
             tensors = {key: state[key] for key in self._keys_of(unit) if key in state}
             outputs += [tensor_output(name, tensor, unit) for name, tensor in saved_names(self.small, tensors)]
         return outputs
 
-    def produce(self, cut: Callable[[MoeLayer], Mapping[str, Tensor]], change: LayerChange | None, unit: str) -> Named:
+    def produce(self, cut: Callable[[MoeLayer], Tensors], change: LayerChange | None, unit: str) -> Named:
         """Load a unit, put in what is `cut` of its MoE layers and then `change` of the unit, and yield all of it."""
         keys = self._keys_of(unit)
         self.partial.load(keys)
         state = self.partial.model.state_dict()
         tensors = {key: state[key] for key in keys}
         for layer in self.architecture.layers:
-            if layer.unit == unit:
-                tensors |= {key: value.to(state[key].dtype) for key, value in cut(layer).items()}
+            for key, value in cut(layer).items() if layer.unit == unit else ():
+                tensors[key] = value.to(state[key].dtype)
         if change is not None and unit:
             for key, value in change(unit, tensors).items():
                 tensors[key] = refuse_overflow(key, value.to(state[key].dtype))

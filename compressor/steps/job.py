@@ -59,7 +59,7 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(".")]
+    return [path for path in sorted(folder.glob("[!.]*")) if path.is_file()]
 
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:

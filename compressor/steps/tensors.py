@@ -35,6 +35,7 @@ class FileRange:
 
 
 Piece = FileRange | bytes | memoryview
+Weighted = Sequence[tuple[Tensor, float]]  # (member, coefficient)
 Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
 
 
@@ -108,7 +109,7 @@ def mix(members: Iterable[tuple[Tensor, float]]) -> Tensor:
     return total
 
 
-def mixed(name: str, members: Sequence[tuple[Tensor, float]]) -> Tensor:
+def mixed(name: str, members: Weighted) -> Tensor:
     """One row of a tensor: the sum of (member, coefficient), cast once; a single member as it is."""
     if not members:
         raise CompressionError(f"tensor {name!r}: all coefficients of a group are zero; give it a positive one")
@@ -128,7 +129,8 @@ def mixed_rows(name: str, value: Tensor, dim: int, plan: LayerPlan, router: bool
     rows = list[Tensor]()
     for group in plan.groups:
         members = weighted_members(group, router)
-        rows.append(mixed(name, [(value.select(dim, expert), coefficient) for expert, coefficient in members]))
+        slices = [(value.select(dim, expert), share) for expert, share in members]
+        rows.append(mixed(name, slices))
     rows += value.unbind(dim)[plan.experts :]
     return torch.stack(rows, dim)
 
@@ -159,7 +161,8 @@ def plan_outputs(
             groups = ()  # of which none is mixed
             content = partial(_remapped, checkpoint, info, layer_plan)
         elif role.kind == "fused":
-            shape = (*shape[: role.dim], len(groups) + role.extra, *shape[role.dim + 1 :])
+            before, after = shape[: role.dim], shape[role.dim + 1 :]
+            shape = (*before, len(groups) + role.extra, *after)
             content = partial(_fused, checkpoint, info, role, layer_plan)
         elif role.expert < len(groups):
             groups = groups[role.expert : role.expert + 1]
@@ -201,7 +204,8 @@ def _single(checkpoint: Checkpoint, info: TensorInfo, members: Sequence[tuple[st
     if _is_picked(members):
         yield from _copied(checkpoint, checkpoint.tensors[members[0][0]])
     else:
-        yield tensor_bytes_view(mixed(info.name, [(checkpoint.read_checked(name), c) for name, c in members]))
+        rows = [(checkpoint.read_checked(name), share) for name, share in members]
+        yield tensor_bytes_view(mixed(info.name, rows))
 
 
 def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
@@ -221,7 +225,8 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
         for part, _ in slices:
             refuse_nan(info.name, info.file, part)
         if _is_picked(members):
-            yield FileRange(checkpoint.path(info.name), info.begin + members[0][0] * nbytes, nbytes)
+            begin = info.begin + members[0][0] * nbytes
+            yield FileRange(checkpoint.path(info.name), begin, nbytes)
         else:
             yield tensor_bytes_view(mixed(info.name, slices))
 

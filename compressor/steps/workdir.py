@@ -92,7 +92,8 @@ class Workdir:
 
     def _save(self) -> None:
         if ranks().is_first:
-            write_whole(self.folder / JOURNAL, json.dumps({"key": self.key, "steps": [*self.steps.items()]}))
+            content = {"key": self.key, "steps": list(self.steps.items())}
+            write_whole(self.folder / JOURNAL, json.dumps(content))
 
     def drop(self, stage: Path) -> None:
         """Remove a stage that a later one was made of."""
@@ -149,8 +150,9 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse a disk that cannot hold the output beside what is already there."""
-    reusable = sum(path.stat().st_blocks * 512 for path in work_folder(out).rglob("*") if path.is_file())
-    place = work_folder(out).parent
+    work = work_folder(out)
+    place = work.parent
+    reusable = sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
     free = shutil.disk_usage(place).free + reusable
     if free < nbytes + SPARE_BYTES:
         sizes = f"{(nbytes + SPARE_BYTES) / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free"
@@ -335,7 +337,8 @@ class LayerWriter:
                 running = deque[Future[None]]()
                 for name, content in made:
                     assert name in places, f"tensor {name!r} was made and has no place in the output"
-                    running.append(pool.submit(_write_tensor, content, file, places.pop(name), sizes[name], name))
+                    offset = places.pop(name)
+                    running.append(pool.submit(_write_tensor, content, file, offset, sizes[name], name))
                     if len(running) > WRITERS:
                         running.popleft().result()
                 for task in running:

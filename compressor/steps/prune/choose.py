@@ -85,7 +85,9 @@ def coefficients(members: Sequence[int], method: str, counts: Tensor | None) -> 
 
 def _leader(members: Sequence[int], counts: Tensor | None) -> int:
     """The expert that leads its group: the one with most routed tokens, `counts` [E], or without these the lowest."""
-    return members[0] if counts is None else members[int(rounded(counts)[list(members)].argmax())]
+    if counts is None:
+        return members[0]
+    return members[int(rounded(counts)[list(members)].argmax())]
 
 
 def merge_groups(
@@ -264,6 +266,7 @@ def keep_best(
     ranked = rounded(scores).cpu()
     kept = list[int]()
     for block in blocks_of(stats.layer, keep, protected):
-        order = ranked[list(block.free)].argsort(descending=True, stable=True)[: block.take].tolist()
-        kept += [*block.fixed, *(block.free[position] for position in order)]
+        order = ranked[list(block.free)].argsort(descending=True, stable=True)
+        best = [block.free[position] for position in order[: block.take].tolist()]
+        kept += [*block.fixed, *best]
     return LayerPlan.keep(stats.layer, kept, **details)

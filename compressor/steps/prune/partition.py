@@ -21,6 +21,7 @@ KICKS = 128  # at 512 experts a few seconds; more gains a per cent or two where 
 KICKED_EXPERTS = 8
 TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding, and could cycle
 
+Members = tuple[int, ...]  # experts of a group, ascending
 Changes = list[tuple[int, int]]  # (expert, its new group)
 
 
@@ -35,7 +36,7 @@ class Grouping:
         unproved, not worse.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Members, ...]
     objective: float
     exact: bool
 
@@ -62,7 +63,7 @@ def group_experts(
     generator = torch.Generator().manual_seed(seed)
     values = rounded(table, noise)
     partition = [range(len(table))] if blocks is None else blocks
-    groups = list[tuple[int, ...]]()
+    groups = list[Members]()
     is_proved = True
     for block in partition:
         inside, is_least = _group_block(values, sorted(block), count // len(partition), alone, generator)
@@ -72,17 +73,21 @@ def group_experts(
     return Grouping(tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0)
 
 
-def _objective(distances: Tensor, groups: Sequence[tuple[int, ...]]) -> float:
+def _objective(distances: Tensor, groups: Sequence[Members]) -> float:
     """Sum of distances over unordered pairs within a group."""
-    return sum(float(distances[list(group)][:, list(group)].triu(1).sum()) for group in groups)
+    total = 0.0
+    for group in groups:
+        members = list(group)
+        total += float(distances[members][:, members].triu(1).sum())
+    return total
 
 
 def _group_block(
     table: Tensor, block: list[int], count: int, alone: Collection[int], generator: torch.Generator
-) -> tuple[list[tuple[int, ...]], bool]:
+) -> tuple[list[Members], bool]:
     """Groups of one routing block, and whether they are proved best."""
     free = [expert for expert in block if expert not in alone]
-    groups: list[tuple[int, ...]] = [(expert,) for expert in block if expert in alone]
+    groups: list[Members] = [(expert,) for expert in block if expert in alone]
     rest = count - len(groups)
     assert 0 <= rest <= len(free), f"{len(groups)} protected of {len(block)} experts form no {count} groups"
     if not rest:
@@ -171,7 +176,8 @@ def _agglomerate(distances: Tensor, count: int, linkage: str) -> Tensor:
         if linkage == "complete":
             merged = torch.maximum(links[keep], links[gone])
         elif linkage == "average":
-            merged = (sizes[keep] * links[keep] + sizes[gone] * links[gone]) / (sizes[keep] + sizes[gone])
+            merged = sizes[keep] * links[keep] + sizes[gone] * links[gone]
+            merged /= sizes[keep] + sizes[gone]
         else:
             merged = links[keep] + links[gone]
         links[keep] = links[:, keep] = merged
@@ -221,7 +227,8 @@ def _best_move(table: Tensor, labels: Tensor) -> Changes:
     """Expert e to group g, gain table[e, g] - table[e, own]: [E, G], [E] -> one change, or none."""
     own = table.gather(1, labels[:, None])
     lonely = labels.bincount(minlength=table.shape[1])[labels] == 1
-    gain = (table - own).scatter_(1, labels[:, None], torch.inf).masked_fill_(lonely[:, None], torch.inf)
+    gain = (table - own).scatter_(1, labels[:, None], torch.inf)
+    gain.masked_fill_(lonely[:, None], torch.inf)
     expert, group = divmod(int(gain.argmin()), table.shape[1])
     return [(expert, group)] if gain[expert, group] < -TOLERANCE * own[expert] else []
 
@@ -230,7 +237,8 @@ def _best_swap(distances: Tensor, table: Tensor, labels: Tensor) -> Changes:
     """Experts u, v trade groups: gain A + A^T - 2 D, A[u, v] = t[u, v's] - t[u, u's]: changes or none."""
     own = table.gather(1, labels[:, None])
     gain = table[:, labels] - own
-    gain = (gain + gain.T).sub_(distances, alpha=2).masked_fill_(labels[:, None] == labels, torch.inf)
+    gain = (gain + gain.T).sub_(distances, alpha=2)
+    gain.masked_fill_(labels[:, None] == labels, torch.inf)
     first, second = divmod(int(gain.argmin()), labels.numel())
     if gain[first, second] >= -TOLERANCE * (own[first] + own[second]):
         return []

@@ -26,6 +26,7 @@ from compressor.steps.tensors import equal_before, remap_table, told_apart
 CHUNK = 32  # tokens whose outputs are laid side by side at once
 ROUNDED_PRODUCTS = 2.0**-22  # of a layer's energy: what float32 products leave of an error that cancels to nothing
 
+Routing = tuple[Tensor, Tensor]  # gate weights [S, K] and slots [S, K]
 _Select = Callable[[ExpertTensor, Tensor], Tensor]  # a tensor's rows for the smaller layer
 
 
@@ -71,7 +72,7 @@ class SmallerRouter:
             name_of = place if isinstance(place, str) else None
             self._arguments.append((name_of, _float(value), called.dims[place], handed_tensor))
 
-    def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> Routing:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
 
         def pick(tensor: ExpertTensor, value: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class SmallerRouter:
         slots = {expert: slot for slot, expert in enumerate(experts)}
         return self._run(len(experts), pick, slots, rows)
 
-    def planned(self, plan: LayerPlan, shares: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def planned(self, plan: LayerPlan, shares: Sequence[Tensor] | None = None) -> Routing:
         """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
         if shares is None:
             shares = [torch.tensor(group.router_coefficients, device=self.device) for group in plan.groups]
@@ -93,12 +94,12 @@ class SmallerRouter:
                 for coefficient, expert in zip(coefficients, group.members, strict=True):
                     row = row + coefficient * value.select(tensor.dim, expert)
                 mixed.append(row)
-            extra = range(self.layer.experts, self.layer.experts + tensor.extra)
-            return torch.stack([*mixed, *(value.select(tensor.dim, place) for place in extra)], tensor.dim)
+            mixed += value.unbind(tensor.dim)[self.layer.experts :]
+            return torch.stack(mixed, tensor.dim)
 
         return self._run(len(plan.groups), mix, plan.slots(), None)
 
-    def _run(self, count: int, select: _Select, slots: Mapping[int, int], rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, count: int, select: _Select, slots: Mapping[int, int], rows: Tensor | None) -> Routing:
         tokens = self.tokens if rows is None else len(rows)
         if tokens == 0:  # of a layer that no token reached, not even the arguments are known
             nothing = torch.zeros(0, self.layer.top_k, device=self.device)

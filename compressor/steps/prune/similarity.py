@@ -45,7 +45,8 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
 
     def squared_distances(expert: int, rows: slice, columns: slice) -> Tensor:
         left, right = centred(expert, rows), centred(expert, columns)
-        norms = left.square().sum(dim=1)[:, None] + right.square().sum(dim=1)
+        left_norms, right_norms = left.square().sum(dim=1), right.square().sum(dim=1)
+        norms = left_norms[:, None] + right_norms
         return norms.addmm_(left, right.T, alpha=-2).clamp_(min=0)
 
     def kernel(squared: Tensor, expert: int) -> Tensor:
