@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from os.path import exists
 from pathlib import Path
 from typing import Any, Literal
@@ -101,13 +101,12 @@ def measure(
     if as_run:
         recorded = kept_measures(folder, "run") or recorded
     layers, tokens, source = {layer.module: layer for layer in recorded.layers}, recorded.tokens, recorded.text
-    planned = {layer.module: layer for layer in plan.expert_plan.layers}
+    by_strategy = similarity_of(plan)
 
-    @cache
     def similarity(module: str) -> Similarity:
         """Return how a layer's experts are compared; a matrix that the run kept stands."""
         if module not in layers or layers[module].similarity is None:
-            return similarity_of(plan, planned.get(module))
+            return by_strategy
         known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
         return Similarity(frozenset(), lambda stats: known)
 
@@ -267,14 +266,13 @@ class RunStats:
         self.tokens = 0  # that were seen, held-out ones excepted
 
     def planning(self, strategy: Strategy) -> Strategy:
-        """The strategy; what it plans a layer by is recorded."""
+        """Return the strategy; what it plans a layer by is recorded."""
+        similarity = own_similarity(strategy)
 
         def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
             planned = strategy.plan(stats, *more)
             if "routed_count" in stats.values:
                 self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
-            won = planned.figures.get("won")  # by a strategy that tries several, each with its default options
-            similarity = own_similarity(strategy if won is None else load_strategy(str(won)))
             if similarity is not None and similarity.needs <= set(stats.values):
                 with torch.random.fork_rng(devices=[]):
                     matrix, label = similarity.compare(stats)
@@ -341,20 +339,19 @@ def own_similarity(strategy: Strategy) -> Similarity | None:
     return measure and Similarity(strategy.similarity_needs, lambda stats: measure(stats, strategy.options))
 
 
-def similarity_of(plan: Plan, layer: LayerPlan | None) -> Similarity:
-    """How the layer's strategy compared its experts, or linear CKA of their outputs where it does not say."""
-
-    def by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
-        outputs = stats.expert_outputs
-        return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
-
-    won = layer and layer.figures.get("won")  # by a strategy that tries several, each with its default options
-    name, options = (str(won), {}) if won is not None else (plan.strategy, plan.strategy_options)
+def similarity_of(plan: Plan) -> Similarity:
+    """Return how the plan's strategy compared experts, or linear CKA of their outputs where it does not say."""
+    similarity = None
     try:
-        own = own_similarity(load_strategy(name, options))
+        similarity = own_similarity(load_strategy(plan.strategy, plan.strategy_options))
     except CompressionError:  # it need not be installed where a report is made
-        own = None
-    return own or Similarity(frozenset({"expert_outputs"}), by_outputs)
+        logger.debug("the strategy %s is not installed", plan.strategy)
+    return similarity or Similarity(frozenset({"expert_outputs"}), _by_outputs)
+
+
+def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
+    outputs = stats.expert_outputs
+    return f"linear CKA of expert outputs, {outputs.shape[1]} tokens", linear_cka(outputs)
 
 
 @dataclass(slots=True)

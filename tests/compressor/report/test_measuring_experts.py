@@ -28,19 +28,16 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return opened(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any], **figures: Any) -> Decided:
+def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any]) -> Decided:
     """A plan that keeps everything, as if this strategy had made it."""
-    layers = tuple(LayerPlan.keep(layer, range(layer.experts), figures=figures) for layer in model.architecture.layers)
+    layers = tuple(LayerPlan.keep(layer, range(layer.experts)) for layer in model.architecture.layers)
     return Decided(Source("model", None, "0"), 8, strategy, options, None, layers)
 
 
 def measured(both: tuple[Any, OpenModel], plan: Decided) -> list[LayerMeasures]:
     stock, model = both
-    plans = {layer.module: layer for layer in plan.layers}
     again = open_model(model.source, "float32", "cpu")
-    return list(
-        measure_layers(again, model, batches(stock), lambda name: similarity_of(plan, plans[name]), Silent(), plan.seed)
-    )
+    return list(measure_layers(again, model, batches(stock), lambda name: similarity_of(plan), Silent(), plan.seed))
 
 
 def outputs(both: tuple[Any, OpenModel], mixed: bool) -> dict[str, Tensor]:
@@ -111,8 +108,7 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
 
 
 def by_weights(model: OpenModel, plan: Decided) -> dict[str, Any]:
-    plans = {layer.module: layer for layer in plan.layers}
-    found = by_weights_of(model, lambda name: similarity_of(plan, plans[name]), Silent())
+    found = by_weights_of(model, lambda name: similarity_of(plan), Silent())
     return {layer.module: (layer.similarity, layer.similarity_label) for layer in found}
 
 
@@ -145,14 +141,6 @@ def test_a_router_without_rows_is_named_with_what_the_report_lacks(
         "matrix with a row for each"
         for layer in others
     ]
-
-
-def test_a_layer_planned_by_the_winner_of_several_is_compared_as_the_winner_does(tmp_path: Path) -> None:
-    model = opened("mixtral", tmp_path)[1]
-    plan = plan_of(model, "auto", {}, won="model-centric")
-    assert similarity_of(plan, plan.layers[0]).needs == {"weights"}
-    other = replace(plan, layers=tuple(replace(layer, figures={"won": "reap"}) for layer in plan.layers))
-    assert similarity_of(other, other.layers[0]).needs == {"expert_outputs"}
 
 
 THEIRS = """
@@ -198,7 +186,7 @@ def test_a_likeness_that_fails_breaks_no_report(
 ) -> None:
     install(tmp_path, monkeypatch, "theirs", THEIRS.format(body=body))
     model = both[1]
-    found = measured(both, plan_of(model, "auto", {}, won="theirs"))
+    found = measured(both, plan_of(model, "theirs", {}))
     assert {(layer.similarity, layer.similarity_label) for layer in found} == {(None, "")}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(found) and all(reason in line for line in said)
