@@ -8,7 +8,6 @@ if TYPE_CHECKING:
         ReferenceSummary,
         apply,
         attribute,
-        change,
         compare,
         compare_sizes,
         compress,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _STEPS = ("Constants", "Correct", "Distill", "Prune", "Quantize", "Routers", "Split")
 _HOMES = {  # public names by their modules, which are loaded, and torch with them, when a name is first used
-    "api": "ReferenceSummary apply attribute change compare compare_sizes compress evaluate gate plan reference traces",
+    "api": "ReferenceSummary apply attribute compare compare_sizes compress evaluate gate plan reference traces",
     "comoe.evaluating": "evaluate_comoe",
     "comoe.training": "train_comoe",
     "errors": "CompressionError",

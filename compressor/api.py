@@ -1,8 +1,7 @@
 """The public functions: plan, apply, compress, compare, attribute, gate, evaluate and reference."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from compressor.attribution import measure
 from compressor.attribution.figures import Attribution
 from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
-from compressor.data.batches import EvaluationSet
+from compressor.data.batches import Calibration, EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
@@ -45,7 +44,7 @@ from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.task import HELDOUT, first_state, open_run, prepare, read_calibration, read_evaluation
+from compressor.pipeline.task import HELDOUT, Run, first_state, open_run, prepare, read_calibration, read_evaluation
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.registry import working_strategies
@@ -66,7 +65,6 @@ from compressor.steps.prune.planning import (
 )
 from compressor.steps.prune.protecting import given_protected
 from compressor.steps.split.opening import partitioned, seen_as, with_top_k
-from compressor.steps.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -197,41 +195,23 @@ def plan(
 
     `announce` gets what servers make of the output.
     """
-    with _planning(recipe, device, progress, announce) as state:
+    assert recipe.model is not None
+    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
+        task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
+        if announce is not None:
+            announce(servers_after(task))
+        state = first_state(task, opened)
         if state.steps[0].options.order is None:
             raise CompressionError(f"{state.steps[0].name} works on the whole model and decides nothing; run compress")
         decide(state, state.stage)
         return state.plan
 
 
-@contextmanager
-def _planning(recipe: Recipe, device: str, progress: Progress | None, announce: Announce | None) -> Iterator[State]:
-    assert recipe.model is not None
-    with open_run(recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident) as opened:
-        task = prepare(recipe, opened.model, opened.model, earlier_plan(opened.model))
-        if announce is not None:
-            announce(servers_after(task))
-        yield first_state(task, opened)
-
-
-def change(
-    name: str,
-    checkpoint: ModelLike,
-    out: str | Path,
-    *,
-    options: dict[str, Any],
-    text: TextOptions,
-    seed: int = 0,
-    **more: Any,
-) -> Outcome:
-    """Carry out one step on a checkpoint: `split`, `routers` or `distill` as commands of their own."""
-    return compress(checkpoint, out, [on_text(name, options, text)], seed=seed, **more)
-
-
 def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOptions:
-    """A step with a text of its own: the plan of its output goes on with earlier ones, and can be repeated."""
-    own = text.data is not None or text.emphasis is not None
-    return make_step(name, {**options, **({"calibration": text} if own else {})})
+    """Return a step with a text of its own, so that the plan of its output goes on with earlier ones."""
+    if text.data is not None or text.emphasis is not None:
+        options = {**options, "calibration": text}
+    return make_step(name, options)
 
 
 def compare(
@@ -279,27 +259,36 @@ def compare(
     methods = tuple(correction(method) for method in corrections or ("none",)) if constants else ()
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
         opened = run.model
-        seen = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
+        views = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
         wanted = list[int | None](dict.fromkeys(top_ks)) or [None]
-        counts = [[_counts(with_top_k(each, top_k), experts, ratios, prune) for top_k in wanted] for each in seen]
+        for view in views:
+            for top_k in wanted:
+                _counts(with_top_k(view, top_k), experts, ratios, prune)  # refused before text is read
         if methods:
             refuse_model(opened)
-        sets: Sequence[EvaluationSet] = ()
-        if evaluate:
-            sets = read_evaluation(run, evaluate, text, seed, evaluation_samples)
-        data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
+        data, sets = _texts(run, evaluate, text, seed, evaluation_samples)
         changed = any(method.wanted for contender in contenders for method in contender.corrections)
         variants = []
-        for each, of_top_ks in zip(seen, counts, strict=True):
-            if each.is_split:
-                each = partitioned(each, data, run.progress, seed, changed=changed)
-            planner = Planner(each, data, run.progress, seed)
+        for view in views:
+            if view.is_split:
+                view = partitioned(view, data, run.progress, seed, changed=changed)
+            planner = Planner(view, data, run.progress, seed)
             contenders = _attributable(contenders, planner, named=bool(strategies))
-            for top_k, kept in zip(wanted, of_top_ks, strict=True):
-                protected = protected_experts(prune.protect, min(kept, default=each.architecture.experts), planner)
-                variants.append(Variant(with_top_k(each, top_k), kept, protected, planner))
-        sets = sets or data.reserved
+            for top_k in wanted:
+                model_view = with_top_k(view, top_k)
+                counts = _counts(model_view, experts, ratios, prune)
+                protected = protected_experts(prune.protect, min(counts, default=view.architecture.experts), planner)
+                variants.append(Variant(model_view, counts, protected, planner))
         return compare_models(opened, variants, contenders, data, sets, run.progress, seed, methods)
+
+
+def _texts(
+    run: Run, evaluate: Sequence[str], text: TextOptions, seed: int, samples: int
+) -> tuple[Calibration, Sequence[EvaluationSet]]:
+    """Return the calibration text, and the text to evaluate on: of these sources, or reserved of the calibration's."""
+    sets = read_evaluation(run, evaluate, text, seed, samples) if evaluate else ()
+    data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else samples)
+    return data, sets or data.reserved
 
 
 def _contenders(
@@ -373,11 +362,8 @@ def compare_sizes(
     check_grid(kept, schemes, servers)
     text, steps = _text_options(calibration), default_steps(**options)
     with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
-        sets = read_evaluation(run, evaluate, text, seed, evaluation_samples) if evaluate else ()
-        data = read_calibration(run, text, seed, HELDOUT, 0 if evaluate else evaluation_samples)
-        return measure_sizes(
-            run, steps, data, sets or data.reserved, seed, kept, schemes, servers, nbytes, bits, context
-        )
+        data, sets = _texts(run, evaluate, text, seed, evaluation_samples)
+        return measure_sizes(run, steps, data, sets, seed, kept, schemes, servers, nbytes, bits, context)
 
 
 def attribute(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor import CompressionError, LoadedModel, Prune, Recipe
+from compressor.api import on_text
 from compressor.model import loading
 from compressor.model.tokenizer import load_tokenizer
 from compressor.recipe.step import TextOptions
@@ -97,8 +98,8 @@ def test_every_function_takes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     senders = compressor.attribute(model, calibration=str(text), **more)
     assert options.rows and senders.senders
-    asked: Any = {"options": {"parts": 2}, "text": TextOptions(data=(str(text),), **SIZES)}
-    split = compressor.change("split", model, tmp_path / "split", **asked, **more)
+    step = on_text("split", {"parts": 2}, TextOptions(data=(str(text),), **SIZES))
+    split = compressor.compress(model, tmp_path / "split", [step], **more)
     assert split.experts_after == 2 * split.experts_before
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as drawn
 from safetensors.torch import load_file
 
 import compressor
-from compressor.api import make_recipe
+from compressor.api import make_recipe, on_text
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.hub.card import introduction, read_facts, recipe_text
@@ -84,7 +84,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def split(model: Path, out: Path, parts: int, text: Any = None, **more: Any) -> Outcome:
-    return compressor.change("split", str(model), out, options={"parts": parts}, text=text or TextOptions(), **more)
+    step = on_text("split", {"parts": parts}, text or TextOptions())
+    return compressor.compress(str(model), out, [step], **more)
 
 
 def calibration(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from compressor.cli.options import (
     flag,
     options_of,
 )
-from compressor.cli.outputs import hub_bars
+from compressor.cli.outputs import show_hub_bars
 from compressor.cli.settings import Settings, recipe_of, recipe_options
 from compressor.cli.sizes import Bytes, For, fit_into
 from compressor.cli.terminal import print_report, progress_bars
@@ -144,9 +144,11 @@ def compress(
             recipe = fit_into(recipe, nbytes, servers, running.device, progress)
     if dry_run or output is None:
         return show_dry_run(compressor.dry_run(recipe), running.as_json)
+    if recipe.output.push_to_hub is not None:
+        show_hub_bars(running.as_json)
     announce = None if running.as_json else print_outlook
     try:
-        with hub_bars(running.as_json), progress_bars(running.as_json) as progress:
+        with progress_bars(running.as_json) as progress:
             outcome = compressor.compress(recipe, output, announce=announce, **running.making(progress))
     except compressor.GateFailedError as failure:
         summarise(failure.result)

@@ -44,9 +44,10 @@ def score(
         Item(f"{tokenizer.bos_token}{each.question}", each.choices[each.answer], each.choices, each.skill)
         for each in questions
     ]
-    found = {each.task: each for each in ask(model, tokenizer, [*items, *(Item("", text) for text in texts)])}
-    loss = found.pop("").loss if texts else 0.0
-    return {skill: each.accuracy for skill, each in found.items()}, loss
+    items += [Item("", text) for text in texts]
+    figures = {figure.task: figure for figure in ask(model, tokenizer, items)}
+    loss = figures.pop("").loss if texts else 0.0
+    return {skill: figure.accuracy for skill, figure in figures.items()}, loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -188,37 +186,26 @@ def push(
     from compressor.cli.rendering import published, push_blocks
     from compressor.hub.push import push as publish
 
-    with hub_bars(running.as_json):
-        summary = publish(
-            checkpoint,
-            repo_id,
-            private=private,
-            revision=revision,
-            create_pr=create_pr,
-            message=message,
-            tag=tag,
-            dry_run=dry_run,
-            require_gate=require_gate,
-        )
+    show_hub_bars(running.as_json)
+    summary = publish(
+        checkpoint,
+        repo_id,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        message=message,
+        tag=tag,
+        dry_run=dry_run,
+        require_gate=require_gate,
+    )
     print_report(running.as_json, published(summary)["push"], push_blocks(summary))
 
 
-@contextmanager
-def hub_bars(as_json: bool) -> Iterator[None]:
-    """Show the bars of the Hub's client on a terminal alone; transformers' too, which would switch them on again."""
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+def show_hub_bars(as_json: bool) -> None:
+    """Keep the bars of the Hub's client to a terminal; transformers' too, which would switch them on again."""
     from transformers.utils import logging
 
-    quiet = as_json or not sys.stderr.isatty()
-    enabled, shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where the environment decides
-        if quiet:
+    if as_json or not sys.stderr.isatty():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where the environment decides
             logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if quiet and enabled:
-            logging.enable_progress_bar()
-        elif quiet and shown:
-            enable_progress_bars()

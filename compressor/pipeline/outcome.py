@@ -135,7 +135,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the plan's layers."""
-        return {
+        content = {
             "output": self.out,
             "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
             "strategy": self.strategy,
@@ -148,22 +148,25 @@ class Outcome:
             "command": self.command,
             "left_out": list(self.left_out),
             "zeroed_fields": list(self.zeroed_fields),
-            **({"acceptance": {name: dict(each) for name, each in self.acceptance.items()}} if self.acceptance else {}),
-            **({} if self.heldout is None else {"heldout": plain_json(self.heldout)}),
             "protected_experts": sum(map(len, self.expert_plan.protected.values())),
             "plan_digest": self.plan.digest(),
             "calibration": self.plan.calibration,
             "versions": dict(self.versions),
             "servers": None if self.servers is None else asdict(self.servers),
             "loader_fault": self.loader_fault,
-            **(
-                {}
-                if self.quantized is None
-                else {"quantization": {**self.quantized["options"], **self.quantized["plan"]}}
-            ),
-            **({} if self.plan.constants is None else {"constants": self.plan.constants}),
-            "steps": [{name: entry[name] for name in ("name", "options", "result")} for entry in self.steps],
+            "steps": [
+                {"name": step["name"], "options": step["options"], "result": step["result"]} for step in self.steps
+            ],
         }
+        if self.acceptance:
+            content["acceptance"] = dict(self.acceptance)
+        if self.heldout is not None:
+            content["heldout"] = plain_json(self.heldout)
+        if self.quantized is not None:
+            content["quantization"] = {**self.quantized["options"], **self.quantized["plan"]}
+        if self.plan.constants is not None:
+            content["constants"] = self.plan.constants
+        return content
 
 
 class GateFailedError(CompressionError):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import compressor
 from compressor import Distill, Routers, StepOptions
+from compressor.api import on_text
 from compressor.hub.card import card_text, recipe_text
 from compressor.recipe.step import TextOptions
 from compressor.recipe.steps_plan import Plan
@@ -98,8 +99,8 @@ def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
 
 def changed(folder: str, out: str, step: StepOptions, base: str = "checkpoint", **text: Any) -> None:
     """Carry out one step on an output, on a text of its own."""
-    options = step.changed()
-    compressor.change(step.name, folder, out, base=base, options=options, text=TextOptions(**text), seed=3)
+    changing = on_text(step.name, step.changed(), TextOptions(**text))
+    compressor.compress(folder, out, [changing], base=base, seed=3)
 
 
 @pytest.mark.full
