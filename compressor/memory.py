@@ -26,33 +26,41 @@ def resident() -> int:
 
 def _field(file: Path, field: str) -> int | None:
     with suppress(OSError):
-        if match := re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE):
+        match = re.search(rf"^{field}:\s*(\d+) kB", file.read_text(), re.MULTILINE)
+        if match:
             return int(match[1]) * 1024
     return None
 
 
 def available() -> int | None:
     """Bytes that this process may still take: the least that machine, cgroup and limits leave; None: not known."""
-    left = [_field(MACHINE, "MemAvailable"), *_left_in_groups()]
+    left = [*_left_in_groups()]
+    machine = _field(MACHINE, "MemAvailable")
+    if machine is not None:
+        left.append(machine)
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most = resource.getrlimit(limit)[0]
         held = _field(STATUS, field)
-        left.append(None if most == resource.RLIM_INFINITY or held is None else most - held)
-    return max(0, min(known)) if (known := [nbytes for nbytes in left if nbytes is not None]) else None
+        if held is not None and most != resource.RLIM_INFINITY:
+            left.append(most - held)
+    return max(0, min(left)) if left else None
 
 
 def _left_in_groups() -> Iterator[int]:
     """Bytes that each control group (version 2) around this process leaves; the page cache it can drop is free."""
     with suppress(OSError):
-        if match := re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE):
-            place = GROUPS / match[1]
-            for folder in (place, *place.parents):
-                if folder == GROUPS.parent:
-                    break
-                with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
-                    most, held = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-                    cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-                    yield most - held + (int(cached[1]) if cached else 0)
+        match = re.search(r"^0::/(.*)$", GROUP.read_text(), re.MULTILINE)
+        if match is None:
+            return
+        group = GROUPS / match[1]
+        for folder in (group, *group.parents):
+            if folder == GROUPS.parent:
+                break
+            with suppress(OSError, ValueError):  # the root has no limit, and `max` is none
+                most = int((folder / "memory.max").read_text())
+                held = int((folder / "memory.current").read_text())
+                cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                yield most - held + (int(cached[1]) if cached else 0)
 
 
 class PeakMemory:

@@ -1,1 +1,1 @@
-"""What steers the routers: which earlier component writes what into whose routing."""
+"""Routing attribution: the influence of every earlier component on every router."""

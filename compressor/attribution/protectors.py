@@ -1,4 +1,4 @@
-"""What `prune` asks of routing attribution: hubs and central experts to protect, and AARV for strategies that read it.
+"""Entry points of routing attribution for `prune`: hubs and central experts to protect, and AARV for strategies.
 
 All are called by all ranks together. The attribution is run once for all plans of a model.
 """

@@ -110,20 +110,20 @@ def rounded(content: Any) -> Any:
     return plain_json(content, lambda value: finite(float(f"{value:.{DIGITS}g}")))
 
 
-def brief_content(found: Findings) -> dict[str, Any]:
+def brief_content(findings: Findings) -> dict[str, Any]:
     """The facts that can be read at a glance, as plain JSON types."""
-    attribution = found.attribution
+    attribution = findings.attribution
     content: dict[str, Any] = {
         "model": attribution.model,
         "tokens": attribution.tokens,
-        "hubs": tuple(found.hubs),
-        "super_experts": [_content(output, "max_entry", "max_norm", "mean_norm") for output in found.supers],
-        "overlap": {name: [*map(_content, experts)] for name, experts in found.overlap.items()},
+        "hubs": tuple(findings.hubs),
+        "super_experts": [_content(output, "max_entry", "max_norm", "mean_norm") for output in findings.supers],
+        "overlap": {name: [*map(_content, experts)] for name, experts in findings.overlap.items()},
         "receivers": attribution.receivers,
         "kinds": kind_shares(attribution),
         "seconds": attribution.seconds,
     }
-    content["overlap"]["jaccard"] = found.jaccard
+    content["overlap"]["jaccard"] = findings.jaccard
     plain: dict[str, Any] = rounded(content)
     return plain
 
@@ -132,9 +132,9 @@ def _content(expert: ExpertPlace, *figures: str) -> dict[str, Any]:
     return {name: getattr(expert, name) for name in ("module", "layer", "expert", *figures)}
 
 
-def full_content(found: Findings) -> dict[str, Any]:
+def full_content(findings: Findings) -> dict[str, Any]:
     """Everything but the graph, as plain JSON types; calibration sources without folders."""
-    attribution = found.attribution
+    attribution = findings.attribution
     senders = []
     for sender in attribution.senders:
         # totals are not rounded
@@ -142,15 +142,15 @@ def full_content(found: Findings) -> dict[str, Any]:
         totals = {"total_influence": float(sender.total_influence), "total_rank_change": change}
         senders.append({**rounded(sender), **totals})
     more = {
-        "threshold": found.threshold,
-        "rank_correlation": found.correlations,
+        "threshold": findings.threshold,
+        "rank_correlation": findings.correlations,
         "senders": senders,
         "outputs": attribution.outputs,
         "calibration": without_folders(attribution.calibration),
         "versions": attribution.versions,
         "per_key": attribution.per_key,
     }
-    return {**brief_content(found), **rounded(more)}
+    return {**brief_content(findings), **rounded(more)}
 
 
 def graph_content(graph: "nx.DiGraph", centrality: Centrality) -> dict[str, Any]:
@@ -187,22 +187,22 @@ def write_graph(graph: "nx.DiGraph", folder: Path) -> None:
     (folder / GRAPH[1]).write_text(_json(nx.node_link_data(graph, edges="edges"), 0) + "\n", encoding="utf-8")
 
 
-def write_attribution(found: Findings, folder: Path, overwrite: bool) -> list[Path]:
+def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
     """Write JSON, Markdown, graph and pictures into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier attribution is replaced once the new one is complete, and stays when anything fails.
     """
     with whole_folder(folder, NAMES, overwrite) as working:
-        graph, centrality = measured_graph(found.attribution)
+        graph, centrality = measured_graph(findings.attribution)
         texts = (
-            _one_line_each({**full_content(found), "graph": rounded(graph_content(graph, centrality))}),
-            markdown(whole_blocks(found, graph, centrality)),
-            _json(rounded(tuple(found.hubs)), 2) + "\n",
+            _one_line_each({**full_content(findings), "graph": rounded(graph_content(graph, centrality))}),
+            markdown(whole_blocks(findings, graph, centrality)),
+            _json(rounded(tuple(findings.hubs)), 2) + "\n",
         )
         for name, text in zip(NAMES, texts, strict=False):
             (working / name).write_text(text, encoding="utf-8")
         for figure in (
-            *pictures(found.attribution, found.hubs, found.top),
+            *pictures(findings.attribution, findings.hubs, findings.top),
             graph_figure(graph, centrality),
         ):
             (working / f"{figure.name}.png").write_bytes(png(figure.title, figure.drawings))
@@ -213,9 +213,9 @@ def write_attribution(found: Findings, folder: Path, overwrite: bool) -> list[Pa
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
+def whole_blocks(findings: Findings, graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
     """The method, hubs, kinds, the strongest senders, super experts, key tokens and the graph."""
-    attribution = found.attribution
+    attribution = findings.attribution
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
     method = (
         f"The logits of the routers of layers {layers} are sums of sub-scores, one for each earlier "
@@ -224,7 +224,7 @@ def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -
         "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs, "
         "ICLR 2026."
     )
-    components, experts = map(short, found.correlations.values())
+    components, experts = map(short, findings.correlations.values())
     correlation = (
         f"Spearman rank correlation of influence and AARV: {components} for components, {experts} for routed experts."
     )
@@ -233,13 +233,13 @@ def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -
         Heading(f"{attribution.model}: routing attribution", 1),
         Text(method),
         Text(exactness(attribution)),
-        *_hub_blocks(found),
+        *_hub_blocks(findings),
         *_kind_blocks(attribution),
-        *_sender_blocks(found),
+        *_sender_blocks(findings),
         Heading("Super experts"),
         Text("Experts with massive activations (Su et al. 2025, arXiv:2507.23279)."),
-        _super_table(found),
-        Text(_overlap_line(found)),
+        _super_table(findings),
+        Text(_overlap_line(findings)),
         *_key_blocks(attribution),
         *_graph_blocks(graph, centrality),
         Heading("Does influence change the choice?"),
@@ -248,14 +248,14 @@ def whole_blocks(found: Findings, graph: "nx.DiGraph", centrality: Centrality) -
     )
 
 
-def brief_blocks(found: Findings) -> Blocks:
+def brief_blocks(findings: Findings) -> Blocks:
     """The blocks that a terminal shows: hubs, the strongest senders, the kinds, and how exact it all is."""
     return (
-        *_hub_blocks(found),
-        *_sender_blocks(found),
-        *_kind_blocks(found.attribution),
-        Text(_overlap_line(found)),
-        Text(exactness(found.attribution)),
+        *_hub_blocks(findings),
+        *_sender_blocks(findings),
+        *_kind_blocks(findings.attribution),
+        Text(_overlap_line(findings)),
+        Text(exactness(findings.attribution)),
     )
 
 
@@ -269,24 +269,24 @@ def exactness(attribution: Attribution) -> str:
     )
 
 
-def _overlap_line(found: Findings) -> str:
-    if found.jaccard is None:
+def _overlap_line(findings: Findings) -> str:
+    if findings.jaccard is None:
         return "Neither hubs nor super experts were found."
-    both, hubs, supers = found.overlap.values()
+    both, hubs, supers = findings.overlap.values()
     return (
         f"Both hub and super expert: {', '.join(expert.label for expert in both) or 'none'}; "
-        f"hubs alone: {len(hubs)}, super experts alone: {len(supers)} (Jaccard index {found.jaccard:.2f})."
+        f"hubs alone: {len(hubs)}, super experts alone: {len(supers)} (Jaccard index {findings.jaccard:.2f})."
     )
 
 
-def _hub_blocks(found: Findings) -> Blocks:
-    rule = f"modified z-scores of influence and of AARV among its layer's experts both above {found.threshold:g}"
-    if not found.hubs:
+def _hub_blocks(findings: Findings) -> Blocks:
+    rule = f"modified z-scores of influence and of AARV among its layer's experts both above {findings.threshold:g}"
+    if not findings.hubs:
         return Heading("Hubs"), Text(f"No expert is a hub: {rule}.")
     rows = []
-    for hub in found.hubs:
+    for hub in findings.hubs:
         figures = map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score))
-        is_super = "yes" if hub in found.overlap["both"] else "no"
+        is_super = "yes" if hub in findings.overlap["both"] else "no"
         rows.append((hub.label, *figures, percent(hub.share), is_super))
     columns = (
         "expert",
@@ -305,7 +305,7 @@ def _hub_blocks(found: Findings) -> Blocks:
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
         Table(
-            f"{found.attribution.model}: routing hubs",
+            f"{findings.attribution.model}: routing hubs",
             columns,
             tuple(rows),
             frozenset({"super expert"}),
@@ -323,8 +323,8 @@ def _kind_blocks(attribution: Attribution) -> Blocks:
     return Heading(title), Table(title, columns, rows)
 
 
-def _sender_blocks(found: Findings) -> Blocks:
-    senders = strongest(found.attribution.senders, found.top)
+def _sender_blocks(findings: Findings) -> Blocks:
+    senders = strongest(findings.attribution.senders, findings.top)
     rows = []
     for label, sender in zip(sender_labels(senders), senders, strict=True):
         change = "-" if sender.kind in UNRANKED else short(sender.total_rank_change)
@@ -335,10 +335,10 @@ def _sender_blocks(found: Findings) -> Blocks:
     return Heading(title), Table(title, columns, tuple(rows), frozenset({"kind"})), Text(note)
 
 
-def _super_table(found: Findings) -> Block:
+def _super_table(findings: Findings) -> Block:
     columns = ("expert", "largest entry", "largest norm", "mean norm")
     rows = []
-    for output in found.supers:
+    for output in findings.supers:
         figures = map(short, (output.max_entry, output.max_norm, output.mean_norm))
         rows.append((output.label, *figures))
     return Table("Super experts", columns, tuple(rows)) if rows else Text("None were found.")

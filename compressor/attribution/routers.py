@@ -48,7 +48,7 @@ def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What routers rank experts by: an activation of the logits, plus a bias [R, E] where they have one."""
+    """The scores that routers rank experts by: an activation of the logits, plus a bias [R, E] where they have one."""
 
     activation: str = "identity"
     bias: Tensor | None = None

@@ -19,7 +19,7 @@ Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class ComoeConfig:
-    """What is put beside which layers; the paper's values by default."""
+    """The LoRA experts and the layers that they stand beside; the paper's values by default."""
 
     rank: PositiveInt = option(16, "Of each expert.")
     experts: Annotated[int, Field(ge=1, le=1024)] = option(4, "Beside each layer.")
@@ -40,7 +40,7 @@ class ComoeConfig:
 
     @property
     def scaling(self) -> float:
-        """What the experts' sum is multiplied by."""
+        """The factor of the experts' sum."""
         return 2.0 if self.alpha is None else self.alpha / self.rank
 
 

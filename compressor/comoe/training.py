@@ -114,7 +114,7 @@ class ComoeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """What a batch adds to its step's loss, as the stock method gives it, and the weighted contrastive loss."""
+        """A batch's part of its step's loss, as the stock method gives it, and the weighted contrastive loss."""
         if self.state.global_step != self._step:
             self._step = self.state.global_step
             self._batch = -1

@@ -1,4 +1,4 @@
-"""What a GGUF model is made of: which tensors hold its experts, the rules of its routers, and its sizes."""
+"""The parts of a GGUF model: which tensors hold its experts, the rules of its routers, and its sizes."""
 
 import hashlib
 import re

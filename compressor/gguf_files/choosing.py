@@ -176,7 +176,7 @@ def imatrix_plan(
 
 
 def head_plan(model: Gguf, layer: MoeLayer, keep: int, protected: frozenset[int] = frozenset()) -> LayerPlan:
-    """Of a head for further tokens: the experts whose down projections have the largest norms, for nothing is known."""
+    """Keep the experts of a head for further tokens with the largest down projections, for nothing else is known."""
     logger.warning(
         "%s predicts further tokens and nothing is known of its experts, so those with the largest down projections "
         "are kept; convert the model without it (--no-mtp) if you do not decode speculatively",

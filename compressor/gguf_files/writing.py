@@ -45,7 +45,7 @@ Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts t
 
 @dataclass(frozen=True, slots=True)
 class GgufSummary:
-    """What became of a GGUF model."""
+    """The outcome of cutting a GGUF model."""
 
     out: tuple[str, ...]  # the files, the first first
     architecture: str

@@ -31,7 +31,7 @@ SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What the node computes between its projections; of `swiglu`: g * sigmoid(alpha * g) * (u + beta).
+    """The function that the node computes between its projections; of `swiglu`: g * sigmoid(alpha * g) * (u + beta).
 
     With a limit, g is at most `limit` and u lies within plus and minus `limit`.
     """
@@ -213,7 +213,7 @@ def routing_logits(index: Tensor, weights: Tensor, experts: int) -> Tensor:
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls for an experts module while it is traced: [T, H], [T, K], [T, K] -> [T, H]."""
+    """Stand in for an experts module while it is traced: [T, H], [T, K], [T, K] -> [T, H]."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     route: MoeNode | None = getattr(self, ROUTE, None)
@@ -253,7 +253,8 @@ def use_nodes(model: nn.Module, scheme: Scheme | None = None) -> tuple[LayerRout
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     routes = []
     for name, experts in experts_modules(model):
-        if reason := supported(experts):
+        reason = supported(experts)
+        if reason is not None:
             routes.append(LayerRoute(name, FALLBACK, reason))
             continue
         node, tensors = moe_node(experts, scheme)

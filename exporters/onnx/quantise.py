@@ -76,9 +76,10 @@ def codes(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     return _steps(blocks(weight, scheme), scales, scheme).flatten(-2)[..., : weight.shape[-1]].to(torch.int8)
 
 
-def dequantise(found: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """What codes mean: int8 [..., K] and scales [..., B] -> float32 [..., K]."""
-    return (blocks(found.float(), scheme) * scales[..., None]).flatten(-2)[..., : found.shape[-1]]
+def dequantise(codes: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The values that codes mean: int8 [..., K] and scales [..., B] -> float32 [..., K]."""
+    values = blocks(codes.float(), scheme) * scales[..., None]
+    return values.flatten(-2)[..., : codes.shape[-1]]
 
 
 def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

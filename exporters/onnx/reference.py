@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the stock model answered."""
+    """The stock model's answers."""
 
     model: str
     cases: tuple[Case, ...]

@@ -102,7 +102,7 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
 
 @dataclass(frozen=True, slots=True)
 class TraceInputs:
-    """What a model is traced with: example inputs, and the cache tensors among them."""
+    """The inputs that a model is traced with: example inputs, and the cache tensors among them."""
 
     sample: dict[str, Any]
     cache: Mapping[str, Mapping[int, str]]  # by name in the graph: which axes grow with what (batch or past)
@@ -325,7 +325,7 @@ def quick_matching() -> Iterator[None]:
         from onnxscript.rewriter._basics import MatchResult
         from onnxscript.rewriter._matcher import SimplePatternMatcher
 
-        own = SimplePatternMatcher.match
+        stock_match = SimplePatternMatcher.match
     except (ImportError, AttributeError):
         # another version of onnxscript, which may be as quick by itself
         yield
@@ -336,7 +336,7 @@ def quick_matching() -> Iterator[None]:
             first = self.pattern.output_nodes[0].op_identifier()
             if first is not None and first != node.op_identifier():
                 return MatchResult().fail("the node is not the first output's")
-        return own(self, model, graph, node, *more, **named)
+        return stock_match(self, model, graph, node, *more, **named)
 
     with patch.object(SimplePatternMatcher, "match", match):
         yield

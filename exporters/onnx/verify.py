@@ -121,7 +121,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class RoundingCost:
-    """What rounding the experts changes: the stock model's logits before and after."""
+    """The cost of rounding the experts: the stock model's logits before and after."""
 
     largest_difference: float
     largest_logit: float  # before
