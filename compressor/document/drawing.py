@@ -336,8 +336,10 @@ def draw_panels(
             bar.minorticks_off()
             bar.set_label(scale.label, fontsize=FONT - 1)
 
-    heights = [sum(BESIDE + row * len(panel.rows) for panel in column) for column in columns]
-    return Drawing(title, alt, (sum(ratios), max(LEAST_BODY, *heights)), draw)
+    height = LEAST_BODY
+    for column in columns:
+        height = max(height, sum(BESIDE + row * len(panel.rows) for panel in column))
+    return Drawing(title, alt, (sum(ratios), height), draw)
 
 
 def _write_nothing(figure: "FigureBase") -> None:

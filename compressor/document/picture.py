@@ -126,7 +126,7 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
         most = max(1, int(PNG_WIDTH / max(drawing.size[0] for drawing in shown)))
         columns = math.ceil(len(shown) / math.ceil(len(shown) / most))  # as many in each row as can be
         rows += [shown[start : start + columns] for start in range(0, len(shown), columns)]
-    width = max(sum(drawing.size[0] for drawing in row) for row in rows)
+    width = max(map(_width, rows))
     lines = textwrap.wrap(readable(title), max(20, int(width / 0.1)))
 
     def draw_title(canvas: "FigureBase") -> None:
@@ -135,19 +135,25 @@ def png(title: str, drawings: Sequence[Drawing]) -> bytes:
     rows.insert(0, [Drawing("", "", (width, 0.17 * len(lines) + 0.17), draw_title)])
     with drawing_settings():
         images = [list(map(_image, row)) for row in rows]
-    heights = [max(image.height for image in row) for row in images]
-    widths = [sum(image.width for image in row) for row in images]
-    sheet = Image.new("RGB", (max(widths), sum(heights)), "white")
-    top = 0
-    for row, height in zip(images, heights, strict=True):
+    places = list[tuple[Image.Image, int, int]]()
+    right = top = 0
+    for row in images:
         left = 0
         for image in row:
-            sheet.paste(image, (left, top))
+            places.append((image, left, top))
             left += image.width
-        top += height
+        right = max(right, left)
+        top += max(image.height for image in row)
+    sheet = Image.new("RGB", (right, top), "white")
+    for image, left, above in places:
+        sheet.paste(image, (left, above))
     content = io.BytesIO()
     sheet.save(content, format="PNG", dpi=(DPI, DPI))
     return content.getvalue()
+
+
+def _width(row: Sequence[Drawing]) -> float:
+    return sum(drawing.size[0] for drawing in row)
 
 
 def _image(drawing: Drawing) -> "Image":

@@ -75,7 +75,8 @@ class Repository:
         if info is None:
             return Remote(exists=False)
         refs = self.ask(lambda: self.api.list_repo_refs(self.repo_id))
-        branches, tags = ({ref.name: ref.target_commit for ref in found} for found in (refs.branches, refs.tags))
+        branches = {ref.name: ref.target_commit for ref in refs.branches}
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
         return Remote(True, info.private, branches, tags)
 
     def files(self, commit: str | None) -> dict[str, Any]:

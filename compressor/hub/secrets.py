@@ -47,7 +47,7 @@ KINDS = {  # what it is -> what it begins with, and what it looks like from ther
 SHAPES = [
     (HUB, (b"hf_",), re.compile(rb"(?<![A-Za-z0-9])" + TOKEN.pattern.encode())),
     *(
-        (kind, tuple(mark.encode() for mark in marks), re.compile(rf"(?<![A-Za-z0-9])(?:{shape})".encode()))
+        (kind, tuple(map(str.encode, marks)), re.compile(rf"(?<![A-Za-z0-9])(?:{shape})".encode()))
         for kind, (marks, shape) in KINDS.items()
     ),
     (  # which has no beginning of its own, but a name before it

@@ -18,23 +18,23 @@ COLUMNS = ("layer", "experts", "kept", "dropped", "merged", "protected")
 
 
 def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
-    """A row for each layer of a plan that was written there, and its steps if there are several."""
+    """Return a row for each layer of a plan that was written there, and its steps if there are several."""
     plan, columns = planned.expert_plan, list(COLUMNS)
     if not plan.protected:
         columns.remove("protected")
     if plan.has_constants:
         columns[columns.index("dropped")] = "constants"
-    rows = [
-        (
+    rows = []
+    for layer in plan.layers:
+        cells = (
             layer.module,
             str(layer.experts),
             str(len(layer.groups)),
             first_of(layer.dropped),
-            first_of([list(members) for members in layer.merged]),
+            first_of(list(map(list, layer.merged))),
             first_of(plan.protected.get(layer.module, ())),
-        )[: len(columns)]
-        for layer in plan.layers
-    ]
+        )
+        rows.append(cells[: len(columns)])
     title = f"Plan by {planned.strategy}, written to {path}"
     blocks: list[Block] = [Table(title, tuple(columns), tuple(rows))]
     for step in planned.steps:
@@ -46,13 +46,13 @@ def plan_blocks(planned: Plan, path: Path) -> tuple[Block, ...]:
 
 
 def protected_blocks_of(protected: Mapping[str, Sequence[int]]) -> tuple[Block, ...]:
-    """How many experts stay untouched; nothing if none."""
+    """Return how many experts stay untouched; nothing if none."""
     count = sum(map(len, protected.values()))
     return (Text(f"{counted(count, 'protected expert')}, neither merged nor dropped"),) if count else ()
 
 
 def first_of(items: Sequence[object], most: int = MOST) -> str:
-    """The first of them with spaces between, and how many more there are; '-' for none."""
+    """Return the first of them with spaces between, and how many more there are; '-' for none."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return " ".join(map(str, items[:most])) + more or "-"
 

@@ -72,17 +72,50 @@ class Row:
         return self.strategy == "random"
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All rows, the base first, with what they were measured on."""
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a comparison of models was made with and measured on."""
 
     model: str
-    rows: tuple[Row, ...]
     calibration: Mapping[str, Any]  # identity of the calibration data
     evaluation: Mapping[str, int]  # tokens of each evaluation set
     calibration_seconds: float  # the pass that all plans share
     seed: int
     versions: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types without folders; None for a number that JSON cannot write."""
+        calibration = without_folders(self.calibration) if self.calibration else {}
+        content: dict[str, Any] = plain_json({**asdict(self), "calibration": calibration}, finite)
+        return content
+
+    @property
+    def data_line(self) -> Text:
+        """What was calibrated with and evaluated on."""
+        calibration = without_folders(self.calibration) if self.calibration else {}
+        sources = calibration.get("sources") or ([calibration] if calibration else [])
+        read = [token_count(part["source"], part.get("tokens")) for part in sources]
+        evaluated = [token_count(name, tokens) for name, tokens in self.evaluation.items()]
+        return Text(
+            f"Calibrated with {joined(read) or 'no data'} in {self.calibration_seconds:.1f} s, "
+            f"evaluated on {joined(evaluated) or 'no data'}, seed {self.seed}."
+        )
+
+    @property
+    def made_with(self) -> Text:
+        """The versions of packages."""
+        return Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}.")
+
+
+def token_count(source: str, tokens: int | None) -> str:
+    return source if tokens is None else f"{source} ({tokens:,} tokens)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Conditions):
+    """All rows, the base first, with what they were measured on."""
+
+    rows: tuple[Row, ...]
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; in no row merged or dropped
 
     @property
@@ -95,17 +128,14 @@ class Comparison:
         return any(row.top_k is not None for row in self.rows) and all(row.active is not None for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types without folders; None for a number that JSON cannot write."""
-        content = asdict(self)
-        content["calibration"] = without_folders(self.calibration) if self.calibration else {}
-        for row in content["rows"]:
-            row["loss_increase"] = row["loss"] - self.base.loss
-        found: dict[str, Any] = plain_json(content, finite)
-        return found
+        content = super().to_dict()
+        for entry, row in zip(content["rows"], self.rows, strict=True):
+            entry["loss_increase"] = finite(row.loss - self.base.loss)
+        return content
 
 
 def label(row: Row, name: str | None = None) -> str:
-    """A row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge'."""
+    """Return a row's name, or another one, with what else was done: 'reap, 2 parts, top 3 + ridge'."""
     return "".join(
         (
             name or row.name,
@@ -118,35 +148,41 @@ def label(row: Row, name: str | None = None) -> str:
 
 
 def sort_key(loss: float) -> float:
-    """Puts what is not a number last."""
+    """Put what is not a number last."""
     return math.inf if math.isnan(loss) else loss
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Rows with many experts first, and the least loss first among equally many."""
+    """Sort rows: many experts first, and the least loss first among equally many."""
     return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
 
 
 def without_seeds(rows: Iterable[Row]) -> list[Row]:
-    """The rows in their order, random drops that differ in their seeds as one: its means, and the highest peak."""
+    """Return the rows in their order, random drops that differ in their seeds as one."""
     groups = dict[Any, list[Row]]()
     for number, row in enumerate(rows):
-        groups.setdefault((label(row, "random"), row.experts) if row.is_random else number, []).append(row)
-    found = []
-    for drops in groups.values():
-        row, losses = drops[0], [drop.loss for drop in drops]
-        if len(drops) > 1:
-            names = ("loss", "perplexity", "kl", "flips", "error", "seconds")
-            means: dict[str, Any] = {name: fmean(getattr(drop, name) or 0.0 for drop in drops) for name in names}
-            for field_name in BY_SOURCE.values():
-                of_drops = [getattr(drop, field_name) for drop in drops]
-                means[field_name] = {name: fmean(each[name] for each in of_drops) for name in of_drops[0]}
-            means["suffering"] = tuple(name for name in row.suffering if all(name in drop.suffering for drop in drops))
-            name = f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}"
-            peak = max(drop.peak_memory for drop in drops)
-            row = replace(row, name=name, peak_memory=peak, **means)
-        found.append(row)
-    return found
+        key = (label(row, "random"), row.experts) if row.is_random else number
+        groups.setdefault(key, []).append(row)
+    return [drops[0] if len(drops) == 1 else _mean(drops) for drops in groups.values()]
+
+
+def _mean(drops: Sequence[Row]) -> Row:
+    """Return a row with the means of random drops, and the highest peak."""
+    first, losses = drops[0], [drop.loss for drop in drops]
+    everywhere = set(first.suffering).intersection(*(drop.suffering for drop in drops))
+    figures: dict[str, Any] = {
+        "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
+        "peak_memory": max(drop.peak_memory for drop in drops),
+        "suffering": tuple(name for name in first.suffering if name in everywhere),
+    }
+    for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
+        figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
+    for name in BY_SOURCE.values():
+        by_drop = [getattr(drop, name) for drop in drops]
+        figures[name] = {}
+        for source in by_drop[0]:
+            figures[name][source] = fmean(values[source] for values in by_drop)
+    return replace(first, **figures)
 
 
 def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
@@ -170,65 +206,50 @@ def write_files(
 
 
 def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
-    """The whole document: what was measured on what, a row for each model, the least loss of each count in bold."""
+    """Return the whole document: what was measured on what, a row for each model, the least loss in bold."""
     layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
-    made_with = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
+    protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
     return (
         Heading(f"{comparison.model}: comparison", level=1),
-        _data_line(comparison),
-        *([Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")] if layers else []),
+        comparison.data_line,
+        *([protected] if layers else []),
         *_tables(comparison, comparison.rows[1:]),
         Text(LEGEND),
         comparison_figure(comparison),
-        *([Text(f"Made with {made_with}.")] if made_with else []),
+        comparison.made_with,
     )
 
 
 def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
-    """What a terminal shows: the base, then each expert count's models; means of random drops."""
-    return *_tables(comparison, without_seeds(comparison.rows[1:])), _data_line(comparison)
-
-
-def data_line(calibration: Mapping[str, Any], evaluation: Mapping[str, int], seconds: float, seed: int) -> Text:
-    """What was calibrated with and evaluated on."""
-    calibrated = without_folders(calibration) if calibration else {}
-    sources = calibrated.get("sources") or ([calibrated] if calibrated else [])
-
-    def listed(tokens: Iterable[tuple[str, Any]]) -> str:
-        return joined([f"{name} ({n:,} tokens)" if isinstance(n, int) else name for name, n in tokens]) or "no data"
-
-    return Text(
-        f"Calibrated with {listed((part['source'], part.get('tokens')) for part in sources)} in {seconds:.1f} s, "
-        f"evaluated on {listed(evaluation.items())}, seed {seed}."
-    )
-
-
-def _data_line(made: Comparison) -> Text:
-    return data_line(made.calibration, made.evaluation, made.calibration_seconds, made.seed)
+    """Return what a terminal shows: the base, then each expert count's models; means of random drops."""
+    return *_tables(comparison, without_seeds(comparison.rows[1:])), comparison.data_line
 
 
 def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
-    """The base, then each expert count's models, the best in bold; if there are several sources, their figures."""
+    """Return the base, then each expert count's models, the best in bold; of several sources, their figures as well."""
     shown = [comparison.base, *ranked(rows)]
-    ruled = {0} | {place for place, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
-    cells = [_cells(comparison, row) for row in shown]
-    lines: list[tuple[Words, ...]] = [
-        tuple(map(Strong, row.values())) if place - 1 in ruled else tuple(row.values())
-        for place, row in enumerate(cells)
-    ]
+    ruled = {0} | {number for number, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
+    lines = list[tuple[Words, ...]]()
+    for number, row in enumerate(shown):
+        cells = _cells(comparison, row)
+        is_best = number - 1 in ruled
+        lines.append(tuple(map(Strong, cells.values())) if is_best else tuple(cells.values()))
     caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    tables = [Table(caption, tuple(cells[0]), tuple(lines), frozenset(), OPTIONAL, ruled)]
-    if len(sources := tuple(comparison.evaluation)) > 1:
+    tables = [Table(caption, tuple(cells), tuple(lines), frozenset(), OPTIONAL, ruled)]
+    if len(comparison.evaluation) > 1:
+        columns = ("model", "experts", *comparison.evaluation)
         for what, field_name in BY_SOURCE.items():
-            values: list[tuple[Words, ...]] = []
-            for row in shown:
-                found = [(name, getattr(row, field_name).get(name)) for name in sources]
-                texts = [(name, "-" if value is None else f"{value:.4f}") for name, value in found]
-                cells_of = (Strong(text) if name in row.suffering else text for name, text in texts)
-                values.append((label(row), str(row.experts), *cells_of))
-            columns = ("model", "experts", *sources)
-            tables.append(Table(f"{what} by evaluation source", columns, tuple(values), ruled=ruled))
+            lines = [_by_source(row, getattr(row, field_name), columns[2:]) for row in shown]
+            tables.append(Table(f"{what} by evaluation source", columns, tuple(lines), ruled=ruled))
     return tables
+
+
+def _by_source(row: Row, values: Mapping[str, float], sources: Iterable[str]) -> tuple[Words, ...]:
+    cells: list[Words] = [label(row), str(row.experts)]
+    for name in sources:
+        text = f"{values[name]:.4f}"
+        cells.append(Strong(text) if name in row.suffering else text)
+    return tuple(cells)
 
 
 def _cells(comparison: Comparison, row: Row) -> dict[str, str]:

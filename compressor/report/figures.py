@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,6 @@ ERRORS = {  # by field of a layer: what it is and how it is drawn
 }
 GRID = (9.6, 8.0)  # inches of the grid of experts at the most, as far as the least cell allows
 LEAST_CELL, MOST_CELL = 0.06, 0.26
-MOST_CELLS = 2**17  # what is larger, nobody can read
 KEPT = "#d0d5da"
 MARKS = "osD^vP<>"  # one fewer than colours, so that a row's first 72 groups differ in one or the other
 SIDE, BELOW, LEFT, ABOVE = 2.1, 0.26, 0.34, 0.26  # inches of a matrix and of what is round it
@@ -55,22 +55,20 @@ DASHES = (0, (3, 2))
 
 def cells(layer: LayerReport) -> list[tuple[str, str]]:
     """Colour and mark of a layer's experts [E]: the same of all that are merged into one, no mark of a kept one."""
-    found = [(ROLES["paper"], "x")] * layer.plan.experts
-    changed = 0
+    looks = [(ROLES["paper"], "x")] * layer.plan.experts
+    changed = zip(cycle(COLOURS), cycle(MARKS), strict=False)
     for group in layer.plan.groups:
-        cell = KEPT, ""
-        if not group.untouched:
-            cell, changed = (COLOURS[changed % len(COLOURS)], MARKS[changed % len(MARKS)]), changed + 1
+        look = (KEPT, "") if group.untouched else next(changed)
         for member in group.members:
-            found[member] = cell
-    return found
+            looks[member] = look
+    return looks
 
 
 def experts(data: Report) -> Figure | None:
-    """The grid of all experts: a row for each layer, a column for each expert of the base; none of too many."""
+    """Return the grid of all experts: a row for each layer, a column for each expert of the base."""
     layers = data.layers
     rows, columns = len(layers), max((layer.plan.experts for layer in layers), default=0)
-    if not 0 < rows * columns <= MOST_CELLS:
+    if not layers:
         return None
     cell = max(LEAST_CELL, min(MOST_CELL, GRID[0] / columns, GRID[1] / rows))
     is_merged = any(not group.untouched for layer in layers for group in layer.plan.groups)
@@ -194,7 +192,8 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    axes, placed, dropped = canvas.subplots(), order(layer.plan), layer.plan.dropped
+    axes = canvas.subplots()
+    placed, dropped = order(layer.plan), layer.plan.dropped
     draw_heat(axes, np.array(layer.similarity)[np.ix_(placed, placed)].tolist(), low, high, cmap=cmap)
     count, start = len(placed), 0
     thin = min(1.0, max(0.4, MOST_NUMBERED / count))  # so that small groups are still to be seen inside
@@ -212,8 +211,9 @@ def _draw_matrix(canvas: "FigureBase", layer: LayerReport, low: float, high: flo
     if count > MOST_NUMBERED:
         axes.set_xlabel(f"{count} experts, groups first", loc="left", color=ROLES["muted"])
         return
-    marks = ["✕" if each in dropped else "★" if each in layer.protected else "" for each in placed]
-    axes.set_yticks(range(count), labels=[f"{mark}{each}" for mark, each in zip(marks, placed, strict=True)])
+    signs = dict.fromkeys(layer.protected, "★") | dict.fromkeys(dropped, "✕")
+    marks = [signs.get(expert, "") for expert in placed]
+    axes.set_yticks(range(count), labels=[f"{mark}{expert}" for mark, expert in zip(marks, placed, strict=True)])
     axes.set_xticks(range(count), labels=list(map(str, placed)), rotation=90 if count > MOST_UPRIGHT else 0)
     axes.tick_params(length=0, pad=2, labelsize=min(FONT - 1.0, SIDE * 72 / count / 1.1))
     for label, mark in zip([*axes.get_xticklabels(), *axes.get_yticklabels()], marks * 2, strict=True):
@@ -228,8 +228,10 @@ def visits(data: Report) -> Figure | None:
     layers = [layer for layer in data.layers if layer.visits_before or layer.visits_after]
     if not layers:
         return None
-    highest = max(max((*(layer.visits_before or ()), *(layer.visits_after or ()))) for layer in layers) or 1.0
-    kinds = [kind for kind in ("kept", "merged", "dropped") if any(kind in roles(layer) for layer in layers)]
+    shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
+    highest = max(shares) or 1.0
+    there = set(chain.from_iterable(map(roles, layers)))
+    kinds = [kind for kind in ("kept", "merged", "dropped") if kind in there]
     looks = [(kind, {"facecolor": ROLES[kind], "edgecolor": ROLES[kind], "fill": kind != "dropped"}) for kind in kinds]
     looks.append(("slot after", {"facecolor": ROLES["after"], "edgecolor": ROLES["after"]}))
     alt = (
@@ -289,17 +291,19 @@ def errors(data: Report) -> Figure | None:
     """Dots of each layer's errors; none where no error is known."""
     rows: list[tuple[LayerReport, Mapping[str, float]]] = []  # of each layer its errors that can be drawn
     for layer in data.layers:
-        known = {field: value for field in ERRORS if (value := getattr(layer, field)) is not None}
-        if known := {field: value for field, value in known.items() if abs(value) < LARGEST}:
+        errors = {field: getattr(layer, field) for field in ERRORS}
+        known = {field: value for field, value in errors.items() if value is not None and abs(value) < LARGEST}
+        if known:
             rows.append((layer, known))
     if not rows:
         return None
     alts, kinds = [], []
     for field, dots in ERRORS.items():
-        if values := {layer.name: known[field] for layer, known in rows if field in known}:
-            ends = (choose(values, key=values.__getitem__) for choose in (min, max))
-            least, most = (f"{short(values[name])} ({name})" for name in ends)
-            alts.append(f"Error {dots.label}: from {least} to {most}.")
+        values = {layer.name: known[field] for layer, known in rows if field in known}
+        if values:
+            least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+            ends = f"from {short(values[least])} ({least}) to {short(values[most])} ({most})"
+            alts.append(f"Error {dots.label}: {ends}.")
             kinds.append(replace(dots, values=[known.get(field) for _, known in rows]))
 
     def draw(canvas: "FigureBase") -> None:

@@ -261,15 +261,21 @@ def shares(layer: LayerReport) -> Table:
 
 def errors(data: Report) -> Iterator[Block]:
     """Yield each layer's errors as numbers."""
-    fields = [name for name in ERRORS if any(getattr(layer, name) is not None for layer in data.layers)]
+    fields = [name for name in ERRORS if _is_known(data, name)]
     if "error" not in fields:
         yield from _unmeasured(data, "error", "reconstruction error")
     if fields:
-        rows = [(layer.name, *(short(getattr(layer, name), 4) for name in fields)) for layer in data.layers]
-        yield Table("Errors by layer", ("", *map(ERRORS.__getitem__, fields)), tuple(rows))
+        rows = []
+        for layer in data.layers:
+            rows.append((layer.name, *(short(getattr(layer, name), 4) for name in fields)))
+        yield Table("Errors by layer", ("", *(ERRORS[name] for name in fields)), tuple(rows))
     if "stream_error" in fields:
         note = "The stream is the decoder layer's output when each model runs on its own, so its error adds up."
         yield Text(note, "note")
+
+
+def _is_known(data: Report, field: str) -> bool:
+    return any(getattr(layer, field) is not None for layer in data.layers)
 
 
 def hubs(data: Report) -> list[Block]:

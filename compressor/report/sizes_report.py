@@ -1,18 +1,16 @@
 """What a comparison of sizes found: a row for each share of the experts in each number format, by bytes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from compressor.data.sources import without_folders
 from compressor.document.blocks import Block, Figure, Heading, Strong, Table, Text, Words
 from compressor.document.drawing import MARKERS, ROLES, colour, draw_key, scale_axis
 from compressor.document.picture import Drawing
 from compressor.evaluation.evaluator import Difference
 from compressor.formatting import counted, human_bytes, joined
-from compressor.records import finite, plain_json
-from compressor.report.comparison_report import data_line, sort_key
+from compressor.report.comparison_report import Conditions, sort_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -95,11 +93,10 @@ def related(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
     return tuple(reversed(found))
 
 
-@dataclass(frozen=True, slots=True)
-class SizeComparison:
+@dataclass(frozen=True, kw_only=True)
+class SizeComparison(Conditions):
     """All pairs, the largest first, with what they were made by and measured on."""
 
-    model: str
     pairs: tuple[Pair, ...]
     parameters: int  # of the base
     strategy: str
@@ -109,11 +106,6 @@ class SizeComparison:
     cache: int  # bytes of these
     left_out: tuple[str, ...]  # sentences on pairs that could not be
     schemes_left_out: tuple[str, ...]
-    calibration: Mapping[str, Any]
-    evaluation: Mapping[str, int]  # tokens of each set
-    calibration_seconds: float
-    seed: int
-    versions: Mapping[str, str]
 
     @property
     def base(self) -> Pair:
@@ -132,36 +124,24 @@ class SizeComparison:
         return [pair for pair in others if not (gap := best.ahead_of(pair)).gain > gap.standard_error]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types without folders; None for a number that JSON cannot write."""
-        content = asdict(self)
-        content["calibration"] = without_folders(self.calibration) if self.calibration else {}
+        content = super().to_dict()
         for entry, pair in zip(content["pairs"], self.pairs, strict=True):
             entry["label"] = pair.label
-        content["best"] = self.fitting[0].label if self.limit is not None and self.fitting else None
-        content["alike"] = [pair.label for pair in self.alike] if content["best"] else []
-        found: dict[str, Any] = plain_json(content, finite)
-        return found
+        has_best = self.limit is not None and bool(self.fitting)
+        content["best"] = self.fitting[0].label if has_best else None
+        content["alike"] = [pair.label for pair in self.alike] if has_best else []
+        return content
 
 
 def size_blocks(made: SizeComparison) -> tuple[Block, ...]:
-    """The whole document."""
-    made_with = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    return (
-        Heading(f"{made.model}: prune or quantise", level=1),
-        *size_brief(made),
-        Text(LEGEND),
-        size_figure(made),
-        Text(f"Made with {made_with}."),
-    )
+    """Return the whole document."""
+    heading = Heading(f"{made.model}: prune or quantise", level=1)
+    return heading, *size_brief(made), Text(LEGEND), size_figure(made), made.made_with
 
 
 def size_brief(made: SizeComparison) -> tuple[Block, ...]:
-    """What a terminal shows: all pairs by bytes, and where a limit is given the best one that fits."""
-    return (
-        _table(made),
-        data_line(made.calibration, made.evaluation, made.calibration_seconds, made.seed),
-        *map(Text, sentences(made)),
-    )
+    """Return what a terminal shows: all pairs by bytes, and where a limit is given the best one that fits."""
+    return _table(made), made.data_line, *map(Text, sentences(made))
 
 
 def sentences(made: SizeComparison) -> list[str]:
