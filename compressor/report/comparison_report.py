@@ -247,7 +247,7 @@ def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
 def _by_source(row: Row, values: Mapping[str, float], sources: Iterable[str]) -> tuple[Words, ...]:
     cells: list[Words] = [label(row), str(row.experts)]
     for name in sources:
-        text = f"{values[name]:.4f}"
+        text = f"{values[name]:.4f}" if name in values else "-"
         cells.append(Strong(text) if name in row.suffering else text)
     return tuple(cells)
 

@@ -231,7 +231,7 @@ def visits(data: Report) -> Figure | None:
     shares = chain.from_iterable((*(layer.visits_before or ()), *(layer.visits_after or ())) for layer in layers)
     highest = max(shares) or 1.0
     there = set(chain.from_iterable(map(roles, layers)))
-    kinds = [kind for kind in ("kept", "merged", "dropped") if kind in there]
+    kinds: list[str] = [kind for kind in ("kept", "merged", "dropped") if kind in there]
     looks = [(kind, {"facecolor": ROLES[kind], "edgecolor": ROLES[kind], "fill": kind != "dropped"}) for kind in kinds]
     looks.append(("slot after", {"facecolor": ROLES["after"], "edgecolor": ROLES["after"]}))
     alt = (
