@@ -111,11 +111,15 @@ def compress(
     formats, and publishing on the Hub. It has all options but `device`, `overwrite`, `progress`, `command` and
     `announce`, which gets what the gate can show before any work. Raises `GateFailedError` if its gate is not passed.
     """
+    is_file = isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml"))
+    if (is_file or isinstance(model, Recipe)) and (steps is not None or options):
+        raise CompressionError("a recipe names its own steps; change those in it, or name a model")
     if isinstance(model, Recipe):
         recipe = model
-    elif isinstance(model, str | Path) and str(model).endswith((".yaml", ".yml")):
-        recipe = read_recipe(Path(model))
-        refuse_missing(Path(model), recipe)
+    elif is_file:
+        path = Path(str(model))
+        recipe = read_recipe(path)
+        refuse_missing(path, recipe)
     else:
         recipe = make_recipe(
             given(model, tokenizer),

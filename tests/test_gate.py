@@ -384,6 +384,8 @@ def test_a_gate_that_a_recipe_cannot_have_is_refused(tiny: Path, tmp_path: Path)
     recipe = gated_recipe(tiny, max_flips=0.9).model_copy(update={"model": given(model, small.tokenizer())})
     with pytest.raises(compressor.CompressionError, match="a gate loads the base from its files"):
         compressor.compress(recipe, tmp_path / "out")
+    with pytest.raises(compressor.CompressionError, match="a recipe names its own steps"):
+        compressor.compress(gated_recipe(tiny, max_flips=0.9), tmp_path / "out", ratio=0.5)
     assert names(tmp_path) == []
 
 
