@@ -73,7 +73,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class ComparisonBasis:
     """What a comparison of models was made with and measured on."""
 
     model: str
@@ -112,7 +112,7 @@ def token_count(source: str, tokens: int | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Conditions):
+class Comparison(ComparisonBasis):
     """All rows, the base first, with what they were measured on."""
 
     rows: tuple[Row, ...]

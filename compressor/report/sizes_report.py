@@ -10,7 +10,7 @@ from compressor.document.drawing import MARKERS, ROLES, colour, draw_key, scale_
 from compressor.document.picture import Drawing
 from compressor.evaluation.evaluator import Difference
 from compressor.formatting import counted, human_bytes, joined
-from compressor.report.comparison_report import Conditions, sort_key
+from compressor.report.comparison_report import ComparisonBasis, sort_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -94,7 +94,7 @@ def related(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeComparison(Conditions):
+class SizeComparison(ComparisonBasis):
     """All pairs, the largest first, with what they were made by and measured on."""
 
     pairs: tuple[Pair, ...]
