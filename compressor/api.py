@@ -43,8 +43,16 @@ from compressor.pathways.reference import (
 from compressor.pipeline.compress import carry_out
 from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.run import Terms, decide, earlier_plan, run
-from compressor.pipeline.task import HELDOUT, Run, first_state, open_run, prepare, read_calibration, read_evaluation
+from compressor.pipeline.resolve import (
+    HELDOUT,
+    Session,
+    first_state,
+    open_run,
+    prepare,
+    read_calibration,
+    read_evaluation,
+)
+from compressor.pipeline.run import Delivery, decide, earlier_plan, run
 from compressor.progress import Progress, Silent
 from compressor.recipe.recipe import Recipe, default_steps, make_step, read_recipe, recipe_of_plan, refuse_missing
 from compressor.recipe.registry import working_strategies
@@ -139,8 +147,8 @@ def compress(
     publishes = recipe.output.push_to_hub is not None and ranks().is_first
     if publishes:
         check_access(str(recipe.output.push_to_hub), recipe.output.private)  # now rather than after hours of work
-    terms = Terms(Path(out), overwrite, device, progress, RunStats, command)
-    outcome = carry_out(recipe, terms, announce)
+    delivery = Delivery(Path(out), overwrite, device, progress, RunStats, command)
+    outcome = carry_out(recipe, delivery, announce)
     return replace(outcome, pushed=push_output(outcome, recipe.output)) if publishes else outcome
 
 
@@ -189,7 +197,7 @@ def apply(
     if model is not None:
         changed |= {"model": given(model, tokenizer), "revision": None}
     recipe = Recipe.of({**dict(recipe_of_plan(loaded)), **changed}, "the plan")
-    return run(recipe, Terms(Path(out), overwrite, device, progress, RunStats, command), loaded)
+    return run(recipe, Delivery(Path(out), overwrite, device, progress, RunStats, command), loaded)
 
 
 def plan(
@@ -287,7 +295,7 @@ def compare(
 
 
 def _texts(
-    run: Run, evaluate: Sequence[str], text: TextOptions, seed: int, samples: int
+    run: Session, evaluate: Sequence[str], text: TextOptions, seed: int, samples: int
 ) -> tuple[Calibration, Sequence[EvaluationSet]]:
     """Return the calibration text, and the text to evaluate on: of these sources, or reserved of the calibration's."""
     sets = read_evaluation(run, evaluate, text, seed, samples) if evaluate else ()

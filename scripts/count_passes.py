@@ -20,9 +20,9 @@ It prints:
     openings of others: 2
         2 compressor.pipeline.run.opened
     openings of the base: 1
-        1 compressor.pipeline.task.open_run
+        1 compressor.pipeline.resolve.open_run
     texts tokenised: 1
-        1 compressor.pipeline.task.read_texts, 38,912 tokens
+        1 compressor.pipeline.resolve.read_texts, 38,912 tokens
 """
 
 import os

@@ -20,7 +20,7 @@ from compressor.model.architecture import Architecture
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor
-from compressor.pipeline import task
+from compressor.pipeline import resolve
 from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.steps.correct import in_order as sequence
@@ -94,8 +94,8 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> Decided:
 def take_for_text(data: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these batches be the calibration text of plans that are carried out from now on."""
     heldout = EvaluationSet("random tokens", data.heldout_batches)
-    monkeypatch.setattr(task, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(task, "repeat_text", lambda *_, **__: Text(data, data.identity, {}, (heldout,), (heldout,)))
+    monkeypatch.setattr(resolve, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(resolve, "repeat_text", lambda *_, **__: Text(data, data.identity, {}, (heldout,), (heldout,)))
 
 
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:

@@ -15,7 +15,7 @@ from compressor.data import batches as calibration
 from compressor.data.batches import Calibration
 from compressor.entry_points import PROTECTORS
 from compressor.model.opened import open_model
-from compressor.pipeline import task
+from compressor.pipeline import resolve
 from compressor.recipe.steps_plan import Plan
 from tests import small
 from tests.command_line import Run, names, refused
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_before_any_text_is_read(
     command: str, which: str, experts: int, content: Any, message: str, originals: Path, run: Run,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(task, "read_text", lambda *args, **named: pytest.fail("text was read"))
+    monkeypatch.setattr(resolve, "read_text", lambda *args, **named: pytest.fail("text was read"))
     path = tmp_path / ("hubs.json" if content else "absent.json")
     if content:
         path.write_text(json.dumps(content))
@@ -168,7 +168,8 @@ def test_the_key_of_a_run_is_of_the_files_content(model: Path, tmp_path: Path) -
     copy.write_text('[{"layer": 0, "expert": 2, "influence": 0.5}]')
 
     def key(protect: str | None) -> str:
-        return task.prepare(recipe_of(model, experts=4, strategy="reap", protect=protect), opened, opened, None).key()
+        recipe = recipe_of(model, experts=4, strategy="reap", protect=protect)
+        return resolve.prepare(recipe, opened, opened, None).key()
 
     first = key(str(path))
     assert first == key(str(copy)) != key(None) != key("auto")
@@ -342,7 +343,7 @@ def test_the_text_is_read_once_and_warned_of_once(
     attributed({0: [3], 1: [6]})
     reads: list[int] = []
     real = calibration.read_text
-    for module in (task, calibration):  # anew, or as a plan has it
+    for module in (resolve, calibration):  # anew, or as a plan has it
         monkeypatch.setattr(module, "read_text", lambda *args, **named: reads.append(1) or real(*args, **named))
     arguments = ("--experts", 4, "--protect", "auto", "--strategy", "reap", "--correct", "ridge")
     long = ("--calibration", originals / "calibration.txt", "--samples", 1000, "--sequence-length", 32)

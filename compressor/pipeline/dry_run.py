@@ -16,9 +16,9 @@ from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import read_outlook, request_of
+from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
 from compressor.pipeline.run import earlier_plan
 from compressor.pipeline.search import largest_tried
-from compressor.pipeline.task import Task, prepare, stage_numbers, text_specs
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json
@@ -116,44 +116,45 @@ def dry_run(recipe: Recipe) -> DryRun:
     if recipe.base is not None and source.revision is None:  # of the Hub, headers come without tokenizers to compare
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
-    task = prepare(recipe, model, base, earlier_plan(model))
-    experts, changed = task.experts_at_end, any(WEIGHTS in step.changes for step in task.options)
+    resolved = prepare(recipe, model, base, earlier_plan(model))
+    experts, changed = resolved.experts_at_end, any(WEIGHTS in step.changes for step in resolved.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
-    after = _shape(task.seen, experts, lambda count: task.output_size(task.steps, count, changed).size)
-    names = {part_name(number): step.name for number, step in enumerate(task.steps)}
+    after = _shape(resolved.seen, experts, lambda count: resolved.output_size(resolved.steps, count, changed).size)
+    names = {part_name(number): step.name for number, step in enumerate(resolved.steps)}
     texts = tuple(
-        TextNeed.of(spec, names if number is None else {OWN: task.steps[number].name})
-        for number, spec in text_specs(task)
+        TextNeed.of(spec, names if number is None else {OWN: resolved.steps[number].name})
+        for number, spec in text_specs(resolved)
     )
     hidden = int(model.config.get_text_config().hidden_size) * model.partial.dtype.itemsize
-    copies = max(needed.hidden_copies for needed in task.requirements)
+    copies = max(needed.hidden_copies for needed in resolved.requirements)
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
+    steps, stages = list[Mapping[str, Any]](), stage_numbers(resolved.options)
+    for step, stage, need in zip(resolved.options, stages, resolved.requirements, strict=True):
+        passes = need.passes if texts else 0
+        steps.append({"name": step.name, "options": step.to_dict(), "stage": stage, "passes": passes})
     return DryRun(
         model=source.label,
         revision=source.revision,
         family=model.architecture.family,
         moe_layers=len(model.architecture.layers),
-        steps=tuple(
-            {"name": step.name, "options": step.to_dict(), "stage": stage, "passes": need.passes if texts else 0}
-            for step, stage, need in zip(task.options, stage_numbers(task.options), task.requirements, strict=True)
-        ),
-        notes=tuple(note for need in task.requirements for note in need.notes),
+        steps=tuple(steps),
+        notes=tuple(note for need in resolved.requirements for note in need.notes),
         before=replace(before, **asdict(Size.of(checkpoint.tensors.values()))),
         after=after,
-        servers=servers_after(task),
+        servers=servers_after(resolved),
         texts=texts,
         weights=model.partial.nbytes,
         layers_memory=2 * model.largest_layer,
         activations=hidden * max([*fitted, *trained], default=0),
-        whole_memory=max(need.parameter_bytes for need in task.requirements) * after.parameters,
+        whole_memory=max(need.parameter_bytes for need in resolved.requirements) * after.parameters,
         gate=shown,
     )
 
 
-def servers_after(task: Task) -> Advice:
+def servers_after(resolved: ResolvedRecipe) -> Advice:
     """What servers make of the model at the end."""
-    return advice_on(served_model(task.seen), task.seen.architecture.layers, task.experts_at_end)
+    return advice_on(served_model(resolved.seen), resolved.seen.architecture.layers, resolved.experts_at_end)
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:

@@ -18,7 +18,7 @@ from compressor.evaluation.prompts import read_prompts
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask, read_batch_size, resolve_tasks
 from compressor.files import default_folder
 from compressor.pipeline.formats import SAFETENSORS, formats_of
-from compressor.pipeline.task import content_of
+from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
 from compressor.recipe.recipe import BehaviourOptions, GateOptions, Recipe
 from compressor.recipe.step import CONSTANTS

@@ -43,7 +43,7 @@ from compressor.pipeline.outcome import (
     record_of,
     servers_of,
 )
-from compressor.pipeline.task import Task, evaluation_text, first_state, open_run, prepare
+from compressor.pipeline.resolve import ResolvedRecipe, evaluation_text, first_state, open_run, prepare
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import RECIPE, Recipe, recipe_of_plan, recipe_yaml
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Delivery:
     """Where an output goes, how it is made, and what it has to pass."""
 
     out: Path
@@ -96,7 +96,7 @@ class Terms:
 
 
 @dataclass(slots=True)
-class Stage:
+class WorkingCheckpoint:
     """The checkpoint in the making: its folder, what its files hold, and how to check them."""
 
     folder: Path
@@ -105,10 +105,10 @@ class Stage:
     plan: ExpertPlan
     heads: tuple[Head, ...]  # multi-token-prediction heads that are kept
     model: OpenModel | None = None
-    before: "Stage | None" = None  # what it was made of, unless that is the run's source
+    before: "WorkingCheckpoint | None" = None  # what it was made of, unless that is the run's source
 
     @property
-    def first(self) -> "Stage":
+    def first(self) -> "WorkingCheckpoint":
         """The stage that was made of the run's source."""
         return self if self.before is None else self.before.first
 
@@ -119,8 +119,8 @@ class Stage:
         return self.model
 
 
-def run(recipe: Recipe, terms: Terms, plan: Plan | None = None) -> Outcome:
-    """Carry out a recipe's steps, or the `plan` that names their decisions, under the gate of the terms.
+def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome:
+    """Carry out a recipe's steps, or the `plan` that names their decisions, under the gate of the delivery.
 
     An interrupted run goes on when called again. Where the output of this very request is in place already, nothing is
     written. Raises `CompressionError` for everything that a user can mend, `GateFailedError` for an output that does
@@ -129,39 +129,39 @@ def run(recipe: Recipe, terms: Terms, plan: Plan | None = None) -> Outcome:
     formats = formats_of(recipe)
     assert recipe.model is not None
     deterministic = any(getattr(step, "deterministic", False) for step in recipe.steps)
-    settings = recipe.dtype, terms.device, terms.progress, recipe.resident, deterministic
+    settings = recipe.dtype, delivery.device, delivery.progress, recipe.resident, deterministic
     with open_run(recipe.model, recipe.revision, *settings) as opened:
         model, clock = opened.model, opened.clock
         with clock.phase("open"):
             base = model
             if recipe.base is not None:
-                base = open_alike(find_model(recipe.base, recipe.base_revision, terms.progress), model)
+                base = open_alike(find_model(recipe.base, recipe.base_revision, delivery.progress), model)
             before = earlier_plan(model) if plan is None else None
-            task = prepare(recipe, model, base, before, plan)
+            resolved = prepare(recipe, model, base, before, plan)
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
                 names = model.source.label, before.source.label, base.source.label
                 what = "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model"
                 logger.warning(what, *names)
             check_carried(model.source.folder)
-            refuse_places(terms, (model, base))
-            key = ranks().broadcast(task.key)
-            gate_key = None if terms.gate is None else terms.gate.key
+            refuse_places(delivery, (model, base))
+            key = ranks().broadcast(resolved.key)
+            gate_key = None if delivery.gate is None else delivery.gate.key
             place = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
-        in_place = partial(_in_place, terms, place, task, opened.peak)
+        in_place = partial(_in_place, delivery, place, resolved, opened.peak)
         if (outcome := in_place()) is not None:
             return outcome
-        needed = task.space
-        with held(terms.out) as work:
+        needed = resolved.space
+        with held(delivery.out) as work:
             if (outcome := in_place()) is not None:  # another run of it has just ended
                 return outcome
-            ranks().broadcast(lambda: check_target(terms.out, terms.overwrite))
-            ranks().broadcast(lambda: check_space(terms.out, needed))
+            ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
+            ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            state = first_state(task, opened, work, None if terms.observe is None else terms.observe())
+            state = first_state(resolved, opened, work, None if delivery.observe is None else delivery.observe())
             stage = make_all(state)
             ranks().barrier()
-            outcome = _finish(task, state, stage, terms, opened.peak, place)
-            ranks().broadcast(lambda: publish(work, terms.overwrite))
+            outcome = _finish(resolved, state, stage, delivery, opened.peak, place)
+            ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 
 
@@ -174,50 +174,52 @@ def earlier_plan(model: OpenModel) -> Plan | None:
     return Plan.from_dict(content if isinstance(content, dict) else {}, f"{path}: plan")
 
 
-def refuse_places(terms: Terms, models: Sequence[OpenModel]) -> None:
+def refuse_places(delivery: Delivery, models: Sequence[OpenModel]) -> None:
     """Refuse an output inside a checkpoint that is read, or one that would replace it."""
-    target, remedy = terms.out.resolve(), "name another output folder"
+    target, remedy = delivery.out.resolve(), "name another output folder"
     for folder in (model.source.folder for model in models):
         if target == folder or folder in target.parents:
-            raise CompressionError(f"{terms.out} lies in the source checkpoint itself; {remedy}")
-        if target in folder.parents and (terms.overwrite or not target.is_dir()):
-            raise CompressionError(f"{terms.out} holds the source checkpoint, which it would replace; {remedy}")
+            raise CompressionError(f"{delivery.out} lies in the source checkpoint itself; {remedy}")
+        if target in folder.parents and (delivery.overwrite or not target.is_dir()):
+            raise CompressionError(f"{delivery.out} holds the source checkpoint, which it would replace; {remedy}")
 
 
-def _in_place(terms: Terms, place: str, task: Task, peak: PeakMemory) -> Outcome | None:
+def _in_place(delivery: Delivery, place: str, resolved: ResolvedRecipe, peak: PeakMemory) -> Outcome | None:
     """Return the outcome of an output that is in place and the one requested; None if there is none."""
-    if terms.overwrite:
+    if delivery.overwrite:
         return None
 
     def answered() -> bool:
         with suppress(CompressionError):
-            check_target(terms.out, False)  # which tidies up after a run that was killed
-        same = answers(terms.out, place)
+            check_target(delivery.out, False)  # which tidies up after a run that was killed
+        same = answers(delivery.out, place)
         with suppress(CompressionError):
-            if same and work_folder(terms.out).exists():  # of a run that was killed after the last rename
-                with alone(terms.out) as folder:
+            if same and work_folder(delivery.out).exists():  # of a run that was killed after the last rename
+                with alone(delivery.out) as folder:
                     clear(folder)
         return same
 
     if not ranks().broadcast(answered):
         return None
-    report_in_place(terms.out)
-    outcome = replace(read_outcome(terms.out), loader_fault=fault_of(terms.out))
-    if terms.gate is not None:
-        outcome = replace(outcome, gate=read_gate(terms.out / REPORT))
-    servers = servers_of(task.seen, outcome.expert_plan)  # figures of this run, which did nothing, not of that one
+    report_in_place(delivery.out)
+    outcome = replace(read_outcome(delivery.out), loader_fault=fault_of(delivery.out))
+    if delivery.gate is not None:
+        outcome = replace(outcome, gate=read_gate(delivery.out / REPORT))
+    servers = servers_of(resolved.seen, outcome.expert_plan)  # figures of this run, which did nothing, not of that one
     return replace(outcome, servers=servers, peak_memory=peak.anonymous, seconds={}, command=None, acceptance={})
 
 
-def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemory, place: str) -> Outcome:
-    work, model, first = state.work, task.model, stage.first
+def _finish(
+    resolved: ResolvedRecipe, state: State, stage: WorkingCheckpoint, delivery: Delivery, peak: PeakMemory, place: str
+) -> Outcome:
+    work, model, first = state.work, resolved.model, stage.first
     assert work is not None
     whole, before = state.plan.expert_plan, Size.of(model.checkpoint.tensors.values())
-    if task.before is not None:  # sizes count from the source of the first run
+    if resolved.before is not None:  # sizes count from the source of the first run
         record = read_object(model.source.folder / COMPRESSION)
         before = Size(int(record["parameters"]["before"]), int(record["bytes"]["before"]))
     outcome = Outcome(
-        out=str(terms.out),
+        out=str(delivery.out),
         plan=state.plan,
         experts_before=(whole.layers or model.architecture.layers)[0].experts,
         experts_after=whole.experts or model.architecture.experts,
@@ -227,34 +229,34 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
         peak_memory=0,
         left_out=tuple(sorted({name for each in (first, stage) for name in left_out_of(each.source, each.plan)})),
         zeroed_fields=tuple(stage.job.zeroed),
-        servers=servers_of(task.seen, whole),
+        servers=servers_of(resolved.seen, whole),
     )
-    label = model.source.label if task.before is None else task.before.source.label
+    label = model.source.label if resolved.before is None else resolved.before.source.label
     files = [name for name in stage.job.files if name != "config.json"]
 
     def assembled() -> None:
-        own = {"model": label, "gate": task.recipe.gate, "output": task.recipe.output}  # and all steps so far
+        own = {"model": label, "gate": resolved.recipe.gate, "output": resolved.recipe.output}  # and all steps so far
         base = {} if state.plan.base is None else {"base": state.plan.base.label}
         recipe = recipe_of_plan(state.plan).model_copy(update=own | base)
         records = {COMPRESSION: record_of(outcome, files, label), RECIPE: recipe_yaml(recipe)}
-        assemble(stage.folder, work.output, records, task.recipe.output.max_shard_bytes)
+        assemble(stage.folder, work.output, records, resolved.recipe.output.max_shard_bytes)
         stage.job.verify(work.output)
 
     with state.clock.phase("write"):
         ranks().broadcast(assembled)
-    outcome = replace(outcome, heldout=_judged(task, state, work.output))
+    outcome = replace(outcome, heldout=_judged(resolved, state, work.output))
     if outcome.heldout is not None:
         ranks().broadcast(lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label)))
     fit = None if state.text is None else state.text.fit
-    changed = stage is not first or any(step.order is None for step in task.options)
+    changed = stage is not first or any(step.order is None for step in resolved.options)
     heads = first.heads if stage.heads else ()
     acceptance = acceptance_of(first.plan, heads, work.output, first.source, fit, changed)
-    formats = formats_of(task.recipe)
-    if terms.gate is not None or formats != (SAFETENSORS,):
+    formats = formats_of(resolved.recipe)
+    if delivery.gate is not None or formats != (SAFETENSORS,):
         for opened in (model, state.base, state.model):  # a gate may load whole models
             opened.partial.stream()
-    if terms.gate is not None:
-        outcome = replace(outcome, gate=_passed(terms.gate, outcome, work.output, state.progress))
+    if delivery.gate is not None:
+        outcome = replace(outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress))
     ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
     outcome = replace(
         outcome,
@@ -272,14 +274,14 @@ def _finish(task: Task, state: State, stage: Stage, terms: Terms, peak: PeakMemo
             with_folders(state.plan.calibration if identity is None else identity),
             outcome.seconds,
             outcome.peak_memory,
-            None if terms.command is None else tuple(terms.command),
+            None if delivery.command is None else tuple(delivery.command),
             acceptance=acceptance,
             base=None if state.base is model else state.base.source.name,
         )
         record_run(work.output, run_record)
         if state.observer is not None:
             state.observer.keep(work.output, identity)
-        for key in (place, *terms.requests):
+        for key in (place, *delivery.requests):
             record_request(work.output, key)
     return outcome
 
@@ -294,16 +296,16 @@ def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progre
     return result
 
 
-def _judged(task: Task, state: State, folder: Path) -> Judged | None:
+def _judged(resolved: ResolvedRecipe, state: State, folder: Path) -> Judged | None:
     """How far the output is from the base on held-out text; None where no text is read, or without evaluation.
 
     What cannot be compared ends no run: a warning says why.
     """
-    if not task.recipe.output.evaluate:
+    if not resolved.recipe.output.evaluate:
         return None
     try:
         with state.clock.phase("read text"):
-            text = evaluation_text(task, state.texts)
+            text = evaluation_text(resolved, state.texts)
         if text is None:
             return None
         evaluator = Evaluator(state.base, text.evaluation)
@@ -331,7 +333,7 @@ def _judged(task: Task, state: State, folder: Path) -> Judged | None:
     return read_as(Judged, rounded)
 
 
-def make_all(state: State) -> Stage:
+def make_all(state: State) -> WorkingCheckpoint:
     work, stage = state.work, None
     assert work is not None
     for numbers in state.plan.stages:
@@ -354,7 +356,9 @@ def make_all(state: State) -> Stage:
     return stage
 
 
-def _layer_stage(state: State, numbers: Sequence[int], before: Stage | None, work: Workdir) -> Stage:
+def _layer_stage(
+    state: State, numbers: Sequence[int], before: WorkingCheckpoint | None, work: Workdir
+) -> WorkingCheckpoint:
     if before is not None:
         if before.before is not None:  # the last one stays until the end, for a run that goes on after a kill
             work.drop(before.before.folder)
@@ -395,7 +399,7 @@ def decide(state: State, numbers: Sequence[int]) -> None:
             step.apply_decision(decision, state)
 
 
-def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> Stage:
+def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequence[Step[Any]] = ()) -> WorkingCheckpoint:
     folder, plan = work.stage(numbers[0]), state.expert_plan()
     heads = check_plan(plan, state.model)
     earlier = state.steps[: numbers[0] - state.first]
@@ -431,10 +435,10 @@ def _written(state: State, numbers: Sequence[int], work: Workdir, steps: Sequenc
             write_stage(job, folder, labels, state.progress.advance)
         if not any(step.options.verified_by_kept for step in steps):
             work.drop_kept(numbers[0])
-    return Stage(folder, job, state.model, plan, heads)
+    return WorkingCheckpoint(folder, job, state.model, plan, heads)
 
 
-def _whole_step(state: State, stage: Stage, work: Workdir) -> None:
+def _whole_step(state: State, stage: WorkingCheckpoint, work: Workdir) -> None:
     number = state.number
     step = state.step_at(number)
     for each in (state.base, stage.source):  # passed once more at most, beside a model that may be in memory whole

@@ -24,8 +24,8 @@ from compressor.model.opened import OpenModel, open_checkpoint, open_model
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import PreparedGate
 from compressor.pipeline.outcome import Attempt, GateFailedError, Outcome
-from compressor.pipeline.run import Terms, run
-from compressor.pipeline.task import content_of, of_stage, sources_of
+from compressor.pipeline.resolve import content_of, of_stage, sources_of
+from compressor.pipeline.run import Delivery, run
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import StepOptions
 from compressor.run_record import answers, cache_folder, read_cached, request_key, versions
@@ -109,10 +109,10 @@ def next_count(counts: Sequence[int], attempts: Sequence[Attempt]) -> int | None
     return left[len(left) // 2] if left else None
 
 
-def try_recipe(recipe: Recipe, terms: Terms, gate: PreparedGate) -> tuple[Attempt, Outcome | None]:
+def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[Attempt, Outcome | None]:
     """Carry out a recipe under a gate; return the result, and the outcome of an output that was put in place."""
     try:
-        outcome = run(recipe, replace(terms, gate=gate))
+        outcome = run(recipe, replace(delivery, gate=gate))
     except GateFailedError as error:
         return error.attempts[-1], None
     assert outcome.gate is not None
@@ -124,7 +124,7 @@ class Search:
     """A search for the number of experts of a recipe's output."""
 
     recipe: Recipe
-    terms: Terms
+    delivery: Delivery
     gate: PreparedGate
     candidates: Candidates
 
@@ -142,7 +142,7 @@ class Search:
         """Leave the smallest model that passes in place; return all attempts, and the outcome of that model."""
         attempts, outcome = list[Attempt](), None
         in_place = 0  # the outcome's number of experts
-        is_ours = ranks().broadcast(lambda: answers(self.terms.out, self.key))
+        is_ours = ranks().broadcast(lambda: answers(self.delivery.out, self.key))
         count = next_count(self.candidates.counts, attempts)
         while count is not None:
             result = _cached_trial(self.trial_key(count))
@@ -166,11 +166,11 @@ class Search:
     def attempt(self, count: int, is_ours: bool) -> tuple[Attempt, Outcome | None]:
         """Compress to so many experts and gate that; `is_ours`: an output of this search is in place."""
         key = self.trial_key(count)
-        is_this = is_ours and ranks().broadcast(lambda: answers(self.terms.out, key))
-        overwrite = self.terms.overwrite or (is_ours and not is_this)
-        terms = replace(self.terms, overwrite=overwrite, requests=(self.key, key))
+        is_this = is_ours and ranks().broadcast(lambda: answers(self.delivery.out, key))
+        overwrite = self.delivery.overwrite or (is_ours and not is_this)
+        delivery = replace(self.delivery, overwrite=overwrite, requests=(self.key, key))
         gate = replace(self.gate, trial=_trial_file(key))
-        attempt, outcome = try_recipe(with_experts(self.recipe, count), terms, gate)
+        attempt, outcome = try_recipe(with_experts(self.recipe, count), delivery, gate)
         return replace(attempt, experts=count), outcome
 
 

@@ -31,7 +31,7 @@ from compressor.model.moe_layer import layers_by_unit
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import FORMATS, NAMES, loaders
 from compressor.model.substitution import Substitution
-from compressor.pipeline.task import HELDOUT, Run, of_stage, open_run, read_calibration
+from compressor.pipeline.resolve import HELDOUT, Session, of_stage, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, make_step
@@ -261,7 +261,7 @@ def check_grid(shares: Sequence[Fraction], schemes: Sequence[str], servers: Sequ
 
 
 def measure_sizes(
-    run: Run,
+    run: Session,
     steps: Sequence[StepOptions],
     data: Calibration,
     sets: Sequence[EvaluationSet],

@@ -21,7 +21,7 @@ from compressor.data.batches import calibrate, load_tokenizer
 from compressor.memory import limit_caches
 from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass
-from compressor.pipeline.run import Terms, run
+from compressor.pipeline.run import Delivery, run
 from compressor.progress import Silent
 from compressor.recipe.step import TextOptions
 from compressor.steps.quantize.writing import Writer
@@ -50,7 +50,7 @@ def verifying() -> Iterator[list[float]]:
 def quantized(folder: Path, out: Path, step: Quantize, text: TextOptions | None = None) -> tuple[float, float, Outcome]:
     """Seconds of a run, peak memory and outcome; the output is removed."""
     recipe = Recipe(model=str(folder), steps=(step,), calibration=text or TextOptions())
-    seconds, peak, outcome = measured(lambda: run(recipe, Terms(out, device="cpu")))
+    seconds, peak, outcome = measured(lambda: run(recipe, Delivery(out, device="cpu")))
     shutil.rmtree(out)
     return seconds, peak, outcome
 

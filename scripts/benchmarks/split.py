@@ -22,7 +22,7 @@ from compressor.data.batches import calibrate, evaluation_sets, load_tokenizer
 from compressor.evaluation.evaluator import Evaluator
 from compressor.memory import limit_caches
 from compressor.model.opened import open_model
-from compressor.pipeline.task import HELDOUT
+from compressor.pipeline.resolve import HELDOUT
 from compressor.progress import Silent
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import TextOptions

@@ -10,7 +10,7 @@ import yaml
 from compressor.entry_points import STEPS
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
-from compressor.pipeline.task import check_order, prepare, stage_numbers
+from compressor.pipeline.resolve import check_order, prepare, stage_numbers
 from compressor.recipe.plan import Source
 from compressor.recipe.recipe import Recipe, make_step, read_recipe, recipe_of_plan, recipe_yaml, refuse_missing
 from compressor.recipe.step import TextOptions

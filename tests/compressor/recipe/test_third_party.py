@@ -15,7 +15,7 @@ from compressor.checkpoint.source import find_model
 from compressor.entry_points import names, packages
 from compressor.errors import CompressionError
 from compressor.model.opened import open_model
-from compressor.pipeline.task import prepare
+from compressor.pipeline.resolve import prepare
 from compressor.progress import Silent
 from compressor.recipe import registry
 from compressor.recipe.registry import load_strategy, option_fields

@@ -249,8 +249,8 @@ def test_weights_alone_run_no_forward_and_read_no_data(tmp_path: Path, monkeypat
         raise AssertionError("no forward is needed")
 
     monkeypatch.setattr(type(stock), "forward", refuse)
-    monkeypatch.setattr("compressor.pipeline.task.read_text", refuse)
-    monkeypatch.setattr("compressor.pipeline.task.load_tokenizer", refuse)
+    monkeypatch.setattr("compressor.pipeline.resolve.read_text", refuse)
+    monkeypatch.setattr("compressor.pipeline.resolve.load_tokenizer", refuse)
     absent = str(tmp_path / "absent.txt")
     plan = plan_of(tmp_path / "model", strategy="model-centric", experts=4, calibration=absent, correct="none")
     assert plan.calibration is None

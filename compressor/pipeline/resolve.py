@@ -50,7 +50,7 @@ HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit noth
 
 
 @dataclass(slots=True)
-class Run:
+class Session:
     model: OpenModel
     progress: Progress
     clock: Clock
@@ -66,7 +66,7 @@ def open_run(
     progress: Progress | None = None,
     resident: str = "auto",
     deterministic: bool = False,
-) -> Iterator[Run]:
+) -> Iterator[Session]:
     """Locate or download a model and open it lazily; until the block ends memory is watched.
 
     `resident` says whether layers stay on the device once they are read: "yes", "no", or "auto", where the model fits.
@@ -82,13 +82,13 @@ def open_run(
         with ExitStack() as stack, PeakMemory() as peak:
             with clock.phase("open"):
                 found = stack.enter_context(opened(model, revision, dtype, device, progress, resident))
-            yield Run(found, progress or Silent(), clock, peak)
+            yield Session(found, progress or Silent(), clock, peak)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @dataclass(slots=True)
-class Task:
+class ResolvedRecipe:
     """A recipe with its steps resolved on an opened model."""
 
     recipe: Recipe
@@ -227,7 +227,9 @@ def check_order(steps: Sequence[StepOptions]) -> None:
             raise CompressionError(f"the step {step.name} is done by one process; start the command without torchrun")
 
 
-def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None) -> Task:
+def prepare(
+    recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | None, plan: Plan | None = None
+) -> ResolvedRecipe:
     """Resolve the steps on a model; every refusal that needs no text and no weight is made here."""
     if plan is not None:
         check_source(plan.source, model.fingerprint)
@@ -246,7 +248,7 @@ def prepare(recipe: Recipe, model: OpenModel, base: OpenModel, before: Plan | No
             reads = needed.text or needed.part is not None
             if reads and steps[number].options.calibration is None:
                 steps[number] = steps[number].with_options(calibration=recipe.calibration)
-    return Task(recipe, model, base, tuple(steps), tuple(requirements), seen, before, plan)
+    return ResolvedRecipe(recipe, model, base, tuple(steps), tuple(requirements), seen, before, plan)
 
 
 def _resolved(recipe: Recipe, model: OpenModel) -> list[Step[Any]]:
@@ -283,9 +285,9 @@ def _requirements(
     return requirements, seen
 
 
-def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
+def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int, str]) -> TextSpec | None:
     """The text of these options for the steps of these numbers, each with the name of its part; None if none reads."""
-    needs = {name: task.requirements[number] for number, name in parts.items()}
+    needs = {name: resolved.requirements[number] for number, name in parts.items()}
     if not any(need.text or need.part is not None for need in needs.values()):
         return None
     fit = any(need.text for need in needs.values())
@@ -294,7 +296,7 @@ def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> Tex
         sources_of(options),
         samples=options.samples if fit else 0,
         sequence_length=options.sequence_length,
-        seed=task.recipe.seed,
+        seed=resolved.recipe.seed,
         heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
         parts={
             name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
@@ -302,7 +304,7 @@ def text_spec(task: Task, options: TextOptions, parts: Mapping[int, str]) -> Tex
             if (part := need.part) is not None
         },
         strict=options.strict,
-        emphasis=emphasis_of(options, task.model),
+        emphasis=emphasis_of(options, resolved.model),
     )
 
 
@@ -330,95 +332,105 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
     return Emphasis(tuple(Marked(name, weight, tokens[name]) for name, weight in wanted.items()))
 
 
-def text_specs(task: Task) -> Iterator[tuple[int | None, TextSpec]]:
+def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
     """The text of the run, and those of steps that have one of their own by their number, as far as any is read.
 
     The first of them is the one that the output is evaluated on.
     """
-    evaluated = EVALUATED if task.recipe.output.evaluate else 0
-    shared = {number: part_name(number) for number, step in enumerate(task.options) if step.calibration is None}
-    own = [(number, step.calibration, {number: OWN}) for number, step in enumerate(task.options) if step.calibration]
-    wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, task.recipe.calibration, shared), *own]
+    evaluated = EVALUATED if resolved.recipe.output.evaluate else 0
+    shared = dict[int, str]()  # names of the parts of the run's text
+    wanted: list[tuple[int | None, TextOptions, dict[int, str]]] = [(None, resolved.recipe.calibration, shared)]
+    for place, step in enumerate(resolved.options):
+        if step.calibration is None:
+            shared[place] = part_name(place)
+        else:
+            wanted.append((place, step.calibration, {place: OWN}))
     for number, options, parts in wanted:
-        if (spec := text_spec(task, options, parts)) is not None:
+        if (spec := text_spec(resolved, options, parts)) is not None:
             yield number, replace(spec, evaluation=evaluated)
             evaluated = 0
 
 
-def first_state(task: Task, run: Run, work: Workdir | None = None, observer: Observer | None = None) -> State:
+def first_state(
+    resolved: ResolvedRecipe, session: Session, work: Workdir | None = None, observer: Observer | None = None
+) -> State:
     """The state before the first step, once texts are read."""
-    with run.clock.phase("read text"):
-        texts = read_texts(task)
-    plan = first_plan(task, texts[0])
-    first = len(plan.steps) - len(task.steps)
-    lines = [note for needed in task.requirements for note in needed.notes]
-    lines.append(how_resident(task.model))
-    own = Announced(lines, run.progress), run.clock, texts, work, observer
-    return State(task.model, task.base, task.model, task.steps, plan, *own, number=first, first=first)
+    with session.clock.phase("read text"):
+        texts = read_texts(resolved)
+    plan = first_plan(resolved, texts[0])
+    first = len(plan.steps) - len(resolved.steps)
+    lines = [note for needed in resolved.requirements for note in needed.notes]
+    lines.append(how_resident(resolved.model))
+    own = Announced(lines, session.progress), session.clock, texts, work, observer
+    return State(resolved.model, resolved.base, resolved.model, resolved.steps, plan, *own, number=first, first=first)
 
 
-def read_texts(task: Task) -> Texts:
+def read_texts(resolved: ResolvedRecipe) -> Texts:
     """The run's text with a part for each step that wants one, and the texts of steps that have one of their own.
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
     texts = dict[int | None, Text]()
-    for number, spec in text_specs(task):
-        tokenizer = load_tokenizer(task.model.source.folder)
+    for number, spec in text_specs(resolved):
+        tokenizer = load_tokenizer(resolved.model.source.folder)
         repeated = None
-        if task.plan is not None:
-            repeated = task.plan.calibration if number is None else task.plan.steps[number].text
+        if resolved.plan is not None:
+            repeated = resolved.plan.calibration if number is None else resolved.plan.steps[number].text
         if repeated is not None:
-            text = repeat_text(repeated, tokenizer, task.model.vocabulary, evaluation=spec.evaluation)
+            text = repeat_text(repeated, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation)
         else:
-            text = read_text(spec, tokenizer, task.model.vocabulary)
+            text = read_text(spec, tokenizer, resolved.model.vocabulary)
         ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
         texts[number] = text
     return texts.get(None), {number: text for number, text in texts.items() if number is not None}
 
 
-def evaluation_text(task: Task, texts: Texts) -> Text | None:
+def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
     """The text that the output is evaluated on: the first that is read, or the one that the carried out plan names."""
     run, own = texts
     if run is not None or own:
         return run or own[min(own)]
-    named = () if task.plan is None else (task.plan.calibration, *(step.text for step in task.plan.steps))
+    named = () if resolved.plan is None else (resolved.plan.calibration, *(step.text for step in resolved.plan.steps))
     identity = next(filter(None, named), None)
     if identity is None:
         return None
-    return repeat_text(identity, load_tokenizer(task.model.source.folder), task.model.vocabulary, evaluation=EVALUATED)
+    model = resolved.model
+    return repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary, evaluation=EVALUATED)
 
 
-def first_plan(task: Task, text: Text | None) -> Plan:
+def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
     """The plan before the first step: what earlier runs did to the model, then all steps, nothing decided yet."""
-    model, before = task.model, task.before
+    model, before = resolved.model, resolved.before
     entries = () if before is None else before.steps
     first_stage = max((entry.stage for entry in entries), default=-1) + 1
-    stages = stage_numbers(task.options, first_stage)
-    if task.plan is not None:
-        planned = [replace(entry, result=None) for entry in task.plan.steps]
+    stages = stage_numbers(resolved.options, first_stage)
+    if resolved.plan is not None:
+        planned = [replace(entry, result=None) for entry in resolved.plan.steps]
     else:
         planned = []
-        for step, stage in zip(task.options, stages, strict=True):
+        for step, stage in zip(resolved.options, stages, strict=True):
             options = step.to_dict()
             if step.calibration is not None and step.calibration.data is not None:  # files without their folders
                 names = [local_name(str(source)) for source in step.calibration.data]
                 options["calibration"] = {**options["calibration"], "data": names}
             planned.append(PlannedStep(step.name, options, stage=stage))
     source = Source.of(model) if before is None else before.source
-    base = None if task.base.fingerprint == source.fingerprint or task.base is model else Source.of(task.base)
+    is_source = resolved.base is model or resolved.base.fingerprint == source.fingerprint
+    base = None if is_source else Source.of(resolved.base)
     if before is not None:
         calibration = before.calibration if text is None else text.identity
         steps = (*entries, *planned)
         return replace(before, steps=steps, calibration=calibration, versions=versions(), base=base or before.base)
-    known = None if task.plan is None else task.plan.calibration  # also where its decisions need no text any more
+    known = None if resolved.plan is None else resolved.plan.calibration  # also where decisions need no text any more
     identity = known if text is None else text.identity
-    return Plan(source, tuple(planned), identity, task.recipe.seed, model.dtype_name, versions(), base)
+    return Plan(source, tuple(planned), identity, resolved.recipe.seed, model.dtype_name, versions(), base)
 
 
-def read_calibration(run: Run, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0) -> Calibration:
+def read_calibration(
+    session: Session, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
+) -> Calibration:
     """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
-    model, sources = run.model, sources_of(options)
+    model, sources = session.model, sources_of(options)
     emphasis = emphasis_of(options, model)
     spec = TextSpec(
         sources,
@@ -428,20 +440,20 @@ def read_calibration(run: Run, options: TextOptions, seed: int, heldout: float =
     )
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     ranks().assert_same_on_all(data.identity["sha256"], "calibration text")
-    run.progress = Announced([how_resident(model)], run.progress)
+    session.progress = Announced([how_resident(model)], session.progress)
     return data
 
 
 def read_evaluation(
-    run: Run, names: Sequence[str], options: TextOptions, seed: int, most: int
+    session: Session, names: Sequence[str], options: TextOptions, seed: int, most: int
 ) -> tuple[EvaluationSet, ...]:
     """Text to evaluate on, at most so many sequences of it."""
     return evaluation_sets(
         names,
-        load_tokenizer(run.model.source.folder),
+        load_tokenizer(session.model.source.folder),
         length=options.sequence_length,
         seed=seed,
-        vocab=run.model.vocabulary,
+        vocab=session.model.vocabulary,
         most=most,
         strict=options.strict,
     )
