@@ -363,8 +363,10 @@ def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
     content |= {"seed": recipe.seed or None, "dtype": None if recipe.dtype == "auto" else recipe.dtype}
     content["steps"] = [{step.name: step.changed()} if step.changed() else step.name for step in recipe.steps]
     gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}
-    sources = {"prompts", "text", "answers"} & gate.keys()
-    content["gate"] = {**gate, **{name: [local_name(source) for source in gate[name]] for name in sources}}
+    for name in ("prompts", "text", "answers"):
+        if name in gate:
+            gate[name] = [local_name(source) for source in gate[name]]
+    content["gate"] = gate
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
     stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):

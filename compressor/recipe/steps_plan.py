@@ -252,10 +252,11 @@ def decision_from_dict(content: Any, name: str) -> Decision:
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
-    usual = ("scale", 1.0), ("head", None)  # which a plan need not repeat
-    groups = [
-        {name: value for name, value in plain_json(each).items() if (name, value) not in usual} for each in plan.groups
-    ]
+    groups = [plain_json(group) for group in plan.groups]
+    for group in groups:
+        for name, usual in (("scale", 1.0), ("head", None)):  # which a plan need not repeat
+            if group[name] == usual:
+                del group[name]
     facts = ("module", "layer", *(LAYER_FACTS if plan.routing_groups > 1 else ("experts", "top_k")))
     return {
         **{name: getattr(plan, name) for name in facts},

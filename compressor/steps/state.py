@@ -121,34 +121,46 @@ class State:
         """What records the tokens that are routed to a smaller layer's experts."""
         return None if self.observer is None else self.observer.visited
 
-    def base_answers(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
-        """Batches of this step's text, the base's answers on them, and an evaluator on held-out text.
+    def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
+        """Batches of this step's text, the base's outputs on them, and an evaluator on held-out text.
 
         The base runs once for all steps that share a text: one pass, which processes share.
         """
-        assert self.text is not None and self.work is not None
-        sha256, now = str(self.text.identity["sha256"]), self.number - self.first
+        text, now = self.text, self.number - self.first
+        assert text is not None
+        sha256 = str(text.identity["sha256"])
         if sha256 not in self.shared:
-            evaluator = Evaluator(self.base, self.text.heldout)
-            numbers = {OWN: now} if OWN in self.text.names else {part_name(n): n for n in range(now, len(self.steps))}
-            steps = {name: self.steps[n] for name, n in numbers.items() if name in self.text.names}
-            batches = {name: [*step.teacher_batches(self.text.part(name))] for name, step in steps.items()}
-            texts = {f"{name}-{n}": [batch] for name, each in batches.items() for n, batch in enumerate(each)}
-            hidden = list[str]()
-            for name, step in steps.items():
-                if step.needs_teacher_hidden:
-                    hidden += [f"{name}-{n}" for n in range(len(batches[name]))]
-            keep = self.work.folder / "kept" / f"base-{sha256[:16]}"
-            own = ranks().share([batch for (batch,) in texts.values()])
-            mine = {key: each for n, (key, each) in enumerate(texts.items()) if n in own}
-            read_base(self.base, mine, evaluator, self.progress, keep, hidden)
-            ranks().barrier()  # the work folder has what every process has computed now
-            read = read_base(self.base, texts, None, self.progress, keep, hidden)
-            answers = {name: [read[f"{name}-{n}"][0] for n in range(len(each))] for name, each in batches.items()}
-            self.shared[sha256] = evaluator, batches, answers
-        evaluator, batches, answers = self.shared[sha256]
+            self.shared[sha256] = self._run_teacher(text, now)
+        evaluator, batches, outputs = self.shared[sha256]
         name = part_name(now) if self.own_text is None else OWN
-        return batches[name], answers[name], evaluator
+        return batches[name], outputs[name], evaluator
+
+    def _run_teacher(
+        self, text: Text, now: int
+    ) -> tuple[Evaluator, dict[str, list[torch.Tensor]], dict[str, list[Distributions]]]:
+        assert self.work is not None
+        evaluator, hidden = Evaluator(self.base, text.heldout), list[str]()
+        batches, texts = dict[str, list[torch.Tensor]](), dict[str, list[torch.Tensor]]()
+        for number in range(now, len(self.steps)):
+            name = OWN if OWN in text.names else part_name(number)
+            if name not in text.names or name in batches:
+                continue
+            step = self.steps[number]
+            batches[name] = [*step.teacher_batches(text.part(name))]
+            keys = [f"{name}-{place}" for place in range(len(batches[name]))]
+            texts |= {key: [batch] for key, batch in zip(keys, batches[name], strict=True)}
+            if step.needs_teacher_hidden:
+                hidden += keys
+        folder = self.work.folder / "kept" / f"base-{str(text.identity['sha256'])[:16]}"
+        share = ranks().share([batch for (batch,) in texts.values()])
+        mine = {key: batch for place, (key, batch) in enumerate(texts.items()) if place in share}
+        read_base(self.base, mine, evaluator, self.progress, folder, hidden)
+        ranks().barrier()  # the work folder has what every process has computed now
+        read = read_base(self.base, texts, None, self.progress, folder, hidden)
+        outputs: dict[str, list[Distributions]] = {name: [] for name in batches}
+        for key in texts:
+            outputs[key.rpartition("-")[0]].append(read[key][0])
+        return evaluator, batches, outputs
 
 
 def untouched(model: OpenModel) -> ExpertPlan:

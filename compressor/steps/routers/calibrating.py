@@ -67,7 +67,7 @@ def _calibrate(options: Routers, state: State) -> tuple[dict[str, Tensor], dict[
     smaller = state.model
     weights = _read(smaller)
     reference = None if options.reference is None else checked_reference(options.reference, smaller)
-    batches, answers, evaluator = state.base_answers()
+    batches, answers, evaluator = state.teacher_outputs()
     assert state.text is not None
     emphasis = state.text.emphasis
     require_enough(evaluator.sequences, "routers")
