@@ -201,7 +201,7 @@ def distill(options: Distill, run: Run) -> Result:
 
 def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, Any]:
     """Train, and leave what is to be stored of each layer in the folder `trained`; nothing if it is not accepted."""
-    batches, answers, evaluator = run.base_answers()
+    batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
     text = training_text(batches, answers, options, run.base, run.text.emphasis)
