@@ -182,6 +182,8 @@ def work_folder(out: Path) -> Path:
 def check_parent(out: Path, what: str = "output folder") -> None:
     """Refuse an output where nothing can be written."""
     parent = work_folder(out).parent
+    if os.fsencode(out).decode(errors="ignore") != str(out):
+        raise CompressionError(f"the name {out} has a byte that is no UTF-8; name another {what}")
     if not parent.is_dir():
         raise CompressionError(f"{parent} is not a folder; create it or name another {what}")
     if not os.access(parent, os.W_OK | os.X_OK):

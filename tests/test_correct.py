@@ -198,7 +198,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "calibration.txt no longer gives the tokens that the plan was made with .*; restore it or plan again",
     ),
     "text gone": (lambda c: c["calibration"]["sources"][0].update(source="gone.txt"), "gone.txt does not exist"),
-    "unknown source": (lambda c: c["calibration"].update(only="wiki"), "names the source 'wiki', which it does not"),
 }
 
 
