@@ -74,6 +74,8 @@ def replacing(path: Path, fresh: Path) -> Iterator[Path]:
     """Where to write a file: what lies at `fresh` at the end becomes `path`, or nothing when anything fails."""
     with wrap_full_disk(path.parent):
         try:
+            if fresh.is_symlink():
+                fresh.unlink()  # someone's link would be written through
             yield fresh
             fresh.replace(path)
         except BaseException:
@@ -173,10 +175,26 @@ def work_folder(out: Path) -> Path:
     inside = target / _work_name(target)
     if target.is_symlink() or not target.is_dir():
         return beside
-    # nothing can be renamed to a mount point, nor to a folder in one that can't be written to
-    stays = os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK)
     is_begun = not beside.exists() and (inside.exists() or _is_empty(target))
-    return inside if stays or is_begun else beside
+    return inside if is_begun or _stays(target) else beside
+
+
+def _stays(folder: Path) -> bool:
+    """Return True if nothing can be renamed to a folder: a mount point, or one in a folder that can't be written to."""
+    table = Path("/proc/self/mountinfo")  # which has bind mounts, too
+    points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
+    is_mounted = os.path.ismount(folder) or os.path.realpath(folder) in points
+    return is_mounted or not os.access(folder.parent, os.W_OK | os.X_OK)
+
+
+def refuse_links_in(folder: Path) -> None:
+    """Refuse a folder to work in that is a link, or holds one: what is written there would land elsewhere."""
+    paths = [folder]
+    if not folder.is_symlink():
+        paths += folder.rglob("*")
+    for path in paths:
+        if path.is_symlink():
+            raise CompressionError(f"{path} is a link, and nothing is written through one; remove it and run again")
 
 
 def check_parent(out: Path, what: str = "output folder") -> None:
@@ -206,6 +224,7 @@ def alone(out: Path) -> Iterator[Path]:
     check_parent(out)
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     while not lock.is_locked:
+        refuse_links_in(folder)
         folder.mkdir(exist_ok=True)
         try:
             lock.acquire()
@@ -214,9 +233,9 @@ def alone(out: Path) -> Iterator[Path]:
                 raise CompressionError(f"another run is writing {out}; wait for it or stop it") from error
         except FileNotFoundError:
             continue  # the folder, too
-        except PermissionError:
-            raise
-        except OSError:
+        except OSError as error:
+            if isinstance(error, PermissionError) or not (folder / LOCK).exists():
+                raise
             break  # a file system without locks
     _held.add(holder)
     try:

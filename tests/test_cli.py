@@ -319,7 +319,7 @@ ARGUMENTS: list[tuple[list[Any], str]] = [
     (["--experts", "4.5"], "Invalid value for '--experts'"),
     (["--ratio", "nan"], "--ratio nan is not a share"),
     (["--experts", 4, "--strategy", "count-guide"], "no strategy 'count-guide'; did you mean 'count-guided'"),
-    (["--experts", 4, "--strategy", "hc-smoe", "--merge", "median"], "no merge 'median'; known are uniform, max, frequency, learned"),
+    (["--experts", 4, "--strategy", "hc-smoe", "--merge", "median"], "no merge 'median'; known are uniform, max"),
     (["--experts", 4, "--representation", "surrogate"], "'count-guided' has no option 'representation'"),
     (["--experts", 4, "--strategy", "model-centric", "--representation", "x"], "no representation 'x'; known are"),
     (["--experts", 4, "--option", "speed"], "--option 'speed' should be name=value"),

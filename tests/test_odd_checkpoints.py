@@ -394,6 +394,13 @@ def test_the_weights_are_those_that_stock_transformers_loads(
     }
 
 
+def test_parts_of_a_distributed_checkpoint_are_refused(tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "in")
+    (tmp_path / "in" / "shard-00001-model-00001-of-00001.safetensors").touch()
+    with pytest.raises(CompressionError, match=r"parts of a distributed checkpoint .*; save the whole model"):
+        merge(tmp_path / "in", tmp_path / "out")
+
+
 def test_an_adapter_beside_whole_weights_is_refused_as_stock_transformers_would_apply_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder = tmp_path / "in"
@@ -409,10 +416,23 @@ def test_an_adapter_beside_whole_weights_is_refused_as_stock_transformers_would_
 # ---- names of other tools ----
 
 
-FOREIGN: dict[str, tuple[Callable[[str], str], str]] = {
-    "another model around": (
-        lambda name: f"module.{name}",
-        "no tensor of .* fills MixtralForCausalLM, for it has 'module.lm_head.weight' where the model has 'lm_head.w",
+def in_front(prefix: str) -> Callable[[str], str]:
+    return lambda name: prefix + name
+
+
+FOREIGN = {
+    "data parallel": (in_front("module."), "has 'lm_head.weight', as DataParallel or DeepSpeed would"),
+    "compiled": (in_front("_orig_mod."), "has 'lm_head.weight', as torch.compile"),
+    "both": (in_front("module._orig_mod."), "has 'lm_head.weight', as DataParallel or DeepSpeed and torch.compile"),
+    "peft": (in_front("base_model.model."), "has 'lm_head.weight', as peft would .*after merge_and_unload"),
+    "a layer compiled": (
+        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+        "has 'model.layers.1.block_sparse_moe.experts.0.w1.weight', as torch.compile",
+    ),
+    "inside another": (in_front("policy."), "has 'policy.lm_head.weight' where .* 'lm_head.weight', as another tool"),
+    "unknown": (
+        lambda name: name.replace("weight", "w"),
+        "no tensor of .* fills MixtralForCausalLM, for it has 'lm_head.w' where the model has 'lm_head.weight'; name",
     ),
     "mlx": (
         lambda name: name.replace("experts.0.", "switch_mlp."),

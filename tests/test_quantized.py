@@ -167,6 +167,27 @@ def change_group(folder: Path, declared: dict[str, Any], **weights: Any) -> None
     (folder / "config.json").write_text(json.dumps(content))
 
 
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    [
+        *(("packed-qwen3_moe", {"num_bits": bits}) for bits in (2, 3, 5, 8)),
+        *(("packed-asymmetric", {"group_size": size}) for size in (8, 32)),
+        ("nvfp4-qwen3_moe", {"num_bits": 8}),
+        ("nvfp4-qwen3_moe", {"group_size": 32}),
+        ("mxfp4-qwen3_moe", {"group_size": 16}),
+    ],
+)
+def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
+    tmp_path: Path, case: str, weights: dict[str, Any]
+) -> None:
+    save(tmp_path, case)
+    open_model(locate(str(tmp_path)))
+    change_group(tmp_path, {}, **weights)
+    ((_, value),) = weights.items()
+    with pytest.raises(CompressionError, match=rf"tensor '.*weight_packed' has shape .* the .*\b{value}\b.* declares"):
+        open_model(locate(str(tmp_path)))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 8])
 def test_bits_that_do_not_fill_the_words_of_a_row_are_refused(tmp_path: Path, bits: int) -> None:
     save(tmp_path, "packed-qwen3_moe")
@@ -178,3 +199,19 @@ def test_bits_that_do_not_fill_the_words_of_a_row_are_refused(tmp_path: Path, bi
     change_group(tmp_path, {}, num_bits=bits)
     with pytest.raises(CompressionError, match=rf"{bits} bits of \d+ weights do not fill \d+ words"):
         load_whole(tmp_path)
+
+
+def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path) -> None:
+    save_modelopt(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:, :8].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CompressionError, match=rf"tensor '{name}' has shape .* 4 bits in groups of 16"):
+        open_model(locate(str(tmp_path)))
+
+
+def test_a_pattern_of_modules_that_is_none_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "packed-qwen3_moe")
+    change_group(tmp_path, {"ignore": ["re:("]})
+    with pytest.raises(CompressionError, match=r"'re:\(' is no pattern of modules \(missing \)"):
+        open_model(locate(str(tmp_path)))

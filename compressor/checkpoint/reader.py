@@ -183,6 +183,11 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
         if head is not None:
             message = "has an adapter, which transformers would add to its weights"
         raise CompressionError(f"{place} {message} ({ADAPTER}); merge it into the base model and save that first")
+    if parts := matching(names, "shard-*-model-*-of-*.safetensors"):
+        raise CompressionError(
+            f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers prefers to other "
+            "weights; save the whole model, or remove them"
+        )
     if head is not None and head.endswith((".safetensors", INDEX_END)):
         return head
     if chosen := config.get(WEIGHTS):

@@ -29,6 +29,7 @@ from compressor.errors import CompressionError, ItemError, reason_of, wrap_fault
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
 Row = tuple[str, Any]  # the place of a row, for messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes
 PARQUET = b"PAR1"  # the first bytes of such a file
 SHUFFLE_BUFFER = 10_000  # documents of a streamed data set that are shuffled together
 
@@ -111,14 +112,17 @@ def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed if its suffix says that it is compressed."""
-    if path.suffix.lower() not in COMPRESSED_SUFFIXES:
-        with path.open("rb") as raw:
+    """Open a file for reading, decompressed if need be."""
+    with path.open("rb") as raw:
+        start = raw.read(4)
+        raw.seek(0)
+        compressions = [name for magic, name in COMPRESSIONS.items() if start.startswith(magic)]
+        if not compressions:
             yield raw
-        return
+            return
     import pyarrow
 
-    with pyarrow.input_stream(str(path)) as stream:
+    with pyarrow.input_stream(str(path), compression=compressions[0]) as stream:
         content = stream.read()
     yield BytesIO(content)
 

@@ -3,8 +3,9 @@
 A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
+import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_unread_scales, wanted_dtype
-from compressor.checkpoint.reader import Checkpoint, refuse_nan
+from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.memory import available
@@ -34,6 +35,14 @@ from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
 STAGE = 2**25  # bytes that are pinned at once
+WRAPPERS = {  # modules that other tools put around a model or a part of it
+    "module": "DataParallel or DeepSpeed",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "base_model.model": "peft",
+    "base_layer": "peft",
+}
+SAMPLES = 64  # names that are looked into
 MLX = ".switch_mlp."  # in names of experts
 SHARE = 2  # how many times what is read ahead must be free
 
@@ -182,6 +191,22 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     return KeyMap(targets, patterns, tuple(sorted(unknown)))
 
 
+def unwrapped(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what a tensor may be called in the stock model, and the tools whose wrappers its name would have."""
+    inner, tools = f".{name}", list[str]()
+    for wrapper, tool in WRAPPERS.items():
+        if f".{wrapper}." in inner:
+            inner = inner.replace(f".{wrapper}.", ".")
+            tools.append(tool)
+    if tools:
+        yield inner[1:], " and ".join(dict.fromkeys(tools))
+    parts = name.split(".")
+    for width in (1, 2):
+        for begin in range(len(parts) - width):
+            if not any(part.isdecimal() for part in parts[begin : begin + width]):
+                yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
+
+
 def parent_and_name(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     """The module that owns a parameter or buffer, and the attribute's name there."""
     module_name, _, name = key.rpartition(".")
@@ -213,6 +238,41 @@ def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Ten
     return reverted.items()
 
 
+def refuse_misfits(checkpoint: Checkpoint) -> None:
+    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for.
+
+    So are patterns of the config that are none.
+    """
+    quantization = checkpoint.quantization
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
+    patterns = list(quantization.get("ignore") or ())
+    for group in groups:
+        patterns += group.get("targets") or ()
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise CompressionError(f"config.json: {pattern!r} is no pattern of modules ({error}); mend it") from error
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]  # modelopt's NVFP4
+    if not all(isinstance(bits, int) and isinstance(size, int) and size > 0 for bits, size in declared):
+        return
+    for name, info in checkpoint.tensors.items():
+        weight = name.removesuffix("_packed")
+        is_packed = weight != name or (info.dtype == "U8" and f"{name}_scale_2" in checkpoint)
+        scale = checkpoint.tensors.get(f"{weight}_scale")
+        if not is_packed or scale is None or not scale.shape:
+            continue
+        word, count = DTYPE_BITS[info.dtype], scale.shape[-1]
+        widths = [-(-count * size * bits // word) for bits, size in declared]
+        if info.shape[-1] not in widths or scale.shape[:-1] != info.shape[:-1]:
+            shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
+            raise CompressionError(
+                f"tensor {name!r} has shape {list(info.shape)} and its scales {list(scale.shape)}, which do not fit "
+                f"the {shown} that config.json declares; restore them from their source"
+            )
+
+
 class PartialModel:
     """The stock model on meta, whose parts are filled from the checkpoint and emptied again.
 
@@ -233,6 +293,7 @@ class PartialModel:
         self._refuse_foreign_names()
         self.has_single_experts = False  # that stock transformers knows fused alone
         if self.quantizer is not None:
+            refuse_misfits(checkpoint)
             singles = single_experts(self.model, self.keys.unknown)
             if singles:
                 self.has_single_experts = True
@@ -251,13 +312,27 @@ class PartialModel:
 
     def _refuse_foreign_names(self) -> None:
         """Refuse a checkpoint that another tool has written under names of its own."""
-        folder, first = self.checkpoint.folder, next(iter(self.checkpoint), None)
+        folder, kind, targets = self.checkpoint.folder, type(self.model).__name__, self.keys.targets
         if mlx := next((name for name in self.checkpoint if MLX in name), None):
             raise CompressionError(f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of")
-        if not self.keys.targets:
+        missing = self.empty.keys() - {*targets.values(), *self.tied}
+        if not missing:
+            return
+        names = dict[str, tuple[str, str]]()
+        for name in self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]:
+            for inner, tool in unwrapped(name):
+                names.setdefault(inner, (name, tool))
+        stock = map_keys(names, self.model, self.conversions).targets
+        for inner, (name, tool) in names.items():
+            if stock.get(inner) in missing:
+                raise CompressionError(
+                    f"{folder} has {name!r} where {kind} has {inner!r}, as {tool} would name it; save the model inside "
+                    "with save_pretrained (for peft after merge_and_unload)"
+                )
+        if not targets:
             raise CompressionError(
-                f"no tensor of {folder} fills {type(self.model).__name__}, for it has {first!r} where the model has "
-                f"{min(self.empty)!r}; name a checkpoint as transformers writes it"
+                f"no tensor of {folder} fills {kind}, for it has {next(iter(self.checkpoint), None)!r} where "
+                f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "PartialModel":

@@ -579,14 +579,35 @@ def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_mom
     assert 10 < fatal < 999
 
 
-def test_a_mount_point_is_filled_and_replaced(tmp_path: Path, whole: dict[str, str]) -> None:
-    out = tmp_path / "out"
+@pytest.mark.parametrize("inside", ["", "lock", "output", "moe-compressor-work.json", "output/config.json"])
+def test_nothing_is_written_through_a_link(inside: str, tmp_path: Path) -> None:
+    """A link in the place of the work folder, or in it, as someone may leave in a folder that many write to."""
+    work, aim = work_folder(tmp_path / "out"), tmp_path / "aim"
+    if inside in ("", "output"):
+        aim.mkdir()
+        (aim / "diary.txt").write_text("dear diary")
+    else:
+        aim.write_text("dear diary")
+    (work / inside).parent.mkdir(parents=True, exist_ok=True)
+    (work / inside).symlink_to(aim)
+    before = tree(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(CompressionError, match="is a link, and nothing is written through one; remove it"):
+            write(a_job(), tmp_path / "out", overwrite)
+        assert tree(tmp_path) == before and (work / inside).is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_mount_point_is_filled_and_replaced(kind: str, tmp_path: Path, whole: dict[str, str]) -> None:
+    out, inside = tmp_path / "out", tmp_path / "inside"
     out.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "none", str(out)], capture_output=True).returncode:
+    inside.mkdir()
+    how = ("-t", "tmpfs", "none") if kind == "tmpfs" else ("--bind", str(inside))
+    if subprocess.run(["mount", *how, str(out)], capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
         write(a_job(files={"config.json": b'{"old": 1}', "vocab.json": b"{}"}), out, key="old")
         write(a_job(), out, overwrite=True)
-        assert tree(out) == whole and os.listdir(tmp_path) == ["out"]
+        assert tree(out) == whole and sorted(os.listdir(tmp_path)) == ["inside", "out"]
     finally:
         subprocess.run(["umount", str(out)], check=True)
