@@ -34,7 +34,7 @@ for words in json.loads(sys.argv[1]):
         print("torch" in sys.modules, end.code or 0, file=sys.stderr)
 """
 COMPRESS = "compress model -o out --experts 4 --calibration calibration.txt --samples 4 --sequence-length 32"
-RUNNING = ("--help", "--version", "strategies", "steps", "inspect model", f"{COMPRESS} --correct ridge")
+RUNNING = ("--help", "--version", "list strategies", "list steps", "inspect model", f"{COMPRESS} --correct ridge")
 LACKING = {
     "gate model out --tasks moe_demo": ("lm-eval", "eval"),
     f"{COMPRESS.replace('out', 'gated')} --gate moe_demo": ("lm-eval", "eval"),

@@ -27,8 +27,6 @@ from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.evaluation.gate_report import gate_blocks, gate_json, junit, read_gate
 from compressor.evaluation.items import item_lines, read_items
-from compressor.hub.card import recipe_text
-from compressor.recipe.document import plan_blocks
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.recipe import recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan
@@ -180,8 +178,6 @@ def test_plan(raw: bytes) -> None:
     with folder_with(plan__json=raw) as folder, only_sentences():
         made = Plan.load(folder / "plan.json")
         assert Plan.from_dict(json.loads(made.to_json().encode())).digest() == made.digest()
-        recipe_text(made)
-        shown(plan_blocks(made, folder))
         recipe_yaml(recipe_of_plan(made))
 
 

@@ -359,7 +359,9 @@ def first_state(
         texts = read_texts(resolved)
     plan = first_plan(resolved, texts[0])
     first = len(plan.steps) - len(resolved.steps)
-    lines = [note for needed in resolved.requirements for note in needed.notes]
+    lines = list[str]()
+    for needed in resolved.requirements:
+        lines += () if needed.notes_are_described else needed.notes
     lines.append(how_resident(resolved.model))
     own = Announced(lines, session.progress), session.clock, texts, work, observer
     return State(resolved.model, resolved.base, resolved.model, resolved.steps, plan, *own, number=first, first=first)

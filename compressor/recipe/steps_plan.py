@@ -195,6 +195,9 @@ class Plan:
                 raise CompressionError("steps should be a list; restore it")
             others = {name: value for name, value in content.items() if name not in ("format", "steps")}
             plan = read_as(cls, {**others, "steps": []}, closed=True)
+            sources = (plan.calibration or {}).get("sources", [])
+            for source in value_as(sources, tuple[Mapping[str, Any], ...], "calibration's sources"):
+                value_as(source.get("source"), str, "calibration's source")
             read = [PlannedStep.from_dict(entry, f"steps[{number}]") for number, entry in enumerate(steps)]
             return replace(plan, steps=tuple(read))
         except CompressionError as error:

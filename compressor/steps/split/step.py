@@ -38,7 +38,8 @@ class SplitStep(Step[Split]):
         """Return the need of text of its own; else neurons are measured on what others read, or on their weights."""
         own_text = self.options.calibration is not None
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
-        return Requirements(text=own_text and not planned, passes=int(self.parts != 1), notes=notes)
+        reads, passes = own_text and not planned, int(self.parts != 1)
+        return Requirements(text=reads, passes=passes, notes=notes, notes_are_described=True)
 
     def decide(self, state: State) -> Mapping[str, Any]:
         shapes_now = self._shapes(state.model)
