@@ -117,14 +117,7 @@ def collect(root: Path, names: list[str]) -> dict[str, set[str]]:
                     json_too = " --json" * ("--json" in line)
                     run(root, place, line, hub, found, f"{name}: {line.split()[0]}{json_too}")
             for file in sorted(place.rglob("*")):
-                if file.name in (
-                    "report.html",
-                    "gate.md",
-                    "gate.json",
-                    "comparison.md",
-                    "comparison.json",
-                    "hubs.json",
-                ):
+                if file.name in FILES:
                     found[f"{name}: {file.relative_to(place)}"] = figures(file.read_text(encoding="utf-8"))
             for repository in hub.repositories.values():
                 card = repository.files()["README.md"].decode()
