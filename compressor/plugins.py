@@ -117,17 +117,12 @@ def fake_statistics(
 
         routers = functools.partial(smaller_routers(architecture), layer)
 
-        def observed(needs: frozenset[str]) -> Collector:
-            collector = Collector(layer, model, needs, seed, routers)
-            if tokens:
-                collector.enter(tokens, sample_positions(tokens, sampled, seed))
-                with torch.no_grad():
-                    model.get_submodule(layer.block)(torch.randn(1, tokens, hidden))
-                collector.detach()
-            return collector
-
-        heldout = observed(RECONSTRUCTION).finish()
-        stats = observed(ALL).finish(heldout)
+        collector = Collector(layer, model, ALL, seed, routers)
+        if tokens:
+            collector.enter(tokens, sample_positions(tokens, sampled, seed))
+            with torch.no_grad():
+                model.get_submodule(layer.block)(torch.randn(1, tokens, hidden))
+        stats = collector.finish()
         return stats.adding(rank_change=torch.rand(experts) * stats.routed_count / max(tokens, 1))
 
 

@@ -154,9 +154,6 @@ class LayerStatistics:
         "[E, S, H]", "every expert's output on random mixtures of those inputs", ExpertOutputs, mixed=True
     )
     weights = Statistic[LayerWeights]("", "the layer's live experts and router modules, to be read only", Weights)
-    heldout = Statistic["LayerStatistics"](
-        "", "statistics of calibration tokens that no other statistic saw, enough to reconstruct the layer's output"
-    )
     rank_change = Statistic[Tensor](
         "[E]",
         "AARV: places by which the ranks of later routers' chosen experts change without the expert, on average over "
@@ -185,7 +182,7 @@ ROUTED = _measured_by(Sum) - ROUTED_OUTPUTS
 DENSE = _measured_by(ExpertOutputs)
 SAMPLED = _measured_by(Sample) - DENSE
 WEIGHTS = _measured_by(Weights)
-HELDOUT, ATTRIBUTED = frozenset({"heldout"}), frozenset({"rank_change"})  # measured on other tokens, over all layers
+ATTRIBUTED = frozenset({"rank_change"})  # measured over all layers
 RECONSTRUCTION = frozenset(
     {"inputs", "router_arguments", "top_k_index", "top_k_weights", "expert_outputs", "weights"}
 )  # what the output of a planned layer can be computed from
@@ -304,7 +301,7 @@ class Collector:
         for meter in self.meters.values():
             meter.all_reduce()
 
-    def finish(self, heldout: LayerStatistics | None = None) -> LayerStatistics:
+    def finish(self) -> LayerStatistics:
         """Stop observing, compute the dense statistics, and freeze."""
         self.detach()
         samples = [meter for meter in self.meters.values() if isinstance(meter, Sample)]
@@ -313,8 +310,6 @@ class Collector:
                 "%s: its experts see other tokens than the calibration's, so samples of them are empty", self.layer.name
             )
         values = {name: meter.finish() for name, meter in self.meters.items()}
-        if heldout is not None:
-            values["heldout"] = heldout
         return LayerStatistics(self.layer, self.tokens, values, self.observed.seed)
 
 
@@ -339,7 +334,7 @@ def smaller_routers(architecture: Architecture) -> Routers:
 
 
 class Observers:
-    """One layer's collectors: one for each source's tokens, and one for those held out of each, where needed."""
+    """One layer's collectors, one for each source's tokens; those that are held out are not observed."""
 
     def __init__(
         self,
@@ -351,28 +346,25 @@ class Observers:
         seed: int,
     ) -> None:
         self.layer, self.calibration, self.seed = layer, calibration, seed
-        self.measures_heldout = bool(needs & HELDOUT)
         self.observing: Collector | None = None
         self.rows: dict[int, Tensor] = {}  # the sampled tokens of each batch
-        self.fit, self.heldout = dict[int, Collector](), dict[int, Collector]()  # by source
-        batches: dict[tuple[int, bool], list[int]] = {}
+        self.collectors: dict[int, Collector] = {}  # by source
+        batches: dict[int, list[int]] = {}
         for number in range(len(calibration.batches)):
-            part = calibration.source_of(number), number in calibration.heldout
-            batches.setdefault(part, []).append(number)
-        for (source, is_heldout), numbers in sorted(batches.items()):
+            if number not in calibration.heldout:
+                batches.setdefault(calibration.source_of(number), []).append(number)
+        for source, numbers in sorted(batches.items()):
             sizes = [calibration.batches[number].numel() for number in numbers]
             rows = sample_rows(sizes, round(SAMPLE_TOKENS * calibration.weights[source]), seed)
             self.rows |= dict(zip(numbers, rows, strict=True))
-            collectors, wanted = (self.heldout, RECONSTRUCTION) if is_heldout else (self.fit, needs)
-            collectors[source] = Collector(layer, model.partial.model, wanted, seed, partial(routers, layer))
+            self.collectors[source] = Collector(layer, model.partial.model, needs, seed, partial(routers, layer))
 
     def enter(self, batch: int) -> None:
         """The batch of this number is about to run: observe it."""
         self.detach()
-        is_heldout = batch in self.calibration.heldout
-        if self.measures_heldout or not is_heldout:
+        if batch not in self.calibration.heldout:
             tokens = self.calibration.batches[batch]
-            self.observing = (self.heldout if is_heldout else self.fit)[self.calibration.source_of(batch)]
+            self.observing = self.collectors[self.calibration.source_of(batch)]
             self.observing.enter(tokens.numel(), self.rows[batch], batch, tokens)
 
     def came_out(self, hidden: Tensor) -> None:
@@ -387,19 +379,17 @@ class Observers:
         self.observing = None
 
     def finish(self) -> LayerStatistics:
-        """The statistics of the layer, with the held-out tokens' among them where they are needed.
+        """The statistics of the layer.
 
         Of several ranks the first has them, of the batches of all; the others get the bare layer.
         """
         self.detach()
         if not ranks().is_alone:
-            for collector in (*self.fit.values(), *self.heldout.values()):
+            for collector in self.collectors.values():
                 collector.gather()
             if not ranks().is_first:
                 return LayerStatistics(self.layer, seed=self.seed)
-        shares = self.calibration.weights
-        heldout = combined(self.heldout, shares).finish() if self.measures_heldout else None
-        return combined(self.fit, shares).finish(heldout)
+        return combined(self.collectors, self.calibration.weights).finish()
 
 
 def collect(
@@ -421,8 +411,6 @@ def collect(
             raise CompressionError("this strategy needs calibration data; pass --calibration")
         yield from _from_weights(model, needs, routers, progress, seed)
         return
-    if needs & HELDOUT and not calibration.heldout:
-        raise CompressionError("this strategy needs held-out calibration tokens, and none were held out")
     watching = _Watching(lambda layer: Observers(model, layer, needs, calibration, routers, seed))
     visitors = [watching] if end is None else [watching, end]
     batches = calibration.batches

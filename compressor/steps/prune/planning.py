@@ -21,7 +21,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.recipe.step import Requirements
-from compressor.statistics.statistics import ATTRIBUTED, HELDOUT, WEIGHTS, LayerStatistics
+from compressor.statistics.statistics import ATTRIBUTED, WEIGHTS, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
@@ -252,7 +252,7 @@ def requirements_of(prune: Prune, model: OpenModel, planned: bool) -> Requiremen
     reads = bool(needs - WEIGHTS) or protector is not None
     attributes = protector is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
     passes = int(reads) + int(reads and attributes)
-    return Requirements(text=reads, heldout=int(bool(needs & HELDOUT)), passes=passes, notes=notes)
+    return Requirements(text=reads, passes=passes, notes=notes)
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:

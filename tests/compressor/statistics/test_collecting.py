@@ -15,7 +15,6 @@ from compressor.statistics import statistics as collecting
 from compressor.statistics.statistics import (
     ALL,
     DENSE,
-    RECONSTRUCTION,
     ROUTED,
     ROUTED_OUTPUTS,
     SAMPLED,
@@ -27,7 +26,7 @@ from tests import zoo
 from tests.opened import opened
 
 NAMES = pytest.mark.parametrize("name", zoo.sweep(["mixtral", "zaya", "deepseek_v4", "minimax_m2", "ernie4_5_vl_moe"]))
-DATA = ALL - {"weights", "heldout", "rank_change"}
+DATA = ALL - {"weights", "rank_change"}
 SUMS = ROUTED | ROUTED_OUTPUTS
 SHARES = (0.5, 0.25, 0.25)
 SOURCES = (0, 1, 0, 2, 2, 0)
@@ -45,10 +44,8 @@ def parts_of(stock: object, seed: int = 3) -> tuple[Tensor, ...]:
     return torch.split(zoo.tokens(stock, 9, 12, seed=seed), [1, 2, 1, 2, 1, 2])  # type: ignore[arg-type]
 
 
-def gathered(
-    model: OpenModel, data: Calibration, needs: frozenset[str] = DATA | {"heldout"}
-) -> dict[str, LayerStatistics]:
-    return {stats.layer.name: stats for stats in collect(model, needs, data, Silent(), 0)}
+def gathered(model: OpenModel, data: Calibration) -> dict[str, LayerStatistics]:
+    return {stats.layer.name: stats for stats in collect(model, DATA, data, Silent(), 0)}
 
 
 def of(parts: Sequence[Tensor]) -> Calibration:
@@ -82,19 +79,15 @@ def check(found: Tensor | RouterArguments, expected: Tensor | RouterArguments, n
 
 
 @NAMES
-def test_heldout_tokens_are_a_statistic_of_their_own_and_enter_no_other(name: str, tmp_path: Path) -> None:
+def test_heldout_tokens_enter_no_statistic(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = parts_of(stock)
     data = Calibration(parts, {"source": "random tokens"}, heldout=HELDOUT)
     whole = gathered(model, data)
-    fit = gathered(model, of([part for number, part in enumerate(parts) if number not in HELDOUT]), DATA)
-    judged = gathered(model, of([parts[number] for number in sorted(HELDOUT)]), RECONSTRUCTION - {"weights"})
+    fit = gathered(model, of([part for number, part in enumerate(parts) if number not in HELDOUT]))
     for layer, stats in whole.items():
         same(stats, fit[layer], DATA)
-        for key, value in judged[layer].values.items():
-            check(stats.heldout.values[key], value, key)
-        assert "weights" in stats.heldout.values and stats.heldout.tokens == judged[layer].tokens
-        assert not set(stats.heldout.values) & SUMS
+        assert stats.tokens == fit[layer].tokens
 
 
 @NAMES
@@ -107,7 +100,7 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(
     for source, share in enumerate(SHARES):
         mine = [number for number, owner in enumerate(SOURCES) if owner == source and number not in HELDOUT]
         monkeypatch.setattr(collecting, "SAMPLE_TOKENS", round(SAMPLE * share))
-        alone.append(gathered(model, of([parts[number] for number in mine]), DATA))
+        alone.append(gathered(model, of([parts[number] for number in mine])))
     for layer, stats in whole.items():
         sources = [seen[layer] for seen in alone]
         assert stats.tokens == sum(part.tokens for part in sources)
@@ -126,17 +119,11 @@ def test_the_mix_weights_sums_by_share_and_holds_every_sample(
 def test_a_text_of_one_named_source_counts_as_without_a_name(tmp_path: Path) -> None:
     stock, model = opened("deepseek_v3", tmp_path)
     parts = parts_of(stock)
-    plain = gathered(model, of(parts), DATA)
+    plain = gathered(model, of(parts))
     named = Calibration(parts, {"source": "random tokens"}, (0,) * 6, (1.0,))
-    for layer, stats in gathered(model, named, DATA).items():
+    for layer, stats in gathered(model, named).items():
         same(stats, plain[layer], DATA)
         tokens = torch.cat([part.flatten() for part in parts])
         assert len(stats.inputs) == len(sample_positions(len(tokens), SAMPLE, 0)) == SAMPLE
 
 
-def test_a_need_for_heldout_tokens_without_any_is_refused(tmp_path: Path) -> None:
-    stock, model = opened("mixtral", tmp_path)
-    with pytest.raises(CompressionError, match="needs held-out calibration tokens, and none were held out"):
-        gathered(model, of(parts_of(stock)))
-    with pytest.raises(CompressionError, match="needs calibration data"):
-        list(collect(model, ROUTED, None, Silent()))
