@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration, sample_positions
-from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
 from compressor.statistics import statistics as collecting
