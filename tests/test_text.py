@@ -53,7 +53,7 @@ def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: 
     (heldout,) = evaluation_sets([str(source)], tokenizer, most=1, **shared)
     (named,) = text_sets([str(eight)], tokenizer, vocabulary, 8, length + 1)
     for sequences, expected in ((heldout, [loss]), (named, [ended_loss] * 8)):
-        assert Evaluator(opened, [sequences]).keep(Silent()).loss.tolist() == pytest.approx(expected, rel=1e-6)
+        assert Evaluator(opened, [sequences]).measure(opened)[0].loss.tolist() == pytest.approx(expected, rel=1e-6)
     for kind in (loaded_model, streamed_model):
         with kind(locate(str(model)), EvaluationOptions(("any",), dtype="float32", device="cpu")) as asked:
             asked.watch(AnswerWatch("model", "task", Silent()))

@@ -173,24 +173,21 @@ class Evaluator:
         self.head = require_head(base.partial.model)
         self._head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
         self.batches: list[Tensor] = []  # so small that their logits are, too
-        self.counted: list[Tensor | None] = []  # by batch: [B, L - 1] positions whose next token counts; None: all
+        self.counted: list[Tensor] = []  # by batch: [B, L - 1] positions whose next token counts
         self.domains: list[int] = []  # of each batch
         for domain, entry in enumerate(sets):
             masks = entry.counted or [None] * len(entry.batches)
             for batch, mask in zip(entry.batches, masks, strict=True):
                 if mask is None and isinstance(batch, Inputs):
                     mask = batch.counted
-                self._add(domain, batch, mask)
+                if mask is None:
+                    mask = torch.ones(batch.shape, dtype=torch.bool)
+                rows = rows_at_once(int(mask.sum(1).max()), base.vocabulary)
+                self.batches += batch.split(rows)
+                self.counted += mask[:, 1:].split(rows)
+                self.domains += [domain] * (len(self.batches) - len(self.domains))
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
         self._held = 0  # bytes in memory
-
-    def _add(self, domain: int, batch: Tensor, mask: Tensor | None) -> None:
-        tokens = batch.shape[1] if mask is None else int(mask.sum(1).max())
-        rows = rows_at_once(tokens, self.base.vocabulary)
-        parts = batch.split(rows)
-        self.batches += parts
-        self.counted += [None] * len(parts) if mask is None else [part[:, 1:] for part in mask.split(rows)]
-        self.domains += [domain] * len(parts)
 
     @classmethod
     def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
@@ -225,16 +222,8 @@ class Evaluator:
             yield probe
         probe.add_up()
 
-    def keep(self, progress: Progress, phase: str = "ask the base") -> Figures:
-        """Keep the base's answers from a streamed pass of its own; returns the base's figures."""
+    def _keep(self, progress: Progress) -> None:
         with self.keeping() as probe:
-            probe.run(self.base, progress, phase)
-        probe.add_up()
-        return probe.figures[0]
-
-    def _keep_briefly(self, progress: Progress) -> None:
-        with self.keeping() as probe:
-            probe.brief = True
             probe.run(self.base, progress, "ask the base")
 
     def measure(
@@ -253,13 +242,12 @@ class Evaluator:
         """
         numbers = range(len(self.batches)) if only is None else only
         if model.partial is not self.base.partial and self.missing(numbers):
-            self._keep_briefly(progress)
+            self._keep(progress)
         entries: list[_Entry] = [(None, number) for number in self.missing(numbers)]
         for variant in range(len(variants)):
             entries += [(variant, number) for number in numbers]
         side_by_side = SideBySide(model, variants, [variant for variant, _ in entries])
         with self._probe(model.partial.model, entries) as probe:
-            probe.brief = True
             probe.run(model, progress, phase, side_by_side, *visitors)
         probe.add_up()
         return probe.figures
@@ -268,7 +256,7 @@ class Evaluator:
     def measure_loaded(self, model: nn.Module) -> Figures:
         """Return the figures of a variant that is whole in memory."""
         if self.missing():
-            self._keep_briefly(_SILENT)
+            self._keep(_SILENT)
         parameter = next(model.parameters())
         with self.measuring(model) as probe:
             for number in sorted(ranks().share(self.batches)):
@@ -300,17 +288,12 @@ class Evaluator:
         rows, tokens, domains = list[Sequence[float]](), list[int](), list[int]()
         for number in sorted(by_batch):
             rows += by_batch[number]
-            tokens += self._predicted_tokens(number)
+            tokens += self.counted[number].sum(1).tolist()
             domains += [self.domains[number]] * len(self.batches[number])
         columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.marks))
         kl, loss, flips, base_loss = columns[:, :4].T
         marks = columns[:, 4:].view(len(columns), -1, 5)
         return Figures(kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, marks)
-
-    def _predicted_tokens(self, number: int) -> list[int]:
-        """How many tokens count in each sequence of a batch."""
-        batch, counted = self.batches[number], self.counted[number]
-        return [batch.shape[1] - 1] * len(batch) if counted is None else counted.sum(1).tolist()
 
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
@@ -320,14 +303,14 @@ _Entry = tuple[int | None, int]  # variant, the base's being None, and number of
 class HeldoutProbe(LayerVisitor):
     """Held-out batches in a pass, numbered from `first` on, an entry each.
 
-    When the pass has ended, `add_up` puts together the figures of each variant, or of the base, from all ranks.
+    Of the base's entries what enters the head is kept, and the head computes next to nothing. When the pass has ended,
+    `add_up` puts together the figures of each variant from all ranks.
     """
 
     repeatable = True
     evaluator: Evaluator
     entries: Sequence[_Entry]
     first: int = 0
-    brief: bool = False  # what enters the base's head is kept, and the head computes next to nothing
     figures: list[Figures] = field(default_factory=list)
     _running: _Entry | None = None
     _selected: bool = False  # the head sees only positions that count
@@ -349,51 +332,41 @@ class HeldoutProbe(LayerVisitor):
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of another form stay."""
-        self._selected = False
         if self._running is None:
             return None
         variant, number = self._running
         hidden, counted = args[0], self.evaluator.counted[number]
-        if hidden.shape[:-1] != self.evaluator.batches[number].shape:
-            return None
-        if counted is not None:
-            self._selected = True
+        self._selected = hidden.shape[:-1] == self.evaluator.batches[number].shape
+        if self._selected:
             hidden = hidden[:, :-1][counted.to(hidden.device)][None]
-        if variant is None and self.brief:
+        if variant is None:
             self.evaluator.keep_input(number, hidden)
-            hidden = hidden[:, :0]
+            if self._selected:
+                hidden = hidden[:, :0]
         return (hidden, *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
-        """Keep what entered the base's head, or put the base's logits below a variant's."""
-        if self._running is None:
+        """Put the base's logits below a variant's."""
+        if self._running is None or self._running[0] is None:
             return None
-        variant, number = self._running
-        if variant is not None:
-            return torch.cat([logits, self.evaluator.base_logits(head, number, logits.device, args[1:])])
-        if number not in self.evaluator.inputs:
-            self.evaluator.keep_input(number, args[0])
-        return None
+        base = self.evaluator.base_logits(head, self._running[1], logits.device, args[1:])
+        return torch.cat([logits, base])
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""
-        if self._running is None or (self.brief and self._running[0] is None):
+        if self._running is None or self._running[0] is None:
             return
-        variant, number = self._running
-        logits, tokens = output.logits, self.evaluator.batches[number].to(output.logits.device)
-        pair, targets = [logits, logits] if variant is None else logits.chunk(2), tokens[:, 1:]
+        _, number = self._running
         counted = self.evaluator.counted[number]
-        if counted is None:
-            sequences = [part[:, :-1] for part in pair]
-            following: Sequence[Tensor] = tuple(targets)
-        else:
-            positions, counts = counted.to(tokens.device), counted.sum(1).tolist()
-            flat = [part[0] if self._selected else part[:, :-1][positions] for part in pair]
-            sequences = [part.split(counts) for part in flat]
-            following = targets[positions].split(counts)
+        counts = counted.sum(1).tolist()
+        positions = counted.to(output.logits.device)
+        sequences = [self.evaluator.batches[number].to(positions.device)[:, 1:][positions].split(counts)]
+        for logits in output.logits.chunk(2):
+            at_positions = logits[0] if self._selected else logits[:, :-1][positions]
+            sequences.append(at_positions.split(counts))
         self._by_sequence[self._running] = [
-            compare_sequence(ours, base, after, self.evaluator.marks)
-            for ours, base, after in zip(*sequences, following, strict=True)
+            compare_sequence(logits, base, following, self.evaluator.marks)
+            for following, logits, base in zip(*sequences, strict=True)
         ]
 
     def add_up(self) -> None:
@@ -402,5 +375,4 @@ class HeldoutProbe(LayerVisitor):
         for by_sequence in ranks().all_gather(self._by_sequence):
             for (variant, number), rows in by_sequence.items():
                 by_variant.setdefault(variant, {})[number] = rows
-        variants = sorted(variant for variant in by_variant if variant is not None)
-        self.figures = [self.evaluator.figures(by_variant[variant]) for variant in variants or [None]]
+        self.figures = [self.evaluator.figures(by_variant[variant]) for variant in sorted(by_variant)]

@@ -274,7 +274,7 @@ def compare_models(
     evaluator = Evaluator(base, [*sets, *held])
     table = _Table(base, calibration, evaluator, sets, progress, seed)
     with PeakMemory() as peak:
-        figures = evaluator.keep(progress, "base")
+        (figures,) = evaluator.measure(base, progress=progress, phase="base")
     unchanged: dict[str, Any] = {"strategy": "base", "correction": "none", "error": 0.0, "seconds": 0.0}
     rows = [table.row(figures, base.architecture.experts, name="base", peak_memory=peak.anonymous, **unchanged)]
     shared = 0.0

@@ -52,7 +52,7 @@ def loss_rows(parts: int, base: Tensor | None, args: argparse.Namespace) -> Tens
     )
     sets = evaluation_sets([args.heldout], tokenizer, length=args.length, seed=0, vocab=vocabulary, most=args.sequences)
     evaluator = Evaluator(model, sets)
-    whole = evaluator.keep(Silent()).loss
+    whole = evaluator.measure(model)[0].loss
     base = whole if base is None else base
     row(1, "", "", parts, with_error(whole - base))
     kept = {share: round(model.architecture.experts * share) for share in args.shares}
