@@ -5,18 +5,16 @@ on what else is in the batch. (Rounding does, as on any server: two tokens that 
 places in bfloat16.) B rows of a batch, S tokens, V words of the vocabulary.
 """
 
-import gc
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,13 +22,12 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.evaluate import PACKAGES, fits_whole, identity
-from compressor.evaluation.generate import ModelFacts, load_writing, probabilities, read_facts
+from compressor.evaluation.generate import ModelFacts, free, load_writing, probabilities, read_facts
+from compressor.evaluation.journal import Journal
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
-from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, quiet_transformers
-from compressor.records import plain_json, read_as
 from compressor.run_record import request_key, versions
 
 logger = logging.getLogger(__name__)
@@ -138,9 +135,7 @@ class StockGenerator:
                         yield _answer(tokenizer, question, opening, tokens, facts.stops)
             finally:
                 del model
-                gc.collect()
-                if device.type != "cpu":
-                    torch.accelerator.empty_cache()
+                free(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,36 +270,10 @@ def _answer(
     return Answer(question.prompt.id, question.seed, tuple(tokens), text, ended)
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """Answers as JSON lines, in a file for each model and options that they are written with."""
-
-    path: Path
-    key: str
-
-    @classmethod
-    def of(cls, writer: TextGenerator, options: GenerationOptions, folder: Path) -> "Journal":
-        """The journal of a writer's answers in a folder."""
-        facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
-        key = request_key(writer.facts, facts)[:32]
-        return cls(folder / f"answers-{key}.jsonl", key)
-
-    def read(self) -> dict[tuple[str, int], Answer]:
-        """The answers that there are, by prompt and seed."""
-        answers = dict[tuple[str, int], Answer]()
-        with suppress(FileNotFoundError), self.path.open("rb") as stream:
-            for line in stream:
-                with suppress(ValueError, CompressionError):  # a line that was cut off
-                    answer = read_as(Answer, json.loads(line))
-                    answers[answer.key] = answer
-        return answers
-
-    def add(self, answer: Answer) -> None:
-        """Append an answer."""
-        with wrap_full_disk(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(f"\n{json.dumps(plain_json(answer))}")  # the last line may have been cut off
+def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) -> Journal:
+    """Return the journal of a writer's answers in a folder: one for each model and options."""
+    facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
+    return Journal(folder / f"answers-{request_key(writer.facts, facts)[:32]}.jsonl", TypeAdapter(Answer))
 
 
 def answer_all(
@@ -316,7 +285,7 @@ def answer_all(
 ) -> list[Answer]:
     """The answers in the order of what is asked; those that the journal has are not asked again."""
     asked = list(asked)
-    known = journal.read()
+    known = {answer.key: answer for answer in journal.read()}
     missing = [(prompt, seed) for prompt, seed in asked if (prompt.id, seed) not in known]
     for answer in writer.write(missing, options, progress):
         journal.add(answer)

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import Answer, GenerationRequest, Journal, StockGenerator, TextGenerator, answer_all
+from compressor.evaluation.answers import (
+    Answer,
+    GenerationRequest,
+    StockGenerator,
+    TextGenerator,
+    answer_all,
+    journal_of,
+)
 from compressor.evaluation.conditions import GateCondition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
 from compressor.evaluation.evaluate import fits_whole
@@ -173,7 +180,7 @@ def write_base(base: TextGenerator, wanted: Answering, cache: Path, progress: Pr
     """The base's answers to all prompts, with these."""
     options, prompts = fitting(wanted, [base.opened()])
     asked = wanted.asked(prompts)
-    answers = answer_all(base, asked, options, Journal.of(base, options, cache), progress)
+    answers = answer_all(base, asked, options, journal_of(base, options, cache), progress)
     return [(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
 
 
@@ -184,7 +191,7 @@ def write_both(
     confidence: float,
     cache: Path,
     progress: Progress,
-    announce: Callable[[Answering], None] | None = None,
+    announce: Callable[[Answering], object] | None = None,
 ) -> Written:
     """Both models' answers to all prompts, and what differs; answers of earlier runs are in the folder `cache`.
 
@@ -199,7 +206,7 @@ def write_both(
     answers = list[list[Answer]]()
     endings = list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
-        own_answers = answer_all(writer, asked, options, Journal.of(writer, options, cache), progress)
+        own_answers = answer_all(writer, asked, options, journal_of(writer, options, cache), progress)
         if not answers:
             _check_ends(own_answers, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
         markers = Markers.of(tokenizer)
@@ -278,7 +285,7 @@ def evaluate_behaviour(
     confidence: float,
     cache: Path,
     progress: Progress,
-    announce: Callable[[Answering], None] | None = None,
+    announce: Callable[[Answering], object] | None = None,
     reads_written: bool = True,
 ) -> Behaviour:
     """All that is wanted of two models; `announce` gets the prompts that both take, before either is loaded.

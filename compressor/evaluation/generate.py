@@ -3,6 +3,7 @@
 Top-p, or nucleus sampling: Holtzman et al., ICLR 2020, arXiv:1904.09751; top-k: Fan et al., ACL 2018, arXiv:1805.04833.
 """
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,13 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
             f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
         )
     return model.to(torch_device).eval()
+
+
+def free(device: torch.device) -> None:
+    """Free the memory of a model that nothing refers to any more."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:

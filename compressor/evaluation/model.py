@@ -5,10 +5,9 @@ where they count. Importing this module imports lm-eval. B rows of a batch, S to
 V words of the vocabulary.
 """
 
-import gc
 import math
 import sys
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.evaluation.generate import free
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available
 from compressor.model.architecture import head_of
@@ -146,12 +146,6 @@ def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[Wa
         free(device)
 
 
-def free(device: torch.device) -> None:
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
 @dataclass(frozen=True, slots=True)
 class Input:
     """[S] tokens that a model runs once, and the continuations that end with the token it predicts last."""
@@ -190,24 +184,16 @@ def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[
     return batches
 
 
-def scores(logits: Tensor, continuations: Sequence[Sequence[int]]) -> list[Answer]:
-    """The answers of continuations that end where the logits [N, V] of one row do, none of more than N tokens."""
-    targets = torch.zeros(len(logits), len(continuations), dtype=torch.long, device=logits.device)
-    for column, tokens in enumerate(continuations):
-        targets[len(logits) - len(tokens) :, column] = torch.tensor(tokens, device=logits.device)
-    likelihoods = []
-    matches = []
-    for part, expected in zip(logits.split(TOGETHER), targets.split(TOGETHER), strict=True):
+def score(logits: Tensor, tokens: Sequence[int]) -> Answer:
+    """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at most N tokens."""
+    targets = torch.tensor(tokens, device=logits.device)[:, None]
+    value = 0.0
+    greedy = True
+    for part, expected in zip(logits[-len(tokens) :].split(TOGETHER), targets.split(TOGETHER), strict=True):
         logs = part.log_softmax(-1, dtype=torch.float32)
-        likelihoods.append(logs.gather(1, expected))
-        matches.append(logs.argmax(-1, keepdim=True) == expected)
-    values = torch.cat(likelihoods)
-    greedy = torch.cat(matches)
-    answers = []
-    for column, tokens in enumerate(continuations):
-        answer = slice(len(logits) - len(tokens), None)
-        answers.append((float(values[answer, column].sum()), bool(greedy[answer, column].all())))
-    return answers
+        value += float(logs.gather(1, expected).sum())
+        greedy = greedy and bool((logs.argmax(-1, keepdim=True) == expected).all())
+    return value, greedy
 
 
 class _Answers(LayerVisitor):
@@ -220,16 +206,13 @@ class _Answers(LayerVisitor):
         self.answers = dict[int, Answer]()  # by request
         self.chosen = False
 
-    def on_batch_start(self, batch: int) -> None:
-        self.chosen = False
-
     def before_head(self, head: Any, args: tuple[Any, ...]) -> Any:
         """Hidden states [B, S, H] -> [1, N, H]; others, which a head of another form may take, stay."""
         hidden = args[0]
         batch = self.batches[self.at.batch]
-        if hidden.shape[:-1] != (len(batch), max(len(row.tokens) for row in batch)):
+        self.chosen = hidden.shape[:-1] == (len(batch), len(batch[0].tokens))
+        if not self.chosen:
             return None
-        self.chosen = True
         return (_scored(hidden, batch)[None], *args[1:])
 
     @torch.no_grad()
@@ -237,9 +220,8 @@ class _Answers(LayerVisitor):
         rows = self.batches[batch]
         logits = output.logits[0] if self.chosen else _scored(output.logits, rows)
         for row, part in zip(rows, logits.split([row.scored for row in rows]), strict=True):
-            answers = scores(part, [tokens for _, tokens in row.continuations])
-            for (number, _), answer in zip(row.continuations, answers, strict=True):
-                self.answers[number] = answer
+            for number, tokens in row.continuations:
+                self.answers[number] = score(part, tokens)
 
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
@@ -278,8 +260,6 @@ class StreamedModel(WatchedModel):
 
         Several ranks share the batches, and each gets all answers.
         """
-        if not requests:
-            return []
         pairs = [(before, after) for _, before, after in requests]
         for before, after in pairs:
             if not before or not after:
@@ -289,9 +269,9 @@ class StreamedModel(WatchedModel):
                     f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; shorten it"
                 )
         model = self.opened
-        free_memory = available()
         batches = batches_of(inputs_of(pairs, self.max_length), self.rows, LOGIT_BYTES // (4 * model.vocabulary))
         budget = DEFAULT_ACTIVATION_BUDGET
+        free_memory = available()
         if free_memory is not None:
             budget = min(budget, free_memory // WAITING_SHARE)
         # padded on the right: what follows a token does not reach it, so no mask is needed
@@ -304,9 +284,7 @@ class StreamedModel(WatchedModel):
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
             one.run(visitor)
-        answers = dict[int, Answer]()
-        for of_rank in ranks().all_gather(visitor.answers):
-            answers |= of_rank
+        answers = dict(ChainMap(*ranks().all_gather(visitor.answers)))
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", request, answers[number])

@@ -6,9 +6,8 @@ A run that a server's timeout ended goes on from what it has been answered. Impo
 import copy
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,11 +21,11 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from compressor.errors import CompressionError
 from compressor.evaluation.generate import read_facts
+from compressor.evaluation.journal import Journal
 from compressor.evaluation.model import Watched
 from compressor.evaluation.server import AT_ONCE, PromptScores, Server
 from compressor.evaluation.server_client import Completion
 from compressor.evaluation.tasks import EvaluationOptions
-from compressor.files import wrap_full_disk
 from compressor.model.tokenizer import load_tokenizer
 
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
@@ -46,7 +45,7 @@ class Question:
 class ServedModel(Watched, LocalCompletionsAPI):
     """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
 
-    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> None:
+    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
@@ -123,46 +122,29 @@ class ServedModel(Watched, LocalCompletionsAPI):
         )
 
     def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
-        """The answer to each question, which the journal keeps under its key; the same one is asked once."""
-        known = dict(_lines(self.journal))
-        alike = defaultdict[str, list[Question]](list)
-        for question in questions:
-            alike[question.key].append(question)
+        """The answer to each question, which the journal keeps under its key."""
+        known = dict(self.journal.read())
 
-        def report(key: str) -> None:
-            for question in alike[key]:
-                if question.item is not None:
-                    self.cache_hook.add_partial(kind, question.item, known[key])
+        def ask(question: Question) -> tuple[Question, Any]:
+            if question.key in known:
+                return question, known[question.key]
+            return question, question.read(self.server.ask("/completions", Completion, question.payload))
 
-        for key in known.keys() & alike.keys():
-            report(key)
-        missing = [same[0] for key, same in alike.items() if key not in known]
-        ask = partial(self.server.ask, "/completions", Completion)
-        asking = self.server.all(missing, lambda question: ask(question.payload), self.at_once)
-        with wrap_full_disk(self.journal.parent):
-            self.journal.parent.mkdir(parents=True, exist_ok=True)
-            with self.journal.open("a", encoding="utf-8") as stream:
-                for question, response in asking:
-                    known[question.key] = question.read(response)
-                    stream.write(f"\n{json.dumps([question.key, known[question.key]])}")
-                    stream.flush()
-                    report(question.key)
+        for question, answer in self.server.all(questions, ask, self.at_once):
+            if question.key not in known:
+                known[question.key] = answer
+                self.journal.add((question.key, answer))
+            if question.item is not None:
+                self.cache_hook.add_partial(kind, question.item, answer)
         return [known[question.key] for question in questions]
 
 
 @contextmanager
 def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
     """A served model, whose answers the file `journal` keeps until all tasks have their results."""
-    yield ServedModel(server, folder, options, journal)
+    yield ServedModel(server, folder, options, Journal(journal, LINE))
     journal.unlink(missing_ok=True)
 
 
 def _digest(*asked: Any) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _lines(journal: Path) -> Iterator[tuple[str, Any]]:
-    with suppress(FileNotFoundError), journal.open("rb") as stream:
-        for line in stream:
-            with suppress(ValueError):  # a line that was cut off
-                yield LINE.validate_json(line)

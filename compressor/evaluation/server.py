@@ -1,11 +1,11 @@
 """A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it scores prompts."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import eq
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -47,38 +47,25 @@ class Server(Client):
     def label(self) -> str:
         return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
 
-    def all(self, asked: Sequence[Q], ask: Callable[[Q], T], at_once: int = AT_ONCE) -> Iterator[tuple[Q, T]]:
-        """Yield each question with its answer, as soon as it is there, several at once.
+    def all(self, asked: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+        """Yield the answers in any order, each as soon as it is there; so many are asked at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
-        stop = threading.Event()
-        first_error: CompressionError | None = None
-
-        def ask_unless_stopped(question: Q) -> tuple[Q, T] | None:
-            if stop.is_set():
-                return None
-            try:
-                return question, ask(question)
-            except BaseException:
-                stop.set()
-                raise
-
-        pool = ThreadPoolExecutor(at_once)
-        try:
-            for future in as_completed([pool.submit(ask_unless_stopped, question) for question in asked]):
-                try:
-                    answered = future.result()
-                except CompressionError as error:
-                    first_error = first_error or error
-                    continue
-                if answered is not None:
-                    yield answered
-            if first_error is not None:
-                raise first_error
-        finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+        waiting = iter(asked)
+        error: BaseException | None = None
+        with ThreadPoolExecutor(at_once) as pool:
+            running = {pool.submit(ask, question) for question in islice(waiting, at_once)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    error = error or future.exception()
+                    if future.exception() is None:
+                        yield future.result()
+                if error is None:
+                    running |= {pool.submit(ask, question) for question in islice(waiting, len(done))}
+        if error is not None:
+            raise error
 
     def checked(self, folder: Any, label: str) -> "Server":
         """The same, knowing how it scores prompts; refuses one of another vocabulary than the folder's tokenizer.
@@ -123,7 +110,6 @@ class Server(Client):
 class PromptScores:
     """Log-probabilities of the n tokens of a prompt, and what the server has written after it."""
 
-    tokens: Sequence[str]  # [n] their texts
     values: Sequence[float | None]  # [n] log-probabilities; of the first token there may be none
     tops: Sequence[Mapping[str, float] | None]  # [n] of the most probable tokens by their texts
     written: Sequence[str]
@@ -144,7 +130,7 @@ class PromptScores:
             of_prompt = slice(begin, begin + count)
             if begin + count <= len(values) == len(tokens) == len(tops) and alike(tokens[of_prompt], pieces):
                 after = tops[begin + count - 1 :]
-                return cls(tokens[of_prompt], values[of_prompt], tops[of_prompt], tokens[begin + count :], after)
+                return cls(values[of_prompt], tops[of_prompt], tokens[begin + count :], after)
         return None
 
     def shifted(self) -> bool:

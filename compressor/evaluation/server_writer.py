@@ -70,7 +70,7 @@ class ServedGenerator:
                 text = choice.text
             return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
 
-        for _, answer in self.server.all(asked, ask, self.at_once):
+        for answer in self.server.all(asked, ask, self.at_once):
             progress.advance("")
             yield answer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import Answer, Journal, TextGenerator, answer_all
+from compressor.evaluation.answers import Answer, TextGenerator, answer_all, journal_of
 from compressor.evaluation.behaviour import Answering, fitting
 from compressor.evaluation.prompts import Prompt, is_chat
 from compressor.files import alone, file_digest, json_object, replacing
@@ -56,9 +56,9 @@ def write_traces(
     with alone(out) as folder:
         tokenizer, facts = writer.opened()
         options, prompts = fitting(wanted, [(tokenizer, facts)])
-        journal = Journal.of(writer, options, folder)
+        journal = journal_of(writer, options, folder)
         asked = wanted.asked(prompts)
-        request = request_key(journal.key, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
+        request = request_key(journal.path.name, [(prompt.id, prompt.domain, seed) for prompt, seed in asked])
         earlier = json_object(manifest)
         is_same = earlier.get("request") == request
         if is_same and not overwrite and out.is_file() and file_digest(out) == earlier.get("sha256"):

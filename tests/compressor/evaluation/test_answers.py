@@ -14,12 +14,12 @@ from compressor.errors import CompressionError
 from compressor.evaluation.answers import (
     Answer,
     GenerationRequest,
-    Journal,
     StockGenerator,
     _takes_padding,
     answer_all,
     drawn,
     draws,
+    journal_of,
 )
 from compressor.evaluation.generate import load_writing
 from compressor.evaluation.options import GenerationOptions
@@ -207,7 +207,7 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     options = GenerationOptions(max_new_tokens=4)
     asked = [(Prompt.of(text), seed) for text in ("a", "b") for seed in (0, 1)]
     first, second = Scripted(stop_after=2), Scripted()
-    journal = Journal.of(first, options, tmp_path)
+    journal = journal_of(first, options, tmp_path)
     with pytest.raises(CompressionError, match="timed out"):
         answer_all(first, asked, options, journal, Silent())
     with journal.path.open("a") as stream:
@@ -216,4 +216,4 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     assert [answer.text for answer in answers] == ["a 0", "a 1", "b 0", "b 1"]
     assert first.asked + second.asked == asked
     assert answer_all(Scripted(stop_after=0), asked, options, journal, Silent()) == answers
-    assert not Journal.of(first, GenerationOptions(max_new_tokens=5), tmp_path).read()
+    assert not list(journal_of(first, GenerationOptions(max_new_tokens=5), tmp_path).read())

@@ -1,6 +1,7 @@
 """Answers of a streamed model: those of lm-eval's own model in memory, request by request; and when it is streamed."""
 
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation import model as streamed
 from compressor.evaluation.evaluate import TaskEvaluation, plan_evaluation, streams, weight_bytes
-from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, scores, streamed_model
+from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, score, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model import opened
 from compressor.progress import Silent
@@ -68,9 +69,6 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
 
 
 def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[int] = []
-    own = streamed.scores
-    monkeypatch.setattr(streamed, "scores", lambda logits, tokens: (shown.append(len(logits)), own(logits, tokens))[1])
     ran: list[tuple[int, ...]] = []
     pad = streamed.pad_sequence
 
@@ -83,11 +81,17 @@ def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest
         head: list[tuple[int, ...]] = []
         lm_head = model.opened.partial.model.get_output_embeddings()
         lm_head.register_forward_hook(lambda module, args, logits: head.append(tuple(logits.shape)))
-        answered(model)
+        model.watch(AnswerWatch("model", "sums", Silent()))
+        model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
+        of_text = partial(model.tok_encode, add_special_tokens=False)
+        pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]
+        inputs = inputs_of([([model.prefix_token_id], of_text(ODD[0][1])), *pairs], model.max_length)
     asked = 5 * 4 + len(ODD)
-    one_each = asked - 5  # for " a" and " b" of one question are predicted by the same tokens
-    assert sum(rows for rows, _ in ran[:3]) == one_each and len(shown) == one_each + 6
-    assert sum(positions for _, positions, _ in head) == sum(shown) < sum(rows * length for rows, length in ran)
+    assert (
+        sum(rows for rows, _ in ran) == asked - 5
+    )  # for " a" and " b" of one question are predicted by the same tokens
+    positions = sum(positions for _, positions, _ in head)
+    assert positions == sum(each.scored for each in inputs) < sum(rows * length for rows, length in ran)
 
 
 @given(st.data())
@@ -114,7 +118,7 @@ def test_scores_of_a_row_are_summed_over_its_last_positions(monkeypatch: pytest.
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     greedy = logits.argmax(-1).tolist()
     continuations = [greedy, greedy[1:], [3], [*greedy[-3:-1], (greedy[-1] + 1) % 7]]
-    found = scores(logits, continuations)
+    found = [score(logits, tokens) for tokens in continuations]
     for (value, is_greedy), tokens in zip(found, continuations, strict=True):
         likelihoods = logits.double().log_softmax(-1)[-len(tokens) :]
         assert value == pytest.approx(sum(float(row[token]) for row, token in zip(likelihoods, tokens, strict=True)))
