@@ -6,15 +6,15 @@ What it can show is known before any model is loaded, from the number of items, 
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockGenerator, TextGenerator
+from compressor.evaluation.answers import StockGenerator
 from compressor.evaluation.behaviour import UNIT, Answering, evaluate_behaviour, stock_pair
 from compressor.evaluation.conditions import Verdict
 from compressor.evaluation.evaluate import identity_of, label_of, plan_evaluation
@@ -96,64 +96,43 @@ def outlook(tasks: Sequence[EvaluationTask], gate: GateRequest) -> Outlook:
             prospects.append(Prospect(task.name, task.items(limit), gate.max_drop, None))
         else:
             prospects.append(prospect(task.name, task.items(limit), gate.task_drop))
-    refusal = None
+    refusals = []
     if (answering := gate.answering) is not None:
-        for name, (_, rise) in answering.limits.items():
+        for name, (option, rise) in answering.limits.items():
             prospects.append(prospect(name, answering.answers, rise))
-        refusal = _refused_answers(answering, gate)
+            refusals.append(_refusal(gate, answering.answers, UNIT, option, rise))
     pooled = None
     if scored:
         pooled = prospect(POOLED, sum(task.items(limit) for task in scored), gate.max_drop)
-        refusal = refusal or _refused_items(scored, pooled.items, gate)
-    return Outlook(tuple(prospects), pooled, gate.confidence, refusal=refusal)
-
-
-def _refused_answers(answering: Answering, gate: GateRequest) -> str | None:
-    """Why an identical model cannot pass the conditions on answers; None if it can."""
-    for option, rise in answering.limits.values():
-        refusal = _refusal(gate, answering.answers, UNIT, option, rise, lambda _: "more --prompts, or more --seeds")
-        if refusal is not None:
-            return refusal
-    return None
-
-
-def _refused_items(tasks: Sequence[EvaluationTask], items: int, gate: GateRequest) -> str | None:
-    """Why an identical model cannot pass the pool of these tasks; None if it can."""
-
-    def items_at(limit: int | None) -> int:
-        return sum(task.items(limit) for task in tasks)
-
-    def how(needed: int) -> str:
-        if gate.options.limit is None or items_at(None) < needed:
-            return "name more tasks"
-        return f"--limit {bisect_left(range(needed), needed, key=items_at)}"
-
-    return _refusal(gate, items, "items", "--max-drop", gate.max_drop, how)
+        refusals.append(_refusal(gate, pooled.items, "items", "--max-drop", gate.max_drop, scored))
+    return Outlook(tuple(prospects), pooled, gate.confidence, refusal=next(filter(None, refusals), None))
 
 
 def _refusal(
-    gate: GateRequest, count: int, unit: str, option: str, margin: float, how: Callable[[int], str]
+    gate: GateRequest, count: int, unit: str, option: str, margin: float, tasks: Sequence[EvaluationTask] = ()
 ) -> str | None:
-    """Why so many items without a flip do not show a margin, and how many, or which margin, would do."""
+    """Why so many items of tasks, or answers, without a flip do not show a margin, and what would do."""
     alpha = 1 - gate.confidence
     if gate.inconclusive == "pass" or at_most(0, 0, count, margin) < alpha:
         return None
-    remedies = [f"{option} {_shown_margin(count, alpha):g}", "--inconclusive pass"]
+    shown = shown_by(count, 0.0, alpha)
+    digits = 10.0 ** (1 - math.floor(math.log10(shown)))
+    remedies = [f"{option} {math.ceil(shown * digits) / digits:g}", "--inconclusive pass"]
     needed = math.log(alpha) / math.log1p(-margin) if margin > 0 else math.inf  # without a flip it is the binomial test
     if needed < MOST_ITEMS:
         enough = math.floor(needed) + 1
-        remedies.insert(0, f"at least {enough:,} {unit} ({how(enough)})")
+        how = "name more tasks" if tasks else "more --prompts, or more --seeds"
+
+        def items_at(limit: int | None) -> int:
+            return sum(task.items(limit) for task in tasks)
+
+        if gate.options.limit is not None and items_at(None) >= enough:
+            how = f"--limit {bisect_left(range(enough), enough, key=items_at)}"
+        remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (
         f"this gate could not even pass an identical model: {count:,} {unit} cannot show with confidence "
         f"{100 * gate.confidence:g}% a loss of no more than {margin:g}; it takes {', or '.join(remedies)}"
     )
-
-
-def _shown_margin(items: int, alpha: float) -> float:
-    """The margin, rounded up, that so many items without a flip show: (1 - margin)^items is below alpha."""
-    margin = -math.expm1(math.log(alpha) / items)
-    digits = 10.0 ** (1 - math.floor(math.log10(margin)))
-    return math.ceil(margin * digits) / digits
 
 
 def passable(prospects: Outlook) -> Outlook:
@@ -179,14 +158,17 @@ def run_gate(
 
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same items.
     """
-    writers = _writer(base, gate, base_server), _writer(compressed, gate, server)
+    options = gate.options
+    rows = options.batch_size if isinstance(options.batch_size, int) else None
+    base_writer = writer_of(base, base_server, rows, options.device, options.dtype)
+    writer = writer_of(compressed, server, rows, options.device, options.dtype)
     if gate.judging is not None:  # what cannot be read is refused before tasks are answered for hours
-        stock_pair(*writers, gate.judging)
+        stock_pair(base_writer, writer, gate.judging)
         check_readings(base, gate)
     identity = ranks().broadcast(lambda: identity_of(compressed, server, digests=True))
     content = {name: value for name, value in identity.items() if name != "weights"}  # of a model made again, too
-    base_evaluation = plan_evaluation(base, tasks, gate.options, gate.cache, base_server)
-    evaluation = plan_evaluation(compressed, tasks, gate.options, gate.cache, server, content)
+    base_evaluation = plan_evaluation(base, tasks, options, gate.cache, base_server)
+    evaluation = plan_evaluation(compressed, tasks, options, gate.cache, server, content)
     begin = time.perf_counter()
     base_scores = base_evaluation.run(progress)  # without tasks, nothing
     between = time.perf_counter()
@@ -199,22 +181,19 @@ def run_gate(
         streamed.append("base")
     if any(task.streamed for task in scores.values()):
         streamed.append("compressed")
-
-    def check(usable: Answering) -> None:  # some prompts may not do for these models
-        if (refusal := _refused_answers(usable, gate)) is not None:
-            raise CompressionError(refusal)
-
     behaviour = evaluate_behaviour(
-        *writers,
+        base_writer,
+        writer,
         gate.answering,
         gate.judging,
         gate.confidence,
         gate.cache,
         progress,
-        check,
+        # some prompts may not do for these models
+        lambda usable: passable(outlook(tasks, replace(gate, answering=usable))),
         reads_written=False,
     )
-    facts = gate.options.facts()
+    facts = options.facts()
     if (written := behaviour.written) is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
@@ -237,12 +216,6 @@ def run_gate(
         text=behaviour.text,
         answers=behaviour.answers,
     )
-
-
-def _writer(source: ModelSource, gate: GateRequest, server: Server | None) -> TextGenerator:
-    options = gate.options
-    rows = options.batch_size if isinstance(options.batch_size, int) else None
-    return writer_of(source, server, rows, options.device, options.dtype)
 
 
 def check_readings(base: ModelSource, gate: GateRequest) -> None:
