@@ -174,3 +174,11 @@ def percent(value: object) -> str:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
+
+
+def common_prefix(one: str, other: str) -> int:
+    """Return how many letters two texts begin with alike."""
+    length = 0
+    while one[length : length + 1] == other[length : length + 1] != "":
+        length += 1
+    return length

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, evaluation_sets
 from compressor.evaluation.evaluator import Evaluator
-from compressor.evaluation.judging import text_sets
+from compressor.evaluation.judging import Judging, text_sets
 from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.opened import open_model
@@ -51,7 +51,7 @@ def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: 
     assert row.tolist() == ids.tolist()
     opened = open_model(locate(str(model)), "float32", "cpu")
     (heldout,) = evaluation_sets([str(source)], tokenizer, most=1, **shared)
-    (named,) = text_sets([str(eight)], tokenizer, vocabulary, 8, length + 1)
+    (named,) = text_sets(Judging((str(eight),), 8, length + 1), tokenizer, vocabulary)
     for sequences, expected in ((heldout, [loss]), (named, [ended_loss] * 8)):
         assert Evaluator(opened, [sequences]).measure(opened)[0].loss.tolist() == pytest.approx(expected, rel=1e-6)
     for kind in (loaded_model, streamed_model):

@@ -38,7 +38,7 @@ def evaluate(
     if output is not None:
         require("jinja2")
     from compressor.evaluation.behaviour_report import NAMES, behaviour_blocks, write_behaviour
-    from compressor.evaluation.conditions import check_confidence
+    from compressor.evaluation.gate_verdict import check_confidence
     from compressor.pipeline.gate import answering_of, judging_of
 
     check_confidence(confidence)

@@ -21,24 +21,26 @@ from compressor.evaluation.answers import (
     answer_all,
     journal_of,
 )
-from compressor.evaluation.conditions import GateCondition
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
 from compressor.evaluation.evaluate import fits_whole
 from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
-from compressor.evaluation.gate_verdict import TaskGate
+from compressor.evaluation.gate_verdict import GateCondition, TaskGate
 from compressor.evaluation.generate import ModelFacts
 from compressor.evaluation.judged import Judged
 from compressor.evaluation.judging import (
     ForcedFigures,
     JudgedModels,
     Judging,
-    judge_both,
+    judge,
     judged_conditions,
+    marks_of,
     read_all,
+    teacher_forced,
 )
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of, usable_prompts
 from compressor.formatting import counted
+from compressor.model.opened import open_model
 from compressor.progress import Progress
 from compressor.records import plain_json
 
@@ -176,14 +178,6 @@ def fitting(
     return options, prompts
 
 
-def write_base(base: TextGenerator, wanted: Answering, cache: Path, progress: Progress) -> list[tuple[Prompt, Answer]]:
-    """The base's answers to all prompts, with these."""
-    options, prompts = fitting(wanted, [base.opened()])
-    asked = wanted.asked(prompts)
-    answers = answer_all(base, asked, options, journal_of(base, options, cache), progress)
-    return [(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
-
-
 def write_both(
     base: TextGenerator,
     smaller: TextGenerator,
@@ -295,7 +289,8 @@ def evaluate_behaviour(
     """
     judging = judging or Judging()
     stock = stock_pair(base, smaller, judging)
-    readings = None if stock is None else read_all(stock[0], judging)
+    if stock is not None:
+        model, texts, forced_answers = read_all(stock[0], judging)
     written = None
     answers = list[tuple[Prompt, Answer]]()
     conditions = tuple[GateCondition, ...]()
@@ -305,16 +300,26 @@ def evaluate_behaviour(
         if forced:
             logger.warning("%s does not fit into memory, so it only reads the base's answers", smaller.label)
     if wanted is not None and forced:
-        answers = write_base(base, wanted, cache, progress)
+        options, prompts = fitting(wanted, [base.opened()])
+        asked = wanted.asked(prompts)
+        base_answers = answer_all(base, asked, options, journal_of(base, options, cache), progress)
+        answers = [(prompt, answer) for (prompt, _), answer in zip(asked, base_answers, strict=True)]
     elif wanted is not None:
         written = write_both(base, smaller, wanted, confidence, cache, progress, announce)
         conditions = written_conditions(written, wanted, confidence)
         if reads_written:
             answers = [(pair.prompt, pair.base) for pair in written.pairs]
     judged = JudgedModels()
-    if stock is not None and readings is not None and (answers or readings.texts or readings.answers):
-        chat = wanted is not None and wanted.chat
-        judged = judge_both(readings, *stock, answers, chat, confidence, progress)
+    if stock is not None and (answers or texts or forced_answers):
+        marks = dict[str, tuple[int, ...]]()
+        if answers or forced_answers:
+            tokenizer, facts = base.opened()
+            end = min(facts.stops)
+            chat = wanted is not None and wanted.chat
+            forced_answers += tuple(teacher_forced(*each, tokenizer, end, chat) for each in answers)
+            marks = marks_of(tokenizer, facts.stops)
+        compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
+        judged = judge(model, compressed, texts, forced_answers, marks, confidence, progress)
     conditions += judged_conditions(judged, judging, confidence)
     return Behaviour(
         base.label, smaller.label, confidence, written, judged.text, judged.answers, judged.each, conditions

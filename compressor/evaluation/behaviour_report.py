@@ -12,12 +12,12 @@ from compressor.document.blocks import Block, Facts, Heading, Marked, Note, Side
 from compressor.document.markdown import markdown
 from compressor.evaluation.answers import Answer
 from compressor.evaluation.behaviour import AnswerPair, Behaviour, Written
-from compressor.evaluation.conditions import conditions_table
 from compressor.evaluation.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
 from compressor.evaluation.gate_report import LONE_HALVES
+from compressor.evaluation.gate_verdict import conditions_table
 from compressor.evaluation.judged import judged_blocks
 from compressor.files import MADE_BY, whole_folder
-from compressor.formatting import counted
+from compressor.formatting import common_prefix, counted
 from compressor.records import plain_json
 
 NAMES = ("behaviour.json", "behaviour.md", "answers.html", "answers.jsonl")
@@ -98,9 +98,7 @@ def marked(text: str, other: str, ending: Ending) -> Words:
     """An answer with the word at which it parts from the other, and its loop, set off."""
     text = text[:MOST_LETTERS]
     loop = len(text) if ending.loop_start is None else ending.loop_start
-    begin = 0
-    while text[begin : begin + 1] == other[begin : begin + 1] != "":
-        begin += 1
+    begin = common_prefix(text, other)
     match = DIFFERENCE.match(text, begin)
     assert match is not None, "nothing is matched, too"
     begin = min(begin, loop)

@@ -189,15 +189,17 @@ class Continuation:
         """Choose tokens, without the end token."""
         start = time.perf_counter()
         choose = chooser(self.options)
-        most = self.options.max_new_tokens
-        for token in continue_tokens(self.decoder, self.prompt, choose, self.stops, most):
+        fresh = self.prompt
+        while len(self.tokens) < self.options.max_new_tokens:
+            token = choose(self.decoder(fresh))
             self.tokens.append(token)
             self.seconds = time.perf_counter() - start
             self.first_seconds = self.first_seconds or self.seconds
             if token in self.stops:
                 self.stopped = "end"
-            else:
-                yield token
+                return
+            yield token
+            fresh = (token,)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -229,16 +231,3 @@ def prepare(folder: Path, prompt: str, options: GenerationOptions, device: str =
             facts.positions,
         )
     return Continuation(decoder, tokenizer, options, facts.stops, ids)
-
-
-def continue_tokens(
-    decoder: OnnxDecoder, prompt: Sequence[int], choose: Choose, stops: frozenset[int], most: int
-) -> Iterator[int]:
-    """Tokens that follow the prompt [S]: at most so many, and none after an end token, which is the last one then."""
-    fresh = tuple(prompt)
-    for _ in range(most):
-        token = choose(decoder(fresh))
-        yield token
-        if token in stops:
-            return
-        fresh = (token,)

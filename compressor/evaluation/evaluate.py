@@ -175,8 +175,6 @@ class TaskEvaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        if self.server is None:
-            Checkpoint(self.source.folder)  # whose errors name the file that is wrong
         label = label_of(self.source, self.server)
         options = self.options
         with quiet_lm_eval():
@@ -219,7 +217,7 @@ class TaskEvaluation:
                             results[task.name] = replace(scores, streamed=self.streamed)
                     for task in together:
                         self._store(results[task.name])
-        return {task.name: results[task.name] for task in self.tasks}
+        return results
 
     def _store(self, scores: ItemScores) -> None:
         """Store a result. Where that fails, the run goes on with a warning."""

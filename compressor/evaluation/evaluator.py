@@ -28,7 +28,7 @@ from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
 from compressor.progress import Progress, Silent
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
-CPU_LOGITS, DEVICE_LOGITS = 2**20, 2**24  # compared at once: few enough for a cache, many enough for a device
+COMPARED = 2**22  # logits compared at once
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
 _SILENT = Silent()
@@ -115,7 +115,7 @@ def compare_sequence(ours: Tensor, theirs: Tensor, targets: Tensor, marks: Seque
 
     Logits of variant and base, [N, V] each, and the next tokens [N]. A mark's figures are those of `Figures.marks`.
     """
-    rows = max(1, (CPU_LOGITS if ours.device.type == "cpu" else DEVICE_LOGITS) // ours.shape[-1])
+    rows = max(1, COMPARED // ours.shape[-1])
     columns = [
         _at_positions(logits.float(), base.float(), following, marks)
         for logits, base, following in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True)

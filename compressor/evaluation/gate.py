@@ -16,10 +16,9 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import StockGenerator
 from compressor.evaluation.behaviour import UNIT, Answering, evaluate_behaviour, stock_pair
-from compressor.evaluation.conditions import Verdict
 from compressor.evaluation.evaluate import identity_of, label_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
-from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.gate_verdict import GateResult, Verdict
 from compressor.evaluation.judging import Judging, read_all
 from compressor.evaluation.server import Server
 from compressor.evaluation.server_writer import writer_of

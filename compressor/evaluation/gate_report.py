@@ -32,14 +32,16 @@ from compressor.document.drawing import Dots, draw_dots
 from compressor.document.markdown import markdown
 from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import SIGNS, Verdict, conditions_table
 from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.gate import Outlook
 from compressor.evaluation.gate_statistics import POWER, items_needed
 from compressor.evaluation.gate_verdict import (
     EXIT_STATUS,
+    SIGNS,
     GateResult,
     TaskGate,
+    Verdict,
+    conditions_table,
     gate_content,
     gate_from_content,
 )

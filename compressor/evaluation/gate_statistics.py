@@ -45,9 +45,8 @@ from scipy.stats import binom, binomtest
 from scipy.stats import t as student_t
 
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import GateCondition, Verdict
 from compressor.evaluation.evaluate import ItemScores
-from compressor.evaluation.gate_verdict import TaskGate
+from compressor.evaluation.gate_verdict import GateCondition, TaskGate, Verdict
 from compressor.formatting import joined
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed

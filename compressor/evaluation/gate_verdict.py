@@ -3,18 +3,24 @@
 n items of a task; both models answer each of them, so every test is paired.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from compressor.document.blocks import Table, Tone, Toned
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import GateCondition, Verdict, check_confidence
 from compressor.evaluation.judged import Judged
 from compressor.records import plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
 
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+Verdict = Literal["pass", "fail", "inconclusive"]
+SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
+    "pass": ("good", "✓"),
+    "fail": ("bad", "✗"),
+    "inconclusive": ("unsure", "?"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,30 @@ class TaskGate:
     mcnemar: float | None  # exact two-sided p of as uneven flips by chance; None unless scores are 0 or 1
     detectable: float  # the smallest true drop that a sample like this shows with probability 0.8
     perplexity_ratio: tuple[float, float, float] | None = None  # compressed / base with bounds, of a likelihood task
+
+
+@dataclass(frozen=True, slots=True)
+class GateCondition:
+    """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it fails."""
+
+    name: str  # such as "loops", or "flips on code"
+    option: str  # that sets the limit
+    limit: float
+    observed: float  # what the limit is for, such as the rise of a rate
+    lower: float  # one-sided confidence bounds of it
+    upper: float
+    items: int
+    unit: str  # of the items, in the plural
+    verdict: Verdict
+    base: float | None = None  # the figure of either model, where each has one
+    compressed: float | None = None
+    advice: str = ""  # what would decide it, where it is inconclusive
+
+    @property
+    def sentence(self) -> str:
+        """Name, figure, bounds and limit."""
+        figure = f"{self.observed:+.4f} (at least {self.lower:+.4f}, at most {self.upper:+.4f})"
+        return f"the {self.name} is {figure} on {self.items:,} {self.unit}; {self.limit:g} is allowed by {self.option}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +118,33 @@ def gate_from_content(content: Any) -> GateResult:
     result = read_as(GateResult, content)
     check_confidence(result.confidence)
     return result
+
+
+def check_confidence(confidence: float) -> None:
+    """Refuse a confidence that no bound has."""
+    if not 0.5 < confidence < 1:
+        raise CompressionError(f"--confidence {confidence} should lie between 0.5 and 1, such as 0.95")
+
+
+def conditions_table(conditions: Sequence[GateCondition]) -> Table:
+    """A row for each condition."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    columns = ("condition", "of", "base", "compressed", "allowed", "rise", "at least", "at most", "verdict")
+    rows = tuple(
+        (
+            condition.name,
+            f"{condition.items:,} {condition.unit}",
+            shown(condition.base),
+            shown(condition.compressed),
+            f"{condition.limit:g}",
+            f"{condition.observed:+.4f}",
+            f"{condition.lower:+.4f}",
+            f"{condition.upper:+.4f}",
+            Toned(condition.verdict, *SIGNS[condition.verdict]),
+        )
+        for condition in conditions
+    )
+    return Table("Conditions on behaviour", columns, rows, frozenset({"of", "verdict"}), ("of", "at least"))

@@ -22,14 +22,15 @@ from compressor.data.sources import WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.evaluation.answers import Answer, StockGenerator
 from compressor.evaluation.base_answers import check_base
-from compressor.evaluation.conditions import GateCondition, Verdict
 from compressor.evaluation.domains import judged
 from compressor.evaluation.endings import Markers
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures
+from compressor.evaluation.gate_verdict import GateCondition, Verdict
 from compressor.evaluation.judged import CONFIDENCE, DomainFigures, Judged
-from compressor.evaluation.prompts import Prompt, tokens_of
+from compressor.evaluation.prompts import Prompt, is_chat, tokens_of
+from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.tokenizer import first_part, has_chat_template, load_tokenizer, render_chat
+from compressor.model.tokenizer import first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
 
 SHORTEST = 16  # tokens of a sequence of text
@@ -65,32 +66,24 @@ class Judging:
         return {name: (option, limit) for name, (option, limit) in named.items() if limit is not None}
 
 
-def text_sets(
-    arguments: Sequence[str],
-    tokenizer: Any,
-    vocabulary: int,
-    samples: int = SAMPLES,
-    length: int = LENGTH,
-    seed: int = 0,
-    strict: bool = False,
-) -> tuple[EvaluationSet, ...]:
-    """A set for each domain of `SOURCE` or `SOURCE=DOMAIN`: at most so many sequences of each source.
+def text_sets(wanted: Judging, tokenizer: Any, vocabulary: int) -> tuple[EvaluationSet, ...]:
+    """A set for each domain of the texts: at most so many sequences of each source.
 
     A short text is cut into shorter sequences, so that there are eight of them. Raises `CompressionError` for one that
     is too short even so.
     """
     batches = defaultdict[str, list[torch.Tensor]](list)
-    for argument in dict.fromkeys(arguments):
-        source, domain = domain_of(argument)
-        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, samples * length, seed, vocabulary, "text", strict)
+    for source, domain in map(domain_of, dict.fromkeys(wanted.texts)):
+        most = wanted.samples * wanted.length
+        stream = read_tokens(WeightedSource(source, 1.0), tokenizer, most, 0, vocabulary, "text", wanted.strict)
         tokens = len(stream.ids)
-        sequence_length = min(length, tokens // FEWEST)
+        sequence_length = min(wanted.length, tokens // FEWEST)
         if sequence_length < SHORTEST:
             raise CompressionError(
                 f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it more text, at least "
                 f"{FEWEST * SHORTEST:,}"
             )
-        batches[domain] += stream.rows(sequence_length)[:samples].split(BATCH_SIZE)
+        batches[domain] += stream.rows(sequence_length)[: wanted.samples].split(BATCH_SIZE)
     return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
 
 
@@ -105,7 +98,7 @@ class TeacherForcedAnswer:
     seed: int = 0
 
 
-def forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
+def teacher_forced(prompt: Prompt, answer: Answer, tokenizer: Any, end: int, chat: bool = False) -> TeacherForcedAnswer:
     """An answer that was written; one without tokens, a server's, is tokenised anew. `end` ends it then."""
     tokens = answer.tokens
     if not tokens:
@@ -151,22 +144,16 @@ def _given(
     if last.get("role") != "assistant" or not asked:
         raise ItemError(f"{where} does not end with the assistant's answer to a message; give it one")
     is_pair = len(conversation.columns) == 2 and len(asked) == 1
-    if is_pair and not has_chat_template(tokenizer):
-        prompt = Prompt.of(asked[0]["content"], domain, where=where)
-        before = tokens_of(prompt, tokenizer, most=most)
-        text = str(last["content"])
-    else:
-        prompt = Prompt.of(asked, domain, conversation.tools, where)
-        before = tokens_of(prompt, tokenizer, most=most)
+    prompt = Prompt.of(asked, domain, conversation.tools, where, asked[0]["content"] if is_pair else None)
+    before = tokens_of(prompt, tokenizer, most=most)
+    text = str(last["content"])
+    if is_chat(prompt, tokenizer, False):
         try:
             whole = render_chat(tokenizer, [*asked, last], tools=prompt.tools)
             opening = render_chat(tokenizer, asked, tools=prompt.tools, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise untaken(where, error) from error
-        begin = 0
-        while whole[begin : begin + 1] == opening[begin : begin + 1] != "":
-            begin += 1
-        text = whole[begin:]
+        text = whole[common_prefix(whole, opening) :]
     if not text.strip():
         raise ItemError(f"{where} has an empty answer; give it some text or remove it")
     try:
@@ -291,46 +278,21 @@ def _figures_of_answers(answers: Sequence[TeacherForcedAnswer], figures: Figures
         yield ForcedFigures(answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere)
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationInputs:
-    """The base, opened, and all that is to be read; no weight is read to make one."""
-
-    base: OpenModel
-    texts: tuple[EvaluationSet, ...]
-    answers: tuple[TeacherForcedAnswer, ...]
+Readings = tuple[OpenModel, tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]
 
 
-def read_all(base: StockGenerator, wanted: Judging) -> EvaluationInputs:
-    """Read texts and given answers; raises `CompressionError` for what the base's tokenizer cannot take."""
+def read_all(base: StockGenerator, wanted: Judging) -> Readings:
+    """Open the base, and read texts and given answers; no weight is read.
+
+    Raises `CompressionError` for what the base's tokenizer cannot take.
+    """
     model = open_model(base.source, base.dtype, base.device)
     tokenizer = load_tokenizer(base.source.folder)
     answers = tuple[TeacherForcedAnswer, ...]()
     if wanted.answers:
         _, facts = base.opened()
         answers = read_answers(wanted.answers, tokenizer, facts.stops, facts.positions or sys.maxsize, wanted.strict)
-    texts = text_sets(wanted.texts, tokenizer, model.vocabulary, wanted.samples, wanted.length, strict=wanted.strict)
-    return EvaluationInputs(model, texts, answers)
-
-
-def judge_both(
-    readings: EvaluationInputs,
-    base: StockGenerator,
-    compressed: StockGenerator,
-    written: Sequence[tuple[Prompt, Answer]] = (),
-    chat: bool = False,
-    confidence: float = CONFIDENCE,
-    progress: Progress | None = None,
-) -> JudgedModels:
-    """Both models on all that was read, and on the answers that the base has written."""
-    answers = readings.answers
-    marks = dict[str, tuple[int, ...]]()
-    if answers or written:
-        tokenizer, facts = base.opened()
-        end = min(facts.stops)
-        answers += tuple(forced(prompt, answer, tokenizer, end, chat) for prompt, answer in written)
-        marks = marks_of(tokenizer, facts.stops)
-    other = open_model(compressed.source, compressed.dtype, compressed.device)
-    return judge(readings.base, other, readings.texts, answers, marks, confidence, progress)
+    return model, text_sets(wanted, tokenizer, model.vocabulary), answers
 
 
 def judged_conditions(found: JudgedModels, wanted: Judging, confidence: float) -> tuple[GateCondition, ...]:

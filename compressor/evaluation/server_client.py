@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
 
 from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
-
-if TYPE_CHECKING:
-    import ssl
 
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
 BUSY = (408, 425, 429, 502, 503, 504)
@@ -193,12 +190,10 @@ class Client:
             raise CompressionError(
                 f"{self.address} cannot be reached ({reason_of(error)}); start the server, or correct its address"
             ) from error
-        except (httpx2.TransportError, OSError) as error:
-            raise CompressionError(f"{url} gave no whole answer ({reason_of(error)}); see its log") from error
-        except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        except (httpx2.TransportError, httpx2.InvalidURL, OSError, ImportError, ValueError) as error:
             raise CompressionError(
-                f"{self.address} cannot be asked ({reason_of(error)}); correct the address, or the proxy that the "
-                "environment names"
+                f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the address, or the proxy "
+                "that the environment names"
             ) from error
 
 
@@ -218,7 +213,7 @@ def _refusal(url: str, response: Any) -> CompressionError:
 
 
 @cache
-def _certificates() -> "ssl.SSLContext":
+def _certificates() -> Any:
     """The certificates of all connections, which take long to read."""
     import httpx2
 

@@ -231,8 +231,6 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
 
 
 def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) -> str:
-    from lm_eval.utils import handle_non_serializable
-
     if not parts:
         raise CompressionError(f"the group {name!r} has no tasks; check its definition")
     digest = hashlib.sha256()
@@ -241,7 +239,7 @@ def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) ->
             raise CompressionError(f"task {part!r} would run code that the model writes; name another task")
         try:
             for entry in _content(part, task, options):
-                line = json.dumps(entry, sort_keys=True, default=handle_non_serializable) + "\n"
+                line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
                 digest.update(line.encode())
         except Exception as error:
             raise CompressionError(f"the items of task {part!r} could not be read: {reason_of(error)}") from error
@@ -258,7 +256,7 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
     metadata = config.pop("metadata", None) or {}
     config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
     config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
-    yield [part, _plain(config)]
+    yield [part, config]
     yield from task.doc_iterator(limit=options.limit)
     count = task.get_config("num_fewshot")
     if count != 0 and options.num_fewshot is not None:
@@ -268,23 +266,25 @@ def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Settings as JSON; a function as the file that defines it, for it may call others there."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(entry) for entry in (sorted(value, key=str) if isinstance(value, set) else value)]
+    """Return what JSON has no type for as plainer values; a function as the file that defines it.
+
+    It may call others there.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return asdict(value)
+    if isinstance(value, set):
+        return sorted(value, key=str)
     if not callable(value):
-        return value if isinstance(value, str | int | float | bool | None) else str(value)
+        from lm_eval.utils import handle_non_serializable
+
+        return handle_non_serializable(value)
     inner = getattr(value, "func", value)  # of functools.partial
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     try:
-        file = inspect.getsourcefile(named)
-        content = Path(file).read_bytes() if file else b""
+        content = Path(str(inspect.getsourcefile(named))).read_bytes()
     except (OSError, TypeError):
         content = b""
-    bound = _plain([getattr(value, "args", ()), getattr(value, "keywords", {})])
+    bound = [getattr(value, "args", ()), getattr(value, "keywords", {})]
     return [named.__qualname__, hashlib.sha256(content).hexdigest(), bound]
 
 

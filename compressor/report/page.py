@@ -28,9 +28,8 @@ from compressor.document.blocks import (
 )
 from compressor.document.picture import png
 from compressor.errors import CompressionError
-from compressor.evaluation.conditions import SIGNS
 from compressor.evaluation.gate_report import gate_blocks
-from compressor.evaluation.gate_verdict import GateResult
+from compressor.evaluation.gate_verdict import SIGNS, GateResult
 from compressor.evaluation.judged import heldout_blocks, overall_words
 from compressor.files import alone, check_folder, check_parent, is_page, replacing, whole_folder
 from compressor.formatting import counted, human_bytes, joined, label, listed, percent, setting, share, short

@@ -14,9 +14,8 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from compressor.errors import CompressionError  # noqa: E402
 from compressor.evaluation.decoders import (  # noqa: E402
+    Continuation,
     OnnxDecoder,
-    chooser,
-    continue_tokens,
     onnx_decoder,
     prepare,
     providers,
@@ -25,7 +24,6 @@ from compressor.evaluation.options import GenerationOptions  # noqa: E402
 from tests import small  # noqa: E402
 
 VOCABULARY, HIDDEN, POSITIONS, NEW = small.VOCABULARY, 6, 64, 10
-GREEDY = chooser(GenerationOptions())
 KEY, VALUE = ("past_key_values.0.key", "present.0.key"), ("past_key_values.0.value", "present.0.value")
 OTHER = (("past_conv.0", "present_conv.0"), ("input.layers.0.sum", "output.layers.0.sum"))
 TYPES = {"float": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -124,19 +122,26 @@ class Spy:
         return self._inner.run_with_ort_values(names, fed)
 
 
+def continued(session: Any, prompt: list[int]) -> list[int]:
+    options = GenerationOptions(max_new_tokens=NEW)
+    running = Continuation(OnnxDecoder(session), small.tokenizer(), options, frozenset(), tuple(prompt))
+    list(running)
+    return running.tokens
+
+
 @pytest.mark.parametrize("kind", sorted(TYPES))
 @pytest.mark.parametrize("names", [(KEY, VALUE), OTHER])
 def test_caches_of_any_name_layout_and_dtype(kind: str, names: tuple[tuple[str, str], ...]) -> None:
     spy = Spy(session(graph(cached=True, kind=kind, names=names)))
     prompt = [5, 9, 200, 44]
-    assert list(continue_tokens(OnnxDecoder(spy), prompt, GREEDY, frozenset(), NEW)) == reference(prompt)
+    assert continued(spy, prompt) == reference(prompt)
     assert spy.lengths == [4] + [1] * (NEW - 1)
 
 
 def test_without_a_cache_the_whole_is_read_again() -> None:
     spy = Spy(session(graph(cached=False)))
     prompt = [5, 9, 200, 44]
-    assert list(continue_tokens(OnnxDecoder(spy), prompt, GREEDY, frozenset(), NEW)) == reference(prompt)
+    assert continued(spy, prompt) == reference(prompt)
     assert spy.lengths == list(range(4, 4 + NEW))
 
 

@@ -17,10 +17,10 @@ from compressor.evaluation.judging import (
     Judging,
     TeacherForcedAnswer,
     answer_sets,
-    forced,
     judge,
     marks_of,
     read_answers,
+    teacher_forced,
     text_sets,
 )
 from compressor.evaluation.prompts import Prompt, read_prompts, usable_prompts
@@ -100,7 +100,7 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
 
 def test_a_copy_differs_by_nothing(folders: tuple[Path, Path], tokenizer: Any, tmp_path: Path) -> None:
     base = open_model(locate(str(folders[0])), "float32", "cpu")
-    texts = text_sets([small.text_file(tmp_path).as_posix() + "=prose"], tokenizer, base.vocabulary, 8, 16)
+    texts = text_sets(Judging((small.text_file(tmp_path).as_posix() + "=prose",), 8, 16), tokenizer, base.vocabulary)
     found = judge(base, open_model(locate(str(folders[0])), "float32", "cpu"), texts)
     assert found.answers is None and found.text is not None
     (row,) = found.text.domains
@@ -112,17 +112,17 @@ def test_text_is_cut_shorter_where_it_is_short_and_refused_where_it_is_too_short
     tokenizer: Any, tmp_path: Path
 ) -> None:
     path = small.text_file(tmp_path, "some words to read\n\n" * 60)
-    (whole,) = text_sets([str(path)], tokenizer, 10**6, 64, 512)
+    (whole,) = text_sets(Judging((str(path),)), tokenizer, 10**6)
     assert whole.name == "calibration" and sum(map(len, whole.batches)) >= 8 and whole.batches[0].shape[1] < 512
-    first, second = text_sets([f"{path}=one", f"{path}=two", f"{path}=two"], tokenizer, 10**6, 10, 16)
+    first, second = text_sets(Judging((f"{path}=one", f"{path}=two", f"{path}=two"), 10, 16), tokenizer, 10**6)
     assert (first.name, second.name) == ("one", "two") and sum(map(len, second.batches)) == 10
     short = small.text_file(tmp_path, "too short")
     with pytest.raises(
         CompressionError, match=r"--text .* gives \d+ tokens, too few .* give it more text, at least 128"
     ):
-        text_sets([str(short)], tokenizer, 10**6)
+        text_sets(Judging((str(short),)), tokenizer, 10**6)
     with pytest.raises(CompressionError, match=r"text file .*missing\.txt does not exist"):
-        text_sets([str(tmp_path / "missing.txt")], tokenizer, 10**6)
+        text_sets(Judging((str(tmp_path / "missing.txt"),)), tokenizer, 10**6)
     with pytest.raises(CompressionError, match="--text-samples 8 and --text-length 16 at the least"):
         Judging((str(path),), 7)
 
@@ -161,11 +161,11 @@ def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, 
 
 def test_answers_that_were_written_keep_their_tokens(tokenizer: Any) -> None:
     stop, prompt = int(tokenizer.eos_token_id), Prompt.of("one", "words")
-    own = forced(prompt, Answer(prompt.id, 0, (7, 8, stop), "xx", "end"), tokenizer, stop)
+    own = teacher_forced(prompt, Answer(prompt.id, 0, (7, 8, stop), "xx", "end"), tokenizer, stop)
     assert own.answer == (7, 8, stop) and own.domain == "words" and own.id == prompt.id
     text = tuple(tokenizer("two", add_special_tokens=False)["input_ids"])
-    assert forced(prompt, Answer(prompt.id, 0, (), "two", "end"), tokenizer, stop).answer == (*text, stop)
-    assert forced(prompt, Answer(prompt.id, 0, (), "two", "length"), tokenizer, stop).answer == text
+    assert teacher_forced(prompt, Answer(prompt.id, 0, (), "two", "end"), tokenizer, stop).answer == (*text, stop)
+    assert teacher_forced(prompt, Answer(prompt.id, 0, (), "two", "length"), tokenizer, stop).answer == text
 
 
 def test_batches_are_padded_on_the_right_and_only_answers_count() -> None:
