@@ -14,7 +14,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, evaluation_sets
 from compressor.evaluation.evaluator import Evaluator
 from compressor.evaluation.judging import Judging, text_sets
-from compressor.evaluation.model import AnswerWatch, loaded_model, streamed_model
+from compressor.evaluation.model import loaded_model, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.model.opened import open_model
 from compressor.progress import Silent
@@ -56,7 +56,7 @@ def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: 
         assert Evaluator(opened, [sequences]).measure(opened)[0].loss.tolist() == pytest.approx(expected, rel=1e-6)
     for kind in (loaded_model, streamed_model):
         with kind(locate(str(model)), EvaluationOptions(("any",), dtype="float32", device="cpu")) as asked:
-            asked.watch(AnswerWatch("model", "task", Silent()))
+            asked.watch("model", "task", Silent())
             (total,) = asked.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (SENTENCE,), 0)])
             (scored,) = asked.loglikelihood([Instance("loglikelihood", {}, (SENTENCE[:9], SENTENCE[9:]), 0)])
         assert -total / (length - 1) == pytest.approx(loss, rel=1e-6)

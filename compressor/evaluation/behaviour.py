@@ -6,7 +6,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,6 @@ class Behaviour:
     answers: Judged | None = None  # the base's, read by both
     each: tuple[ForcedFigures, ...] = ()  # of these answers
     conditions: tuple[GateCondition, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON without the answers, which stand beside it line by line."""
@@ -254,8 +253,8 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
                 items=task.items,
                 unit=UNIT,
                 verdict=judged,
-                base=1 - task.base,
-                compressed=1 - task.compressed,
+                base=task.compressed,
+                compressed=task.base,
                 advice=_advice(task, confidence) if judged == "inconclusive" else "",
             )
         )

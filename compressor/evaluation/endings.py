@@ -177,31 +177,32 @@ class Rate:
 
 
 def pair_endings(name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL) -> PairedItems | None:
-    """A measure of the same prompts and seeds as the gate pairs items, greater is better; None where it has none."""
+    """A measure of the same prompts and seeds, whose drop from the smaller model to the base is its rise.
+
+    None where it has none.
+    """
     before = [MEASURES[name](ending) for ending in base]
     after = [MEASURES[name](ending) for ending in smaller]
     if None in before or None in after:
         return None
-    whole = float(name not in NUMBERS)
-    columns = whole - np.array(before, dtype=float), whole - np.array(after, dtype=float)
+    columns = np.array(after, dtype=float), np.array(before, dtype=float)
     return PairedItems(name, domain, "", "score", *columns, np.ones(len(base)))
 
 
 def rate_of(task: TaskGate) -> Rate:
     """A measured pair in terms of what rises."""
-    whole = float(task.task not in NUMBERS)
     return Rate(
         measure=task.task,
         domain=task.metric,
         answers=task.items,
-        base=whole - task.base,
-        smaller=whole - task.compressed,
+        base=task.compressed,
+        smaller=task.base,
         rise=task.drop,
         lower=task.lower,
         upper=task.upper,
         more=task.lost,
         fewer=task.gained,
-        mcnemar=task.mcnemar if whole else None,
+        mcnemar=None if task.task in NUMBERS else task.mcnemar,
     )
 
 

@@ -181,8 +181,7 @@ class TaskEvaluation:
             import lm_eval
             from lm_eval.tasks import TaskManager
 
-            from compressor.evaluation.model import AnswerWatch, Watched, loaded_model, streamed_model
-            from compressor.evaluation.served_model import served_model
+            from compressor.evaluation.model import Watched, loaded_model, served_model, streamed_model
 
             opening: AbstractContextManager[Watched]
             if self.server is not None:
@@ -198,7 +197,7 @@ class TaskEvaluation:
                 for together in [self.missing] if self.streamed else [(task,) for task in self.missing]:
                     names = ", ".join(task.name for task in together)
                     with wrap_faults(f"{label} could not be evaluated on task {names!r}", *REMEDIES):
-                        model.watch(AnswerWatch(label, names, progress))
+                        model.watch(label, names, progress)
                         evaluated = lm_eval.simple_evaluate(
                             model=model,
                             tasks=[task.loaded for task in together],
@@ -217,7 +216,7 @@ class TaskEvaluation:
                             results[task.name] = replace(scores, streamed=self.streamed)
                     for task in together:
                         self._store(results[task.name])
-        return results
+        return {task.name: results[task.name] for task in self.tasks}
 
     def _store(self, scores: ItemScores) -> None:
         """Store a result. Where that fails, the run goes on with a warning."""
@@ -257,17 +256,16 @@ def plan_evaluation(
     journal = None
     if server is not None:
         journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
-    planned = TaskEvaluation(source, tuple(tasks), options, server, journal, False, files, known)
-    if not planned.missing or server is not None or not streams(source, options):
-        return planned
-    for task in planned.missing:
-        if "generate_until" in task.kinds:  # all layers would be read anew for every token
+    missing = [task for task in tasks if task.name not in known]
+    streamed = bool(missing) and server is None and streams(source, options)
+    for task in missing:
+        if streamed and "generate_until" in task.kinds:  # all layers would be read anew for every token
             size = human_bytes(weight_bytes(source, options.dtype))
             raise CompressionError(
                 f"task {task.name!r} writes its answers, which needs all {size} of {source.label} in memory; name "
                 "tasks of multiple choice or likelihood, or pass --no-stream"
             )
-    return replace(planned, streamed=True)
+    return TaskEvaluation(source, tuple(tasks), options, server, journal, streamed, files, known)
 
 
 def _stored(files: Iterable[Path]) -> ItemScores | None:

@@ -16,7 +16,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.devices import as_float64, pick_device
 from compressor.errors import CompressionError
 from compressor.model.architecture import load_config, model_class
-from compressor.model.opened import load_dequantised, pick_dtype
+from compressor.model.opened import load_whole, pick_dtype
 from compressor.progress import quiet_transformers
 from compressor.records import read_object
 
@@ -25,24 +25,15 @@ def load_writing(folder: Path, device: str, dtype: str) -> Any:
     """A stock model that writes text, whole, in its own dtype for 'auto'; what is unfit is a `CompressionError`."""
     from transformers import GenerationMixin
 
-    checkpoint = Checkpoint(folder)
     config = load_config(folder)
-    torch_device = pick_device(device)
     kind = model_class(config)
-    torch_dtype = pick_dtype(dtype, config, checkpoint)
+    torch_dtype = pick_dtype(dtype, config, Checkpoint(folder))
     if not kind.can_generate():
         raise CompressionError(f"{kind.__name__} does not generate text; name the folder of a causal language model")
     if kind.generate is not GenerationMixin.generate:
         raise CompressionError(f"{kind.__name__} does not generate token by token; use its own generate() instead")
-    if checkpoint.quantization:
-        return load_dequantised(folder, torch_dtype, torch_device)
     with quiet_transformers():
-        model, report = kind.from_pretrained(str(folder), config=config, dtype=torch_dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise CompressionError(
-            f"{folder} lacks {len(missing)} tensors of {kind.__name__}, such as {missing[0]!r}; restore its files"
-        )
-    return model.to(torch_device).eval()
+        return load_whole(folder, kind, dtype=torch_dtype).to(pick_device(device))
 
 
 def free(device: torch.device) -> None:

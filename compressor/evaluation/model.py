@@ -3,15 +3,22 @@
 It is in memory, or answers log likelihoods from one streamed pass: equal inputs run once, and there are logits only
 where they count. Importing this module imports lm-eval. B rows of a batch, S tokens, N scored positions, H hidden size,
 V words of the vocabulary.
+
+Or a server answers, by lm-eval's model of a completions API with requests of our own: several at once, and each answer
+kept as it comes, so that a run that a server's timeout ended goes on from what it has been answered.
 """
 
+import copy
+import hashlib
+import json
 import math
 import sys
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +26,9 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import FiniteFloat, TypeAdapter
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -26,7 +36,10 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.generate import free
+from compressor.evaluation.generate import free, read_facts
+from compressor.evaluation.journal import Journal
+from compressor.evaluation.server import AT_ONCE, PromptScores, Server
+from compressor.evaluation.server_client import Completion
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available
 from compressor.model.architecture import head_of
@@ -40,29 +53,35 @@ GPU_BATCH = 32  # rows of a streamed model where nobody says how many; all of th
 LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has more
 TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4  # a part this large of free memory holds hidden states; what is beyond goes to disk
+POSITIONS = 2048  # of a model that doesn't say how many it was made for
+LINE = TypeAdapter(tuple[str, str | tuple[FiniteFloat, bool]])  # a digest, and the text or the log-likelihood
 
 Request = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
 Answer = tuple[float, bool]  # log likelihood in nats, and whether every token of it is the argmax
 
 
-class AnswerWatch:
-    """Counts the answers that lm-eval gets, and refuses a log-likelihood that is not finite."""
+class Watched(TemplateLM):
+    """Counts the answers of one of lm-eval's models, and refuses a log-likelihood that is not finite."""
 
-    def __init__(self, model: str, task: str, progress: Progress) -> None:
-        self.model = model
+    tok_encode: Any  # of lm-eval's model
+
+    def watch(self, label: str, task: str, progress: Progress) -> None:
+        """Report the answers to come under these names."""
+        self.label = label
         self.task = task
-        self.progress = progress
+        self.answered = progress
+        self.set_cache_hook(self)
 
     def start(self, total: int) -> None:
-        self.progress.start(f"Evaluating {self.model} on {self.task}", total)
+        self.answered.start(f"Evaluating {self.label} on {self.task}", total)
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        """One answer: (log-likelihood, is greedy), a log-likelihood, or text."""
+        """Take one answer: (log-likelihood, is greedy), a log-likelihood, or text."""
         if kind != "generate_until":
             value = answer[0] if isinstance(answer, tuple) else answer
             if not math.isfinite(value):
                 raise self.fault(f"a log-likelihood of {value}")
-        self.progress.advance("")
+        self.answered.advance("")
 
     def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
         """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S, V]."""
@@ -71,26 +90,16 @@ class AnswerWatch:
 
     def fault(self, what: str) -> CompressionError:
         return CompressionError(
-            f"{self.model} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
+            f"{self.label} gives {what} on task {self.task!r}, so its results mean nothing; check its weights, or "
             "pass --dtype float32 if they are sound"
         )
 
-
-class Watched(TemplateLM):
-    """Lets an `AnswerWatch` see the answers of one of lm-eval's models."""
-
-    tok_encode: Any  # of lm-eval's model
-
-    def watch(self, watch: AnswerWatch) -> None:
-        self.watcher = watch
-        self.set_cache_hook(watch)
-
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        self.watcher.start(len(requests))
+        self.start(len(requests))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        self.watcher.start(len(requests))
+        self.start(len(requests))
         encode = self.tok_encode
         # the prefix token already opens each text, and a tokenizer that does so too would open it twice
         self.tok_encode = partial(encode, add_special_tokens=False)
@@ -100,12 +109,12 @@ class Watched(TemplateLM):
             del self.tok_encode
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        self.watcher.start(len(requests))
+        self.start(len(requests))
         return super().generate_until(requests, disable_tqdm=True)
 
 
 class WatchedModel(Watched, HFLM):
-    """A causal language model whose answers a `AnswerWatch` sees."""
+    """A causal language model of transformers."""
 
     # refuses a checkpoint that lacks weights: they would be random
     AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings))
@@ -119,7 +128,7 @@ class WatchedModel(Watched, HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, *arguments: Any, **named: Any) -> Any:
-        with self.model.register_forward_hook(self.watcher.check_logits):
+        with self.model.register_forward_hook(self.check_logits):
             return super()._model_generate(*arguments, **named)
 
 
@@ -248,10 +257,10 @@ class StreamedModel(WatchedModel):
     def _create_model(self, *_: Any, **settings: Any) -> None:
         self._model = SimpleNamespace(config=self.config, to=lambda device: None)  # for what lm-eval asks of a model
 
-    def watch(self, watch: AnswerWatch) -> None:
-        """Show the next answers to `watch`; their progress is counted in layers."""
-        self.layers = watch.progress
-        super().watch(AnswerWatch(watch.model, watch.task, Silent()))
+    def watch(self, label: str, task: str, progress: Progress) -> None:
+        """Report progress in layers, not in answers."""
+        self.layers = progress
+        super().watch(label, task, Silent())
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -279,7 +288,7 @@ class StreamedModel(WatchedModel):
         for batch in batches:
             tokens.append(pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True))
         visitor = _Answers(batches)
-        phase = f"Evaluating {self.watcher.model} on {self.watcher.task}, layer by layer"
+        phase = f"Evaluating {self.label} on {self.task}, layer by layer"
         one = Pass(model, tokens, self.layers, phase, to_end=True, shared=True, activation_budget=budget)
         head = head_of(model.partial.model)
         with head.register_forward_pre_hook(visitor.before_head) if head is not None else nullcontext():
@@ -305,3 +314,121 @@ def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[
     finally:
         opened.partial.release("")
         free(opened.partial.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and how its answer is read; `item` is lm-eval's key of it, None for a window of a longer text."""
+
+    key: str  # of the journal
+    payload: Mapping[str, Any]
+    read: Callable[[Completion], Any]
+    item: Any
+
+
+class ServedModel(Watched, LocalCompletionsAPI):
+    """A served model whose log-likelihoods are those of its own tokens, and texts as the server ends them."""
+
+    def __init__(self, server: Server, folder: Path, options: EvaluationOptions, journal: Journal) -> None:
+        TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
+        self.server = server
+        self.journal = journal
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer_backend = "huggingface"
+        self.tokenized_requests = server.scored == "tokens"
+        positions = read_facts(folder).positions or POSITIONS
+        self.max_length = min(positions, server.max_length or positions) - 1  # one token is always written
+        self.model = server.model
+        self._seed = options.seed
+        self._max_gen_toks = 256
+        self.add_bos_token = False
+        self.custom_prefix_token_id = None
+        self._eos_string = None
+        self._batch_size = 1
+        self.at_once = options.batch_size if isinstance(options.batch_size, int) else AT_ONCE
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """The answers to requests, each a key of the cache, a context's tokens and a continuation's."""
+        inputs, contexts, items = self.batch_loglikelihood_requests([requests])
+        questions = []
+        for tokens, begin, item in zip(inputs, contexts, items, strict=True):
+            payload = self._create_payload(self._prompt(tokens), seed=self._seed)
+            read = partial(self._likelihood, tokens, max(1, begin))
+            questions.append(Question(_digest(payload, begin), payload, read, item))
+        return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        self.start(len(requests))
+        questions = []
+        for context, settings in (request.args for request in requests):
+            room = max(1, self.max_length - settings.get("max_gen_toks", self._max_gen_toks))
+            prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
+            settings = copy.deepcopy(settings)
+            payload = self._create_payload(
+                self._prompt(prompt), generate=True, gen_kwargs=settings, seed=self._seed, eos=self.eos_string
+            )
+            payload |= self.server.plain
+            item = (context, settings)
+            questions.append(Question(_digest(payload), payload, lambda response: response.choices[0].text, item))
+        return self._answers("generate_until", questions)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihoods of whole texts, of which all windows are asked together."""
+        self.start(len(requests))
+        windows = list[Any]()
+        counts = list[int]()
+        for (text,) in (request.args for request in requests):
+            # the token before a text, the tokens of a window, and of the context of each
+            cuts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            of_text = [(None, *make_disjoint_window(cut)) for cut in cuts]
+            windows += of_text
+            counts.append(len(of_text))
+        likelihoods = iter([value for value, _ in self._loglikelihood_tokens(windows)])
+        sums = [sum(islice(likelihoods, count)) for count in counts]
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def _prompt(self, prompt: Any) -> Any:
+        """Token ids as they are where the server takes them, or else text."""
+        return prompt if self.tokenized_requests or isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> tuple[float, bool]:
+        pieces = None if self.tokenized_requests else [self.tokenizer.decode([token]) for token in tokens]
+        scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
+        likelihood = None if scores is None else scores.likelihood(begin)
+        if likelihood is not None:
+            return likelihood
+        raise CompressionError(
+            f"task {self.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, and "
+            f"{self.server.label} gives others: it hides the token that opens a text, cuts long prompts, or has "
+            "another tokenizer; name another task, or serve the model by vLLM"
+        )
+
+    def _answers(self, kind: str, questions: Sequence[Question]) -> list[Any]:
+        """The answer to each question, which the journal keeps under its key."""
+        known = dict(self.journal.read())
+
+        def ask(question: Question) -> tuple[Question, Any]:
+            if question.key in known:
+                return question, known[question.key]
+            return question, question.read(self.server.ask("/completions", Completion, question.payload))
+
+        for question, answer in self.server.all(questions, ask, self.at_once):
+            if question.key not in known:
+                known[question.key] = answer
+                self.journal.add((question.key, answer))
+            if question.item is not None:
+                self.cache_hook.add_partial(kind, question.item, answer)
+        return [known[question.key] for question in questions]
+
+
+@contextmanager
+def served_model(server: Server, folder: Path, options: EvaluationOptions, journal: Path) -> Iterator[ServedModel]:
+    """A served model, whose answers the file `journal` keeps until all tasks have their results."""
+    yield ServedModel(server, folder, options, Journal(journal, LINE))
+    journal.unlink(missing_ok=True)
+
+
+def _digest(*asked: Any) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()

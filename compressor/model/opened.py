@@ -218,8 +218,8 @@ def advice_on(served: Served, layers: Sequence[MoeLayer], experts: int) -> Advic
     return advise(replace(served, experts=experts), counts_below(layers))
 
 
-def load_whole(folder: Path, **settings: Any) -> Any:
-    """A causal language model with `from_pretrained`'s settings, on the CPU unless they say otherwise.
+def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
+    """A model of this class with `from_pretrained`'s settings, on the CPU unless they say otherwise.
 
     A quantised one is dequantised, as stock loaders don't read all formats rightly. Raises `CompressionError` for a
     checkpoint that lacks weights: they would be random.
@@ -228,7 +228,7 @@ def load_whole(folder: Path, **settings: Any) -> Any:
     if checkpoint.quantization:
         return load_dequantised(folder, settings.get("dtype", "auto"), settings.get("device_map", {"": "cpu"})[""])
     settings["config"] = load_config(folder)  # which names no kernels
-    model, info = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
+    model, info = kind.from_pretrained(str(folder), output_loading_info=True, **settings)
     absent = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:
         raise CompressionError(

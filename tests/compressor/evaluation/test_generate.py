@@ -109,7 +109,7 @@ def test_models_that_do_not_continue_text_are_refused(name: str, message: str, t
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     folder = small.save(tmp_path / "model")
     small.edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(CompressionError, match=r"lacks 1 tensors of MixtralForCausalLM, such as 'model.norm.weight'"):
+    with pytest.raises(CompressionError, match=r"lacks 1 tensors that its .*, such as 'model.norm.weight'"):
         load_writing(folder, "cpu", "auto")
 
 

@@ -18,7 +18,7 @@ from compressor.errors import CompressionError
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation import model as streamed
 from compressor.evaluation.evaluate import TaskEvaluation, plan_evaluation, streams, weight_bytes
-from compressor.evaluation.model import AnswerWatch, batches_of, inputs_of, loaded_model, score, streamed_model
+from compressor.evaluation.model import batches_of, inputs_of, loaded_model, score, streamed_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model import opened
 from compressor.progress import Silent
@@ -44,7 +44,7 @@ def requests(kind: str, arguments: list[tuple[str, ...]]) -> list[Instance]:
 
 def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
     """Of the choices, whether each is greedy; and of the texts."""
-    model.watch(AnswerWatch("model", "sums", Silent()))
+    model.watch("model", "sums", Silent())
     choices = model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
     return choices, model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
 
@@ -81,7 +81,7 @@ def test_the_head_is_shown_what_counts_alone(tmp_path: Path, monkeypatch: pytest
         head: list[tuple[int, ...]] = []
         lm_head = model.opened.partial.model.get_output_embeddings()
         lm_head.register_forward_hook(lambda module, args, logits: head.append(tuple(logits.shape)))
-        model.watch(AnswerWatch("model", "sums", Silent()))
+        model.watch("model", "sums", Silent())
         model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
         of_text = partial(model.tok_encode, add_special_tokens=False)
         pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]

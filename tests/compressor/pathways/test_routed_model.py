@@ -13,7 +13,7 @@ import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.evaluation.items import Item, item_lines
-from compressor.evaluation.model import AnswerWatch, loaded_model
+from compressor.evaluation.model import loaded_model
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.pathways.answering import open_answering
 from compressor.pathways.lm_eval_model import PathwayLM
@@ -56,7 +56,7 @@ def asked() -> list[Instance]:
 def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> None:
     options = EvaluationOptions(("sums",), device="cpu", batch_size=1)
     with loaded_model(locate(str(place / "model")), options) as stock:
-        stock.watch(AnswerWatch("model", "sums", Silent()))
+        stock.watch("model", "sums", Silent())
         expected = stock.loglikelihood(asked())
     model = routed(place, 0.0)
     found = model.loglikelihood(asked())
