@@ -60,7 +60,6 @@ from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.report.comparison import Contender, Variant, compare_models, correction, parse_contender, random_drop
 from compressor.report.comparison_report import Comparison
-from compressor.report.measuring import RunStats
 from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
 from compressor.report.sizes_report import SizeComparison
 from compressor.statistics.statistics import ATTRIBUTED
@@ -147,7 +146,7 @@ def compress(
     publishes = recipe.output.push_to_hub is not None and ranks().is_first
     if publishes:
         check_access(str(recipe.output.push_to_hub), recipe.output.private)  # now rather than after hours of work
-    delivery = Delivery(Path(out), overwrite, device, progress, RunStats, command)
+    delivery = Delivery(Path(out), overwrite, device, progress, command)
     outcome = carry_out(recipe, delivery, announce)
     return replace(outcome, pushed=push_output(outcome, recipe.output)) if publishes else outcome
 
@@ -197,7 +196,7 @@ def apply(
     if model is not None:
         changed |= {"model": given(model, tokenizer), "revision": None}
     recipe = Recipe.of({**dict(recipe_of_plan(loaded)), **changed}, "the plan")
-    return run(recipe, Delivery(Path(out), overwrite, device, progress, RunStats, command), loaded)
+    return run(recipe, Delivery(Path(out), overwrite, device, progress, command), loaded)
 
 
 def plan(

@@ -53,7 +53,6 @@ def read(text: str) -> Any:
 
 
 def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> None:
-    """Without measuring, what the run has noted: which experts tokens were routed to while it planned."""
     result = run("report", out, "-o", tmp_path / "report.html", "--json")
     assert result.status == 0, result
     data = read(result.out)
@@ -62,12 +61,10 @@ def test_json_holds_what_the_page_shows(run: Run, out: Path, tmp_path: Path) -> 
     for layer in data.layers:
         assert len(layer.similarity) == len(layer.visits_before) == layer.experts
         assert len(layer.visits_after) == len(layer.groups) == 4 and layer.error > 0
-    result = run("report", out, "-o", tmp_path / "noted.html", "--no-measure", "--json")
+    result = run("report", out, "-o", tmp_path / "bare.html", "--no-measure", "--json")
     data = read(result.out)
-    assert (data.measured_tokens, data.measured_text) == (8 * 32, "text.txt")
-    assert all(layer.error is None and layer.visits_after is None for layer in data.layers)
-    assert all(sum(layer.visits_before or ()) == pytest.approx(1, abs=1e-5) for layer in data.layers)
-    assert "256 tokens of text.txt" in (tmp_path / "noted.html").read_text(encoding="utf-8")
+    assert data.measured_tokens == 0 and set(vars(data.seconds)) >= {"open", "plan", "write"}
+    assert all(layer.error is None and layer.similarity is None for layer in data.layers)
 
 
 def test_a_folder_from_another_machine_says_what_is_missing(

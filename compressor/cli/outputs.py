@@ -131,7 +131,7 @@ def report(
     """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors, hubs, gate, timings."""
     require("matplotlib", "jinja2")
     from compressor.report.data import report_data
-    from compressor.report.measuring import kept_measures, measure
+    from compressor.report.measuring import measure
     from compressor.report.page import check_report, write_report
 
     if not checkpoint.is_dir():
@@ -139,9 +139,8 @@ def report(
     check_report(output, figures, running.overwrite)
     report_data(checkpoint, None, hubs, gate)  # whatever is wrong with it is refused before anything runs
     with alone(output):
-        if no_measure:
-            measured = kept_measures(checkpoint, "run")
-        else:
+        measured = None
+        if not no_measure:
             with progress_bars(running.as_json) as progress:
                 measured = measure(
                     checkpoint,

@@ -42,7 +42,7 @@ from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions, 
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import versions
 from compressor.steps.job import output_size
-from compressor.steps.state import OWN, Observer, State, Texts, part_name
+from compressor.steps.state import OWN, State, Texts, part_name
 from compressor.steps.workdir import Workdir
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage; above, each is alone
@@ -351,9 +351,7 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
             evaluated = 0
 
 
-def first_state(
-    resolved: ResolvedRecipe, session: Session, work: Workdir | None = None, observer: Observer | None = None
-) -> State:
+def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> State:
     """The state before the first step, once texts are read."""
     with session.clock.phase("read text"):
         texts = read_texts(resolved)
@@ -363,7 +361,7 @@ def first_state(
     for needed in resolved.requirements:
         lines += () if needed.notes_are_described else needed.notes
     lines.append(how_resident(resolved.model))
-    own = Announced(lines, session.progress), session.clock, texts, work, observer
+    own = Announced(lines, session.progress), session.clock, texts, work
     return State(resolved.model, resolved.base, resolved.model, resolved.steps, plan, *own, number=first, first=first)
 
 

@@ -6,7 +6,7 @@ settle steps, refuse what cannot be ─► is the output in place? ─► hold t
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ from compressor.steps.constants.mone import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job
-from compressor.steps.state import Observer, State
+from compressor.steps.state import State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
     Workdir,
@@ -89,7 +89,6 @@ class Delivery:
     overwrite: bool = False
     device: str = "auto"
     progress: Progress | None = None
-    observe: Callable[[], Observer] | None = None  # makes an observer of one run
     command: Sequence[str] | None = None  # the command line, for the record of the run
     gate: PreparedGate | None = None
     requests: tuple[str, ...] = ()  # keys of further requests that the output answers
@@ -157,7 +156,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            state = first_state(resolved, opened, work, None if delivery.observe is None else delivery.observe())
+            state = first_state(resolved, opened, work)
             stage = make_all(state)
             ranks().barrier()
             outcome = _finish(resolved, state, stage, delivery, opened.peak, place)
@@ -279,8 +278,6 @@ def _finish(
             base=None if state.base is model else state.base.source.name,
         )
         record_run(work.output, run_record)
-        if state.observer is not None:
-            state.observer.keep(work.output, identity)
         for key in (place, *delivery.requests):
             record_request(work.output, key)
     return outcome

@@ -5,9 +5,8 @@ next, of the same text, through the output's. While the base's passes a layer, t
 input of the base's block, so that corrections and merged routers count as they are stored. No more than one layer of
 each is in memory. T tokens, E experts, H hidden, S sampled tokens.
 
-Base and text are found by the record of the run, unless they are named. What is not available is taken from what the
-run itself kept, or left out with a sentence that says so. What was measured last, and what a run of `compress` sees
-anyway, is kept in the user's cache; a model card shows the former.
+Base and text are found by the record of the run, unless they are named. What is not available is left out with a
+sentence that says so. What was measured last is kept in the user's cache, for a model card.
 
 Figure 2 of Zhang et al. 2024, arXiv:2407.09590, shows such matrices. Linear CKA (Kornblith et al. 2019,
 arXiv:1905.00414) stands in where a strategy compares no experts.
@@ -16,20 +15,19 @@ arXiv:1905.00414) stands in where a strategy compares no experts.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from os.path import exists
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.checkpoint.reader import Checkpoint
-from compressor.checkpoint.source import is_local, locate
+from compressor.checkpoint.source import ModelSource, is_local, locate
 from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text, sample_rows
-from compressor.data.sources import DEMO_SOURCE, Address, divide, parse_sources, without_folders
+from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
 from compressor.model.experts import Watch
@@ -38,14 +36,13 @@ from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import Forward, LayerVisitor, Pass, hidden_of
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
-from compressor.recipe.plan import LayerPlan
-from compressor.recipe.registry import Strategy, load_strategy
+from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import DEFAULT_LENGTH
 from compressor.recipe.steps_plan import Plan
 from compressor.records import plain_json, read_as
 from compressor.report.data import LayerMeasures, Matrix, Measured
 from compressor.run_record import RunRecord, cache_folder, digest_of, read_cached, read_record, write_cached
-from compressor.statistics.statistics import DENSE, SAMPLED, WEIGHTS, Collector, LayerStatistics, collect
+from compressor.statistics.statistics import WEIGHTS, Collector, LayerStatistics, collect
 from compressor.steps.job import check_plan
 from compressor.steps.prune.similarity import linear_cka
 from compressor.steps.split.opening import as_decided
@@ -78,17 +75,19 @@ def measure(
         raise CompressionError(f"--samples {samples} leaves nothing to run; give at least 1")
     if model is None and revision is not None:
         raise CompressionError("--revision is that of the model that --model names; give both")
-    as_run = calibration is None and dtype == "auto"
     plan, record, progress = read_outcome(folder).plan, read_record(folder), progress or Silent()
-    base = _base(folder, plan, record, model, revision, dtype, device, progress)
+    base = output = text = None
+    try:
+        source = _recorded_base(plan, record, progress) if model is None else locate(model, revision, progress)
+        base = None if source is None else _open_base(folder, plan, source, dtype, device)
+    except (CompressionError, OSError):
+        if model is not None:
+            raise
     if base is not None:  # both compute alike
         dtype = base.dtype_name if base.dtype_name in DTYPES else dtype
         device = str(base.partial.device)
-    output, text = None, None
-    try:
+    with suppress(CompressionError):  # an output without weights
         output = open_model(locate(str(folder)), dtype, device)
-    except CompressionError as error:  # it has no weights here
-        logger.debug("%s cannot be run: %s", folder, error)
     opened = base or output
     if opened is not None and calibration is None:
         text = _recorded_text(opened, plan, record, samples)
@@ -97,44 +96,27 @@ def measure(
         sources, tokenizer = parse_sources(calibration), load_tokenizer(opened.source.folder)
         wanted = samples or max(len(sources), TOKENS // max(length, 1))
         text = calibrate(sources, tokenizer, samples=wanted, length=length, seed=plan.seed, vocab=opened.vocabulary)
-    recorded = Measured()
-    if as_run:
-        recorded = kept_measures(folder, "run") or recorded
-    layers, tokens, source = {layer.module: layer for layer in recorded.layers}, recorded.tokens, recorded.text
-    by_strategy = similarity_of(plan)
-
-    def similarity(module: str) -> Similarity:
-        """Return how a layer's experts are compared; a matrix that the run kept stands."""
-        if module not in layers or layers[module].similarity is None:
-            return by_strategy
-        known = layers[module].similarity_label, torch.tensor(layers[module].similarity, dtype=torch.float64)
-        return Similarity(frozenset(), lambda stats: known)
-
-    fresh: Iterator[LayerMeasures] = iter(())
+    similarity, missing = similarity_of(plan), _missing(folder, plan, base, output, text)
+    measured = Measured(missing=tuple(missing))
     if text is not None and output is not None:
-        tokens, source = text.tokens, _name(text.identity)
-        fresh = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
-    elif base is not None and any(similarity(layer.name).needs for layer in base.architecture.layers):
-        fresh = by_weights(base, similarity, progress)  # unless the run kept all of it
-    for layer in fresh:  # beside what the run kept
-        known = {field: value for field, value in layer.fields().items() if value not in (None, "")}
-        layers[layer.module] = replace(layers.get(layer.module, layer), **known)
-    beyond = " beyond what the run recorded" if recorded.tokens else ""
-    missing = _missing(folder, plan, base, output, text, beyond)
-    measured = Measured(tuple(layers.values()), tokens, source, tuple(missing))
-    keep_measures(folder, measured, "report")
+        layers = measure_layers(output, base, text.batches, similarity, progress, plan.seed)
+        measured = replace(measured, layers=tuple(layers), tokens=text.tokens, text=_name(text.identity))
+    elif base is not None:
+        measured = replace(measured, layers=tuple(by_weights(base, similarity, progress)))
+    if measured.layers:
+        write_cached(_cache_file(folder), {"weights": _weights(folder), "measured": plain_json(measured)})
     return measured
 
 
 def _missing(
-    folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None, beyond: str
+    folder: Path, plan: Plan, base: OpenModel | None, output: OpenModel | None, text: Calibration | None
 ) -> list[str]:
     """Return a sentence on each thing that is not measured."""
-    lost, sentences = f"so routed tokens, errors and similarities of outputs are not measured{beyond}", list[str]()
+    lost, sentences = "so routed tokens, errors and similarities of outputs are not measured", list[str]()
     if base is None:
         sentences.append(
             f"The base model {plan.source.model} is not available, so the similarity of its experts, the routed tokens "
-            f"before and the errors are not measured{beyond}; name it with --model."
+            "before and the errors are not measured; name it with --model."
         )
     if plan.calibration is None and text is None:
         sentences.append(f"The plan was made without any text, {lost}; name one with --calibration.")
@@ -148,43 +130,30 @@ def _missing(
     return sentences
 
 
-def _base(
-    folder: Path,
-    plan: Plan,
-    record: RunRecord | None,
-    model: str | None,
-    revision: str | None,
-    dtype: str,
-    device: str,
-    progress: Progress,
-) -> OpenModel | None:
-    """The base model, opened; None if it is not named and not to be found, or is no longer what it was."""
-    name, commit = model, revision
-    if name is None:
-        name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
-        # a folder here may be called like the Hub's model
-        if is_local(name) if commit is not None else record is None or not Path(name).is_dir():
-            return None
-    try:
-        opened = open_model(locate(name, commit, progress), dtype, device)
-        if opened.fingerprint != plan.source.fingerprint:
-            raise CompressionError(
-                f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
-                f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
-            )
-        opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
-        if plan.expert_plan.layers:
-            check_plan(plan.expert_plan, opened)
-        return opened
-    except (CompressionError, OSError) as error:
-        if model is not None:
-            raise
-        logger.debug("the base of %s cannot be opened: %s", folder, error)
-        return None
+def _recorded_base(plan: Plan, record: RunRecord | None, progress: Progress) -> ModelSource | None:
+    """Return the base that the run read; None for a folder that is gone, or may be another one of its name."""
+    name, commit = (record.source, record.revision) if record else (plan.source.model, plan.source.revision)
+    # a folder here may be called like the Hub's model
+    is_gone = is_local(name) if commit is not None else record is None or not Path(name).is_dir()
+    return None if is_gone else locate(name, commit, progress)
+
+
+def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device: str) -> OpenModel:
+    """Open the base as the plan saw it; raise `CompressionError` if it is no longer what it was."""
+    opened = open_model(source, dtype, device)
+    if opened.fingerprint != plan.source.fingerprint:
+        raise CompressionError(
+            f"{opened.source.name} is not the model that {folder} was made from: its fingerprint is "
+            f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with --model"
+        )
+    opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
+    if plan.expert_plan.layers:
+        check_plan(plan.expert_plan, opened)
+    return opened
 
 
 def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, samples: int | None) -> Calibration | None:
-    """A part of the plan's own text, which must give the same tokens as it did; None where it cannot be read.
+    """Return a part of the plan's own text, which must give the same tokens as it did; None where it does not.
 
     The run's record, which knows folders, repeats it, or the plan itself if that needs none.
     """
@@ -193,14 +162,9 @@ def _recorded_text(model: OpenModel, plan: Plan, record: RunRecord | None, sampl
         return None
     if recorded is not None and recorded.get("sha256") == identity.get("sha256"):
         identity = recorded
-    else:
-        names = [entry.get("source") for entry in identity.get("sources") or ()]
-        if not names or not all(name == DEMO_SOURCE or exists(Address.parse(str(name)).name) for name in names):
-            return None
     try:
         text = repeat_text(identity, load_tokenizer(model.source.folder), model.vocabulary).fit
-    except (CompressionError, OSError) as error:
-        logger.debug("the calibration text cannot be read: %s", error)
+    except (CompressionError, OSError):
         return None
     return Calibration(part_of(text, samples), text.identity) if text.batches else None
 
@@ -224,75 +188,25 @@ def _name(identity: Mapping[str, Any]) -> str:
     return str(without_folders(identity)["source"])
 
 
-By = Literal["run", "report"]
-
-
-def keep_measures(folder: Path, measured: Measured, by: By) -> None:
-    """Remember what was measured of an output as it is now; where that cannot be written, nothing is kept."""
-    if measured.layers:
-        path, facts = _cached(folder, by)
-        write_cached(path, {**facts, "measured": plain_json(measured)})
-
-
-def kept_measures(folder: Path, by: By = "report") -> Measured | None:
+def kept_measures(folder: Path) -> Measured | None:
     """Return what was measured last; None if nothing was, or if the weights are others now."""
-    path, facts = _cached(folder, by)
-    content = read_cached(path)
-    try:
-        fits = content is not None and content["weights"] == facts["weights"]
-        return read_as(Measured, content["measured"]) if content is not None and fits else None
-    except (KeyError, CompressionError) as error:
-        logger.debug("the measures in %s are ignored: %s", path, error)
+    content = read_cached(_cache_file(folder)) or {}
+    if content.get("weights") != _weights(folder):
         return None
+    with suppress(KeyError, CompressionError):
+        return read_as(Measured, content["measured"])
+    return None
 
 
-def _cached(folder: Path, by: By) -> tuple[Path, dict[str, Any]]:
-    """The file of an output's measures; name, size and time of change of each weight file, none of a graph alone."""
-    try:
-        weights = [list(entry) for entry in Checkpoint(folder).stamp()]
-    except (CompressionError, OSError):
-        weights = []
-    return cache_folder("reports") / f"{by}-{digest_of(folder)}.json", {"weights": weights}
+def _cache_file(folder: Path) -> Path:
+    return cache_folder("reports") / f"{digest_of(folder)}.json"
 
 
-class RunStats:
-    """What a run computes anyway: the base's routed tokens by its plan's statistics, each calibration source by its
-    weight; the similarity of experts, as the strategy measures it; routed tokens of the smaller layers that a
-    reconstruction lets all batches pass.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[str, LayerMeasures] = {}
-        self.tokens = 0  # that were seen, held-out ones excepted
-
-    def planning(self, strategy: Strategy) -> Strategy:
-        """Return the strategy; what it plans a layer by is recorded."""
-        similarity = own_similarity(strategy)
-
-        def plan(stats: LayerStatistics, *more: Any) -> LayerPlan:
-            planned = strategy.plan(stats, *more)
-            if "routed_count" in stats.values:
-                self._record(stats.layer, stats.tokens, visits_before=shares(stats.routed_count))
-            if similarity is not None and similarity.needs <= set(stats.values):
-                with torch.random.fork_rng(devices=[]):
-                    matrix, label = similarity.compare(stats)
-                self._record(stats.layer, stats.tokens, similarity=matrix, similarity_label=label)
-            return planned
-
-        return replace(strategy, plan=plan)
-
-    def visited(self, layer: MoeLayer, counts: Tensor, tokens: int) -> None:
-        """Record how many of so many tokens were routed to each expert [N] of a layer that is smaller now."""
-        self._record(layer, tokens, visits_after=shares(counts))
-
-    def _record(self, layer: MoeLayer, tokens: int, **found: Any) -> None:
-        self.tokens = max(self.tokens, tokens)
-        self.layers[layer.name] = replace(self.layers.get(layer.name, LayerMeasures(layer.name)), **found)
-
-    def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
-        """Keep all of it, with the name of the text, for reports on the output in a folder."""
-        text = _name(calibration) if calibration else None
-        keep_measures(folder, Measured(tuple(self.layers.values()), self.tokens, text), "run")
+def _weights(folder: Path) -> list[list[Any]]:
+    """Return name, size and time of change of each weight file; none of a graph alone."""
+    with suppress(CompressionError, OSError):
+        return [list(entry) for entry in Checkpoint(folder).stamp()]
+    return []
 
 
 def sample_size(experts: int) -> int:
@@ -315,9 +229,7 @@ class Similarity:
     @torch.no_grad()
     def compare(self, stats: LayerStatistics) -> tuple[Matrix | None, str]:
         """The matrix and its label; None without tokens, or where a plugin's own measure fails."""
-        sampled = self.needs & (SAMPLED | DENSE) - {"router_arguments"}
-        sizes = (getattr(stats, name).shape[1 if name in DENSE else 0] for name in sampled)
-        if self.needs - WEIGHTS and not (stats.tokens and all(sizes)):
+        if self.needs - WEIGHTS and not stats.tokens:
             return None, ""
         try:
             (label, table), experts = self.measure(stats), stats.layer.experts
@@ -333,20 +245,14 @@ class Similarity:
         return tuple(matrix), str(label)
 
 
-def own_similarity(strategy: Strategy) -> Similarity | None:
-    """How a strategy itself compares experts; None if it does not say."""
-    measure = strategy.similarity
-    return measure and Similarity(strategy.similarity_needs, lambda stats: measure(stats, strategy.options))
-
-
 def similarity_of(plan: Plan) -> Similarity:
-    """Return how the plan's strategy compared experts, or linear CKA of their outputs where it does not say."""
-    similarity = None
-    try:
-        similarity = own_similarity(load_strategy(plan.strategy, plan.strategy_options))
-    except CompressionError:  # it need not be installed where a report is made
-        logger.debug("the strategy %s is not installed", plan.strategy)
-    return similarity or Similarity(frozenset({"expert_outputs"}), _by_outputs)
+    """Return how the plan's strategy compares experts, or linear CKA of their outputs where it does not say."""
+    with suppress(CompressionError):  # it need not be installed where a report is made
+        strategy = load_strategy(plan.strategy, plan.strategy_options)
+        measure, options = strategy.similarity, strategy.options
+        if measure is not None:
+            return Similarity(strategy.similarity_needs, lambda stats: measure(stats, options))
+    return Similarity(frozenset({"expert_outputs"}), _by_outputs)
 
 
 def _by_outputs(stats: LayerStatistics) -> tuple[str, Tensor]:
@@ -366,12 +272,11 @@ class RelativeError:
     def add(self, base: Tensor, ours: Tensor, width: int) -> None:
         """Count the rows of [..., H] each, or of [T H] laid end to end, which are `width` wide."""
         y, z = (value.detach().reshape(-1, (width, *value.shape[1:])[-1]).float() for value in (base, ours))
-        norms = as_float64(y.norm(dim=-1)) * as_float64(z.norm(dim=-1))
-        cosines = as_float64((y * z).sum(-1)) / norms.where(norms > 0, 1)
-        same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
+        is_same = (y == z).all(dim=-1)  # rows of zeros among them, and rounding is no difference
+        cosines = torch.cosine_similarity(y, z, dim=-1).where(~is_same, 1.0)
         self.missed += float(as_float64((z - y).square()).sum())
         self.energy += float(as_float64(y.square()).sum())
-        self.cosines += float(cosines.clamp(-1, 1).where(~same.to(cosines.device), 1).sum())
+        self.cosines += float(as_float64(cosines).sum())
         self.tokens += len(y)
 
     @property
@@ -462,9 +367,7 @@ class _BaseAndOutput(LayerVisitor):
     so it is no `Substitution`.
     """
 
-    def __init__(
-        self, models: Sequence[OpenModel], sizes: list[int], similarity: Callable[[str], Similarity], seed: int
-    ) -> None:
+    def __init__(self, models: Sequence[OpenModel], sizes: list[int], similarity: Similarity, seed: int) -> None:
         self.models, self.sizes, self.similarity, self.seed = models, sizes, similarity, seed
         self.watched: list[_WatchedLayer] = []
         self.turn, self.hidden, self.random = 0, torch.empty(0), torch.get_rng_state()
@@ -475,7 +378,7 @@ class _BaseAndOutput(LayerVisitor):
         live = [model.partial.model for model in self.models]
         by_model = [layers_by_unit(model.architecture.layers).get(unit, ()) for model in self.models]
         for layers in zip(*by_model, strict=True):
-            needs = [VISITS | self.similarity(layers[0].name).needs, VISITS][-len(live) :]
+            needs = [VISITS | self.similarity.needs, VISITS][-len(live) :]
             self.watched.append(_WatchedLayer(layers, live, needs, self.sizes, self.seed))
 
     def on_batch_start(self, batch: int) -> None:
@@ -509,7 +412,7 @@ def measure_layers(
     output: OpenModel,
     base: OpenModel | None,
     batches: Sequence[Tensor],
-    similarity: Callable[[str], Similarity],
+    similarity: Similarity,
     progress: Progress,
     seed: int = 0,
 ) -> Iterator[LayerMeasures]:
@@ -528,23 +431,21 @@ def measure_layers(
         try:
             for unit in passed:
                 for layer in both.watched:
-                    yield layer.measures(similarity(layer.layer.name))
+                    yield layer.measures(similarity)
                 both.clear(unit)
         finally:
             both.clear()
 
 
-def by_weights(base: OpenModel, similarity: Callable[[str], Similarity], progress: Progress) -> Iterator[LayerMeasures]:
+def by_weights(base: OpenModel, similarity: Similarity, progress: Progress) -> Iterator[LayerMeasures]:
     """The similarity of the base's experts a layer at a time, of their router rows where weights alone say no other."""
+    if not similarity.needs <= WEIGHTS:
+        similarity = Similarity(WEIGHTS, _by_router_rows)
     for stats in collect(base, WEIGHTS, None, progress):
-        way, layer = similarity(stats.layer.name), stats.layer
-        by_rows = not way.needs <= WEIGHTS
-        if by_rows:
-            base.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}."))
-            way = Similarity(WEIGHTS, _by_router_rows)
-        yield LayerMeasures(layer.name, *way.compare(stats))
-        if by_rows:
-            base.partial.release(layer.router)
+        layer = stats.layer
+        base.partial.load(tensor.key for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}."))
+        yield LayerMeasures(layer.name, *similarity.compare(stats))
+        base.partial.release(layer.router)
 
 
 def _by_router_rows(stats: LayerStatistics) -> tuple[str, Tensor]:

@@ -1,9 +1,9 @@
 """What a run hands from step to step: the model as it is now, its base, the text, the plan so far, the work folder."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,31 +11,15 @@ from compressor.data.batches import Text
 from compressor.distributed import ranks
 from compressor.evaluation.base_answers import Distributions, read_base
 from compressor.evaluation.evaluator import Evaluator
-from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import fitting_heads
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
-from compressor.recipe.registry import Strategy
 from compressor.recipe.step import CONSTANTS, EXPERTS, Step, StepOptionsT
 from compressor.recipe.steps_plan import Plan
 from compressor.steps.correct.options import Correct
 from compressor.steps.cutting import CutFiles
 from compressor.steps.workdir import Workdir
-
-
-class Observer(Protocol):
-    """Records for reports what a run computes anyway."""
-
-    def planning(self, strategy: Strategy) -> Strategy:
-        """The strategy, recording the statistics that it plans a layer by."""
-
-    def visited(self, layer: MoeLayer, counts: torch.Tensor, tokens: int) -> None:
-        """Record how many of so many tokens were routed to each expert [N] of a smaller layer."""
-
-    def keep(self, folder: Path, calibration: Mapping[str, Any] | None) -> None:
-        """Keep the record for the output in a folder; `calibration` names its text."""
-
 
 # The run's text, with a part for each step that wants one; and texts of single steps, by their number among the run's.
 Texts = tuple[Text | None, Mapping[int, Text]]
@@ -54,7 +38,6 @@ class State:
     clock: Clock
     texts: Texts
     work: Workdir | None = None  # None where nothing is written
-    observer: Observer | None = None
     number: int = 0
     first: int = 0  # number of the first of these steps in the plan: earlier ones were done by earlier runs
     parts: int = 1  # sub-experts of each of the source's experts
@@ -115,11 +98,6 @@ class State:
         """Where refitted layers of this stage wait to be written."""
         assert self.work is not None
         return CutFiles(self.work.kept(self.stage[0], "layers"))
-
-    @property
-    def visited(self) -> Callable[[MoeLayer, torch.Tensor, int], None] | None:
-        """What records the tokens that are routed to a smaller layer's experts."""
-        return None if self.observer is None else self.observer.visited
 
     def teacher_outputs(self) -> tuple[Sequence[torch.Tensor], list[Distributions], Evaluator]:
         """Batches of this step's text, the base's outputs on them, and an evaluator on held-out text.

@@ -24,7 +24,7 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.experts import Watch, parameter_names
+from compressor.model.experts import parameter_names
 from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.mtp import Head, Leg, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
@@ -49,7 +49,6 @@ from compressor.steps.correct.streams import BaseStream
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
-OnRouted = Callable[[MoeLayer, Tensor, int], None]  # a smaller layer, its experts' routed tokens [N], of how many
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
@@ -59,9 +58,8 @@ EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so tha
 class LayerWork:
     """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it `needs`.
 
-    `measure` has the error of layers measured that are not corrected. `on_routed` is called with the routed tokens of
-    each smaller layer, without those of held-out batches. With `constants` only the layers that have some change, and
-    their routers stay whole.
+    `measure` has the error of layers measured that are not corrected. With `constants` only the layers that have some
+    change, and their routers stay whole.
     """
 
     experts: int | None  # kept in each; None: as the constants say
@@ -70,17 +68,14 @@ class LayerWork:
     correction: Correct = UNCORRECTED
     seed: int = 0
     measure: bool = False
-    on_routed: OnRouted | None = None
     constants: Mapping[str, Substitutes] | None = None  # by experts module
 
     def of_head(self, head: Head) -> "LayerWork":
         """Return the same work on a head's own model, with the layer named as plans name it."""
-        on_routed = self.on_routed
         return replace(
             self,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
             correction=self.correction.model_copy(update={"toward": 0.0}),  # there are no hidden states of the base's
-            on_routed=None if on_routed is None else lambda layer, *routed: on_routed(head.named, *routed),
         )
 
 
@@ -97,7 +92,6 @@ class _InOrder(LayerVisitor):
     active: list[Observers | Recording] = field(default_factory=list)  # what watches a replay's batches
     smaller: SmallerModel = field(init=False)
     routers: Routers = field(init=False)
-    counting: list[tuple[Watch, Tensor]] = field(default_factory=list)  # of routed tokens, by expert
 
     def __post_init__(self) -> None:
         self.smaller = SmallerModel(self.model, self.work.experts)
@@ -130,36 +124,11 @@ class _InOrder(LayerVisitor):
         else:
             self._fill(unit, layers, tensors)
             self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
-        if self.work.on_routed is not None:
-            for layer in layers:
-                self._count_routed(layer)
-
-    def _count_routed(self, layer: MoeLayer) -> None:
-        counts = torch.zeros(len(self.plans[layer.name].groups), dtype=torch.int64)
-
-        def count(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-            if self.at.batch in self._fit_batches:
-                counts.add_(torch.bincount(index[weights != 0], minlength=len(counts)).cpu())
-
-        self.counting.append((Watch(self.smaller.model, layer, on_experts=count).attach(), counts))
-
-    @property
-    def _fit_batches(self) -> Mapping[int, Tensor]:
-        """The batches that are not held out, by number."""
-        assert self.calibration is not None
-        batches = enumerate(self.calibration.batches)
-        return {number: batch for number, batch in batches if number not in self.calibration.heldout}
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
         return own if unit != self.smaller.filled else self.smaller.model.get_submodule(unit).forward
 
     def on_layer_end(self, unit: str) -> None:
-        for watch, counts in self.counting:
-            watch.detach()
-            assert self.work.on_routed is not None
-            tokens = sum(batch.numel() for batch in self._fit_batches.values())
-            self.work.on_routed(watch.layer, ranks().all_reduce(counts), tokens)
-        self.counting = []
         self.smaller.release()
 
     def _finished(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor] | None:
@@ -380,7 +349,6 @@ def correct(
     files: CutFiles,
     calibration: Calibration,
     correction: Correct,
-    on_routed: OnRouted | None = None,
     seed: int = 0,
 ) -> ExpertPlan:
     """Carry out the correction of a plan, layer by layer into `files`; returns the plan with its figures.
@@ -389,7 +357,6 @@ def correct(
     on held-out text are undone, except beside heads, which were corrected on what the corrected layers output.
     """
     heads = kept_heads(model, [layer.module for layer in plan.layers])
-    routed = list[tuple[MoeLayer, Tensor, int]]()  # reported only for what stays
 
     def finished() -> list[LayerPlan | None]:
         plans = [files.plan(layer) for layer in model.architecture.layers]
@@ -398,20 +365,11 @@ def correct(
     layers = ranks().broadcast(finished)
     if None in layers:
         by_name = {layer.module: layer for layer in plan.layers}
-        work = LayerWork(
-            plan.experts,
-            lambda stats: by_name[stats.layer.name],
-            correction=correction,
-            seed=seed,
-            on_routed=None if on_routed is None else lambda *counts: routed.append(counts),
-        )
+        work = LayerWork(plan.experts, lambda stats: by_name[stats.layer.name], correction=correction, seed=seed)
         layers = compress_in_order(model, work, calibration, progress, files, heads=heads)
     kept = tuple(layers)
     if not heads:
         kept = keep_the_better(model, kept, files, calibration.heldout_batches, progress)
-    if on_routed is not None and kept == tuple(layers):
-        for counts in routed:
-            on_routed(*counts)
     return replace(plan, layers=kept)
 
 

@@ -49,6 +49,4 @@ class CorrectStep(Step[Correct]):
         if plan.has_constants:  # which refit their own
             return None
         assert text is not None
-        return correct(
-            state.model, plan, state.progress, state.cut(), text.fit, self.options, state.visited, state.seed
-        )
+        return correct(state.model, plan, state.progress, state.cut(), text.fit, self.options, state.seed)

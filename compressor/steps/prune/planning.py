@@ -284,8 +284,6 @@ def plan_stage(prune: Prune, state: State) -> ExpertPlan:
     if prune.sequential and planner.calibration is not None and (reads or correct is not None):
         files = None if state.work is None else state.cut()
         return planner.plan_in_order(spec, correct, protected, files)
-    if state.observer is not None and not prune.sequential:  # which sees other inputs than the source's own
-        spec = replace(spec, strategy=state.observer.planning(spec.strategy))
     if not reads:
         planner = replace(planner, calibration=None)
     return planner.plans([spec], protected, spec.heads)[0].plan

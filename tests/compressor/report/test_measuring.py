@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 import compressor
-from compressor.data.batches import calibrate
 from compressor.errors import CompressionError
 from compressor.records import plain_json
 from compressor.report import measuring as report_measuring
-from compressor.report.data import Measured, report_data
+from compressor.report.data import report_data
 from compressor.report.measuring import kept_measures, measure
 from tests import small, zoo
 from tests.quantized import save_fp8
@@ -131,18 +129,9 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_is_gone_is_said_and_what_the_run_noted_stands_for_it(place: Path, loss: str) -> None:
+def test_what_is_gone_is_said(place: Path, loss: str) -> None:
     change, missing = LOSSES[loss]
-    whole = measure(place / "out")
     change(place)
-    if loss in ("no source", "no text"):
-        found = measure(place / "out")
-        assert [line.replace(" beyond what the run recorded", "") for line in found.missing] == [*missing]
-        assert found.missing != missing and (found.tokens, found.text) == (8 * 32, "calibration.txt")
-        for layer, all_of_it in zip(found.layers, whole.layers, strict=True):
-            assert layer.visits_before == all_of_it.visits_before and layer.error is None
-            assert layer.visits_after == (all_of_it.visits_after if loss == "no source" else None)
-    shutil.rmtree(place / "cache" / "reports", ignore_errors=True)  # what the run noted
     found = measure(place / "out")
     assert found.missing == missing
     for layer in found.layers:
@@ -151,36 +140,6 @@ def test_what_is_gone_is_said_and_what_the_run_noted_stands_for_it(place: Path, 
         assert ("router rows" in layer.similarity_label) == (missing == (TEXT,))
     assert bool(found.layers) == (missing != (SOURCE, TEXT))
     assert len(report_data(place / "out", found).layers) == 2
-
-
-def noted(folder: Path) -> Measured:
-    found = kept_measures(folder, "run")
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["data-centric", "model-centric", "reap"])
-def test_a_run_keeps_what_it_sees_anyway(place: Path, strategy: str) -> None:
-    """The same as a report measures alone, and as a plain forward counts; nothing of it is in the folder."""
-    text, settings = place / "calibration.txt", {**SETTINGS, "strategy": strategy, "correct": "ridge"}
-    compressor.compress(str(place / "in"), place / "new", calibration=str(text), **settings)
-    seen, calibrated = noted(place / "new"), 7 * 32  # an eighth is held out
-    data = calibrate(str(text), small.tokenizer(), samples=8, length=32, seed=0, vocab=small.VOCABULARY, heldout=0.125)
-    rows = torch.cat([batch for number, batch in enumerate(data.batches) if number not in data.heldout])
-    assert (seen.text, seen.tokens) == ("calibration.txt", calibrated)
-    for number, layer in enumerate(seen.layers):
-        assert layer.visits_after == pytest.approx(visits(place / "new", rows)[number], abs=1e-6)
-        if strategy == "reap":
-            assert layer.visits_before == pytest.approx(visits(place / "in", rows)[number], abs=1e-6)
-        assert (layer.similarity is None) == (strategy == "reap") and layer.error is None
-    found = measure(place / "new")
-    forget(place)
-    alone = measure(place / "new", str(place / "in"), calibration=[str(text)], samples=8, sequence_length=32)
-    for layer, measured, fresh in zip(seen.layers, found.layers, alone.layers, strict=True):
-        similar = (measured.similarity, measured.similarity_label)
-        assert replace(measured, similarity=fresh.similarity, similarity_label=fresh.similarity_label) == fresh
-        assert strategy == "reap" or (layer.similarity, layer.similarity_label) == similar
-        assert strategy != "model-centric" or layer.similarity == fresh.similarity
 
 
 def test_a_plan_without_text_says_so(place: Path) -> None:
@@ -248,10 +207,10 @@ def test_an_output_without_weights_is_told(place: Path) -> None:
 
 def test_what_was_measured_last_is_kept_until_the_weights_change(place: Path) -> None:
     found = measure(place / "out")
-    assert kept_measures(place / "out") == found and kept_measures(place / "out", "run") is not None
+    assert kept_measures(place / "out") == found
     assert measure(place / "out", samples=2) == kept_measures(place / "out") != found
     os.utime(place / "out" / "model.safetensors", (1, 1))
-    assert kept_measures(place / "out") is None and kept_measures(place / "out", "run") is None
+    assert kept_measures(place / "out") is None
     assert measure(place / "out") == found
     for file in (place / "cache" / "reports").iterdir():
         file.write_text("{}")

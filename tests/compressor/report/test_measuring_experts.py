@@ -37,7 +37,7 @@ def plan_of(model: OpenModel, strategy: str, options: Mapping[str, Any]) -> Deci
 def measured(both: tuple[Any, OpenModel], plan: Decided) -> list[LayerMeasures]:
     stock, model = both
     again = open_model(model.source, "float32", "cpu")
-    return list(measure_layers(again, model, batches(stock), lambda name: similarity_of(plan), Silent(), plan.seed))
+    return list(measure_layers(again, model, batches(stock), similarity_of(plan), Silent(), plan.seed))
 
 
 def outputs(both: tuple[Any, OpenModel], mixed: bool) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ def test_model_centric_experts_are_compared_by_weights_with_and_without_text(
 
 
 def by_weights(model: OpenModel, plan: Decided) -> dict[str, Any]:
-    found = by_weights_of(model, lambda name: similarity_of(plan), Silent())
+    found = by_weights_of(model, similarity_of(plan), Silent())
     return {layer.module: (layer.similarity, layer.similarity_label) for layer in found}
 
 

@@ -47,7 +47,7 @@ class Case:
     parts: tuple[Tensor, ...]
 
     def layers(self, source: OpenModel | None = None) -> Iterator[LayerMeasures]:
-        base, chosen = source or self.model, lambda name: similarity_of(self.plan)
+        base, chosen = source or self.model, similarity_of(self.plan)
         return measure_layers(self.out, base, self.parts, chosen, Silent())
 
     def measured(self) -> dict[str, LayerMeasures]:
@@ -168,7 +168,7 @@ def test_measures_are_those_of_whole_models_in_memory(case: Case) -> None:
 
 def test_without_the_source_the_visits_after_are_still_measured(case: Case) -> None:
     similarity = similarity_of(case.plan)
-    alone = {each.module: each for each in measure_layers(case.out, None, case.parts, lambda _: similarity, Silent())}
+    alone = {each.module: each for each in measure_layers(case.out, None, case.parts, similarity, Silent())}
     both = case.measured()
     assert {name: layer.visits_after for name, layer in alone.items()} == {
         name: layer.visits_after for name, layer in both.items()
