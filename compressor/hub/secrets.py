@@ -13,49 +13,34 @@ CHUNK_BYTES = 2**22  # of a file in memory at once
 OVERLAP_BYTES = 2**16  # of the chunk before: longer than any secret, however it is written
 ROUNDS = 3  # JSON as text in JSON as text
 HUB = "an access token of the Hub"
-KINDS = {  # what it is -> what it begins with, and what it looks like from there
-    "an API key of Anthropic": (("sk-ant-",), r"sk-ant-[a-z]{2,9}\d\d-[\w-]{20,}"),
-    "an API key of OpenAI or the like": (("sk-",), r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{40,}|[A-Za-z0-9]{32,})"),
-    "an access key of AWS": (("AKIA", "ASIA"), r"A[KS]IA[A-Z2-7]{16}(?![A-Za-z0-9])"),
-    "a token of GitHub": (
-        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
-        r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,}",
-    ),
-    "a token of GitLab": (("glpat-",), r"glpat-[\w-]{20,}"),
-    "a key of Google": (
-        ("AIza", "GOCSPX-", "ya29."),
-        r"(?:AIza[\w-]{35}|GOCSPX-[\w-]{28})(?![\w-])|ya29\.[\w-]{30,}",
-    ),
+KINDS = {  # what it is -> what it looks like
+    "an API key of Anthropic": r"sk-ant-[a-z]{2,9}\d\d-[\w-]{20,}",
+    "an API key of OpenAI or the like": r"sk-(?:(?:proj|svcacct|admin|or-v1)-[\w-]{40,}|[A-Za-z0-9]{32,})",
+    "an access key of AWS": r"A[KS]IA[A-Z2-7]{16}(?![A-Za-z0-9])",
+    "a token of GitHub": r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,}",
+    "a token of GitLab": r"glpat-[\w-]{20,}",
+    "a key of Google": r"(?:AIza[\w-]{35}|GOCSPX-[\w-]{28})(?![\w-])|ya29\.[\w-]{30,}",
     "a token of Slack": (
-        ("xox", "xapp-", "hooks.slack.com/"),
         r"xox[abceoprs](?:\.xox[a-z])?-[A-Za-z0-9-]{20,}|xapp-\d-[A-Za-z0-9-]{30,}"
-        r"|hooks\.slack\.com/(?:services|workflows)/T\w{8,}/\w{8,}/\w{16,}",
+        r"|hooks\.slack\.com/(?:services|workflows)/T\w{8,}/\w{8,}/\w{16,}"
     ),
-    "a key of Stripe": (("sk_live_", "rk_live_"), r"[rs]k_live_[A-Za-z0-9]{20,}"),
-    "a token of a package registry": (("npm_", "pypi-"), r"npm_[A-Za-z0-9]{36}(?!\w)|pypi-AgE[\w-]{50,}"),
+    "a key of Stripe": r"[rs]k_live_[A-Za-z0-9]{20,}",
+    "a token of a package registry": r"npm_[A-Za-z0-9]{36}(?!\w)|pypi-AgE[\w-]{50,}",
     "an API key of a provider of models": (
-        ("gsk_", "xai-", "r8_", "nvapi-", "wandb_v1_"),
-        r"gsk_[A-Za-z0-9]{50,}|xai-[A-Za-z0-9]{60,}|r8_[A-Za-z0-9]{37}(?!\w)|nvapi-[\w-]{60,}|wandb_v1_\w{60,}",
+        r"gsk_[A-Za-z0-9]{50,}|xai-[A-Za-z0-9]{60,}|r8_[A-Za-z0-9]{37}(?!\w)|nvapi-[\w-]{60,}|wandb_v1_\w{60,}"
     ),
-    "a signed token (JWT)": (("eyJ",), r"eyJ[\w-]{15,}\.eyJ[\w-]{15,}\.[\w-]{20,}"),
+    "a signed token (JWT)": r"eyJ[\w-]{15,}\.eyJ[\w-]{15,}\.[\w-]{20,}",
     "a private key": (
-        ("-----BEGIN ", "PuTTY-User-Key-File-", "AGE-SECRET-KEY-"),
         r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----(?:\s{0,9}[\w-]{1,40}: [^\n]{0,200}\n){0,9}"
-        r"\s{0,9}[A-Za-z0-9+/]{16}|PuTTY-User-Key-File-\d:|AGE-SECRET-KEY-1[0-9A-Z]{58}",
+        r"\s{0,9}[A-Za-z0-9+/]{16}|PuTTY-User-Key-File-\d:|AGE-SECRET-KEY-1[0-9A-Z]{58}"
+    ),
+    HUB: TOKEN.pattern,
+    # which has no beginning of its own, but a name before it
+    "a secret key of AWS": (
+        r"(?i:[a-z]{0,20}secret_?(?:access_?)?key)[\"']?\s{0,9}[=:]\s{0,9}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
     ),
 }
-SHAPES = [
-    (HUB, (b"hf_",), re.compile(rb"(?<![A-Za-z0-9])" + TOKEN.pattern.encode())),
-    *(
-        (kind, tuple(map(str.encode, marks)), re.compile(rf"(?<![A-Za-z0-9])(?:{shape})".encode()))
-        for kind, (marks, shape) in KINDS.items()
-    ),
-    (  # which has no beginning of its own, but a name before it
-        "a secret key of AWS",
-        (b"secret", b"Secret", b"SECRET"),
-        re.compile(rb"(?i:secret_?(?:access_?)?key)[\"']?\s{0,9}[=:]\s{0,9}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
-    ),
-]
+SECRET = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(f'({shape})' for shape in KINDS.values())})".encode())
 FOREIGN = re.compile(rb"\\u(?!00[0-7])[0-9A-Fa-f]{4}")  # letters beyond ASCII, which no secret has
 ESCAPE = re.compile(
     rb"\\(?:u00([0-7][0-9A-Fa-f])|x([0-9A-Fa-f]{2})|([^ux]))|%([0-7][0-9A-Fa-f])"
@@ -90,9 +75,8 @@ def kind_of_secret(data: bytes) -> str | None:
     for _ in range(ROUNDS + 1):
         if any(token in data for token in in_use):
             return HUB
-        for kind, marks, shape in SHAPES:
-            if any(shape.match(data, found.start()) for mark in marks for found in re.finditer(re.escape(mark), data)):
-                return kind
+        if found := SECRET.search(data):
+            return list(KINDS)[(found.lastindex or 1) - 1]
         plain = ESCAPE.sub(_plain, FOREIGN.sub(b" ", data))
         if plain == data:
             break
