@@ -85,19 +85,17 @@ def experts(data: Report) -> Figure | None:
     legend = Drawing("What the cells are", alt, size, key, is_legend=True, margins=(0.0,) * 4)
 
     def draw(canvas: "FigureBase") -> None:
-        from matplotlib.patches import PathPatch
-        from matplotlib.path import Path
+        from matplotlib.colors import to_rgb
 
-        axes, fills, signs = canvas.subplots(), dict[str, list[Any]](), dict[tuple[str, str], list[Any]]()
+        axes, shades, signs = canvas.subplots(), np.ones((rows, columns, 3)), dict[tuple[str, str], list[Any]]()
         for row, layer in enumerate(layers):
             for column, (colour, mark) in enumerate(cells(layer)):
-                fills.setdefault(colour, []).append((column, row))
+                shades[row, column] = to_rgb(colour)
                 if mark:
                     signs.setdefault((mark, ink_on(colour)), []).append((column, row))
-        square = 0.46 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)])
-        for colour, places in fills.items():  # one path for all cells of a colour keeps a page small
-            path = Path.make_compound_path(*(Path(square + place, closed=True) for place in places))
-            axes.add_artist(PathPatch(path, facecolor=colour, edgecolor="none"))
+        axes.imshow(shades, aspect="auto", interpolation="none")
+        axes.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=6 * cell)
+        axes.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=6 * cell)
         for (mark, colour), places in signs.items():
             xs, ys = zip(*places, strict=True)
             axes.scatter(xs, ys, s=(36 * cell) ** 2, c=colour, marker=mark, linewidths=max(0.4, 3 * cell))
