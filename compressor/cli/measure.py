@@ -1,7 +1,7 @@
 """The commands that change no model: `compare`, `attribute`, `list` and `demo`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -77,11 +77,10 @@ def compare(
 ) -> None:
     """Compare strategies on a model and text, or sizes: one calibration pass, many plans, one table."""
     require("matplotlib", *protecting_packages(protect))
-    from compressor.cli.rendering import show_comparison, show_sizes
-    from compressor.report.comparison_report import NAMES, write_files, write_reports
-    from compressor.report.sizes_report import size_blocks
+    from compressor.cli.rendering import show_comparison
+    from compressor.report.comparison_report import NAMES, ComparisonBasis, write_reports
 
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
         "protect": protect,
         "evaluate": heldout or (),
         "evaluation_samples": evaluation_samples,
@@ -89,34 +88,29 @@ def compare(
         "seed": seed,
         "resident": running.resident,
     }
+    compared: Callable[..., ComparisonBasis] = compressor.compare
     if sizes or nbytes is not None or bits is not None:
         if experts or ratio or top_k or format == MONE:
             names = "--experts, --ratio, --top-k and --format"
             raise CompressionError(f"sizes are compared by --shares and --schemes; leave out {names}")
-        wanted = size_options(strategies, correct, split, nbytes, bits, shares, schemes, servers)
-        with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-            made = compressor.compare_sizes(model, **wanted, **shared, context=context, **running.reading(progress))
-            written = write_files(made.to_dict(), size_blocks(made), output, running.overwrite)
-        return show_sizes(made, running.as_json, written)
-    variants: dict[str, Any] = {
-        "experts": numbers(experts, "--experts", int),
-        "ratios": numbers(ratio, "--ratio", float),
-        "splits": numbers(split or "1", "--split", int),
-        "top_ks": numbers(top_k, "--top-k", int),
-    }
-    if format not in ("safetensors", MONE):
-        raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+        compared = compressor.compare_sizes
+        options |= size_options(strategies, correct, split, nbytes, bits, shares, schemes, servers)
+        options["context"] = context
+    else:
+        if format not in ("safetensors", MONE):
+            raise CompressionError(f"there are no rows of --format {format!r}; known are safetensors, {MONE}")
+        options |= {
+            "experts": numbers(experts, "--experts", int),
+            "ratios": numbers(ratio, "--ratio", float),
+            "splits": numbers(split or "1", "--split", int),
+            "top_ks": numbers(top_k, "--top-k", int),
+            "constants": format == MONE,
+            "strategies": listed(strategies, "--strategies"),
+            "corrections": listed(correct, "--correct"),
+            "random_seeds": random_seeds,
+        }
     with reporting(output, NAMES, running.overwrite, running.as_json) as progress:
-        comparison = compressor.compare(
-            model,
-            **variants,
-            **shared,
-            constants=format == MONE,
-            strategies=listed(strategies, "--strategies"),
-            corrections=listed(correct, "--correct"),
-            random_seeds=random_seeds,
-            **running.reading(progress),
-        )
+        comparison = compared(model, **options, **running.reading(progress))
         written = write_reports(comparison, output, running.overwrite) if ranks().is_first else []
     show_comparison(comparison, running.as_json, written)
 

@@ -18,8 +18,7 @@ from compressor.recipe.document import first_of
 from compressor.recipe.plan import KEPT_WHOLE
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE
-from compressor.report.comparison_report import Comparison, comparison_brief
-from compressor.report.sizes_report import SizeComparison, size_brief
+from compressor.report.comparison_report import ComparisonBasis
 from compressor.run_record import read_record
 
 if TYPE_CHECKING:  # what compresses, attributes or publishes is loaded only to do so
@@ -209,14 +208,9 @@ def show_gated(
     print_report(as_json, content, blocks)
 
 
-def show_comparison(comparison: Comparison, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """The base, then each expert count's models, the least loss first; random drops share a line."""
-    print_report(as_json, comparison.to_dict(), [*comparison_brief(comparison), *written_line(written)])
-
-
-def show_sizes(sizes: SizeComparison, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """Every share in every format by bytes, and the best that fits."""
-    print_report(as_json, sizes.to_dict(), [*size_brief(sizes), *written_line(written)])
+def show_comparison(comparison: ComparisonBasis, as_json: bool, written: Sequence[Path] = ()) -> None:
+    """All models, the best first or the largest; random drops share a line."""
+    print_report(as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
 
 
 def show_attribution(findings: "Findings", as_json: bool, written: Sequence[Path] = ()) -> None:

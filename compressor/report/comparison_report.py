@@ -106,6 +106,14 @@ class ComparisonBasis:
         """The versions of packages."""
         return Text(f"Made with {', '.join(f'{name} {version}' for name, version in self.versions.items())}.")
 
+    def document(self) -> tuple[Block, ...]:
+        """Return all of it, with a figure."""
+        raise NotImplementedError
+
+    def brief(self) -> tuple[Block, ...]:
+        """Return what a terminal shows."""
+        raise NotImplementedError
+
 
 def token_count(source: str, tokens: int | None) -> str:
     return source if tokens is None else f"{source} ({tokens:,} tokens)"
@@ -132,6 +140,22 @@ class Comparison(ComparisonBasis):
         for entry, row in zip(content["rows"], self.rows, strict=True):
             entry["loss_increase"] = finite(row.loss - self.base.loss)
         return content
+
+    def document(self) -> tuple[Block, ...]:
+        layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in self.protected.items()]
+        protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
+        return (
+            Heading(f"{self.model}: comparison", level=1),
+            self.data_line,
+            *([protected] if layers else []),
+            *_tables(self, self.rows[1:]),
+            Text(LEGEND),
+            comparison_figure(self),
+            self.made_with,
+        )
+
+    def brief(self) -> tuple[Block, ...]:
+        return *_tables(self, without_seeds(self.rows[1:])), self.data_line
 
 
 def label(row: Row, name: str | None = None) -> str:
@@ -169,60 +193,33 @@ def without_seeds(rows: Iterable[Row]) -> list[Row]:
 def _mean(drops: Sequence[Row]) -> Row:
     """Return a row with the means of random drops, and the highest peak."""
     first, losses = drops[0], [drop.loss for drop in drops]
-    everywhere = set(first.suffering).intersection(*(drop.suffering for drop in drops))
     figures: dict[str, Any] = {
         "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
         "peak_memory": max(drop.peak_memory for drop in drops),
-        "suffering": tuple(name for name in first.suffering if name in everywhere),
+        "suffering": tuple(set.intersection(*(set(drop.suffering) for drop in drops))),
     }
     for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
         figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
     for name in BY_SOURCE.values():
-        by_drop = [getattr(drop, name) for drop in drops]
         figures[name] = {}
-        for source in by_drop[0]:
-            figures[name][source] = fmean(values[source] for values in by_drop)
+        for source in getattr(first, name):
+            figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
     return replace(first, **figures)
 
 
-def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False) -> list[Path]:
-    return write_files(comparison.to_dict(), comparison_blocks(comparison), folder, overwrite)
-
-
-def write_files(
-    content: Mapping[str, Any], document: Sequence[Block], folder: Path, overwrite: bool = False
-) -> list[Path]:
+def write_reports(comparison: ComparisonBasis, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
     With `overwrite` an earlier comparison is replaced once the new one is complete, and stays when anything fails.
     """
+    document = comparison.document()
     (figure,) = (block for block in document if isinstance(block, Figure))
     with whole_folder(folder, NAMES, overwrite) as made:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(comparison.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (made / NAMES[0]).write_text(text + "\n", encoding="utf-8")
         (made / NAMES[1]).write_text(markdown(document, {figure.name: NAMES[2]}), encoding="utf-8")
         (made / NAMES[2]).write_bytes(png(figure.title, figure.drawings))
     return [folder / name for name in NAMES]
-
-
-def comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
-    """Return the whole document: what was measured on what, a row for each model, the least loss in bold."""
-    layers = [f"{name}: {', '.join(map(str, experts))}" for name, experts in comparison.protected.items()]
-    protected = Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
-    return (
-        Heading(f"{comparison.model}: comparison", level=1),
-        comparison.data_line,
-        *([protected] if layers else []),
-        *_tables(comparison, comparison.rows[1:]),
-        Text(LEGEND),
-        comparison_figure(comparison),
-        comparison.made_with,
-    )
-
-
-def comparison_brief(comparison: Comparison) -> tuple[Block, ...]:
-    """Return what a terminal shows: the base, then each expert count's models; means of random drops."""
-    return *_tables(comparison, without_seeds(comparison.rows[1:])), comparison.data_line
 
 
 def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:

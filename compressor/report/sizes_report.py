@@ -132,16 +132,12 @@ class SizeComparison(ComparisonBasis):
         content["alike"] = [pair.label for pair in self.alike] if has_best else []
         return content
 
+    def document(self) -> tuple[Block, ...]:
+        heading = Heading(f"{self.model}: prune or quantise", level=1)
+        return heading, *self.brief(), Text(LEGEND), size_figure(self), self.made_with
 
-def size_blocks(made: SizeComparison) -> tuple[Block, ...]:
-    """Return the whole document."""
-    heading = Heading(f"{made.model}: prune or quantise", level=1)
-    return heading, *size_brief(made), Text(LEGEND), size_figure(made), made.made_with
-
-
-def size_brief(made: SizeComparison) -> tuple[Block, ...]:
-    """Return what a terminal shows: all pairs by bytes, and where a limit is given the best one that fits."""
-    return _table(made), made.data_line, *map(Text, sentences(made))
+    def brief(self) -> tuple[Block, ...]:
+        return _table(self), self.data_line, *map(Text, sentences(self))
 
 
 def sentences(made: SizeComparison) -> list[str]:

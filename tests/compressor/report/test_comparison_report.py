@@ -13,7 +13,6 @@ from compressor.document import markdown as rendered
 from compressor.report.comparison_report import (
     Comparison,
     Row,
-    comparison_blocks,
     label,
     write_reports,
 )
@@ -24,7 +23,7 @@ SIZES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, " B": 1, " kB": 1e3, " MB": 1e6, "
 
 
 def markdown(made: Comparison) -> str:
-    return rendered.markdown(comparison_blocks(made))
+    return rendered.markdown(made.document())
 
 
 def size(text: str) -> float:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from compressor.document.picture import drawing_settings
-from compressor.report.comparison_report import write_files
-from compressor.report.sizes_report import Pair, SizeComparison, choice, related, sentences, size_blocks, size_figure
+from compressor.report.comparison_report import write_reports
+from compressor.report.sizes_report import Pair, SizeComparison, choice, related, sentences, size_figure
 
 BASE = (1.0, 1.2, 0.9, 1.1)  # losses of sequences
 
@@ -100,7 +100,7 @@ def test_the_cache_counts_and_what_does_not_fit_is_said() -> None:
 def test_files_hold_all_pairs_and_the_picture_its_marks(tmp_path: Path) -> None:
     broken = pair(900, (math.nan,) * 4, 0.25, "nvfp4")
     made = comparison([pair(3000, (0.2,) * 4), broken, pair(1000, (0.4,) * 4, 0.5, "int2")], limit=2000)
-    written = write_files(made.to_dict(), size_blocks(made), tmp_path / "out")
+    written = write_reports(made, tmp_path / "out")
     content = json.loads(written[0].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert [each["bytes"] for each in content["pairs"]] == [8000, 3000, 1000, 900]
     assert content["pairs"][-1]["kl"] is None and content["best"] == "4 of 8 experts, int2"
