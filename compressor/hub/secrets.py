@@ -3,8 +3,11 @@
 A pattern asks for a service's own prefix, its alphabet and its length, so that no vocabulary of a tokenizer has one.
 """
 
+import html
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from urllib.parse import unquote
 
 from compressor.errors import TOKEN, CompressionError, tokens_in_use
 from compressor.hub.repository import Content
@@ -41,13 +44,6 @@ KINDS = {  # what it is -> what it looks like
     ),
 }
 SECRET = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(f'({shape})' for shape in KINDS.values())})".encode())
-FOREIGN = re.compile(rb"\\u(?!00[0-7])[0-9A-Fa-f]{4}")  # letters beyond ASCII, which no secret has
-ESCAPE = re.compile(
-    rb"\\(?:u00([0-7][0-9A-Fa-f])|x([0-9A-Fa-f]{2})|([^ux]))|%([0-7][0-9A-Fa-f])"
-    rb"|&#(?:[xX]0{0,5}([0-9A-Fa-f]{1,2})|0{0,4}([0-9]{1,3}));",
-    re.DOTALL,
-)
-BLANKS = {b"n": b"\n", b"r": b"\n", b"t": b"\t", b"b": b" ", b"f": b" "}
 
 
 def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) -> None:
@@ -77,20 +73,19 @@ def kind_of_secret(data: bytes) -> str | None:
             return HUB
         if found := SECRET.search(data):
             return list(KINDS)[(found.lastindex or 1) - 1]
-        plain = ESCAPE.sub(_plain, FOREIGN.sub(b" ", data))
+        plain = _plain(data)
         if plain == data:
             break
         data = plain
     return None
 
 
-def _plain(found: re.Match[bytes]) -> bytes:
-    """What an escape stands for; a letter beyond ASCII becomes a blank."""
-    number = found[1] or found[2] or found[4] or found[5]
-    if found[3] is not None:
-        return BLANKS.get(found[3], found[3])
-    code = int(number, 16) if number else int(found[6])
-    return bytes([code]) if 0 < code < 128 else b" "
+def _plain(data: bytes) -> bytes:
+    """Resolve the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret has, becomes '?'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that there are not
+        text = data.replace(rb"\/", b"/").decode("unicode_escape", "replace")
+    return html.unescape(unquote(text)).encode("ascii", "replace")
 
 
 def _windows(content: Content, most: int | None) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,30 +59,6 @@ SERVED = (*FORMATS, TRANSFORMERS)  # that formats can be chosen for
 RIDGE = Correct(method="ridge")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """The stock model with a number of experts on meta, and the experts' matrices by decoder layer."""
-
-    model: Any
-    by_layer: Mapping[str, Sequence[Matrix]]
-
-    @classmethod
-    def of(cls, model: OpenModel, experts: int) -> Self:
-        smaller = build_meta(model.architecture.with_experts(experts), model.partial.dtype)
-        layers = [replace(layer, experts=experts) for layer in model.architecture.layers]
-        by_unit = layers_by_unit(layers).items()
-        return cls(smaller, {unit: expert_matrices(smaller, moe_layers) for unit, moe_layers in by_unit})
-
-    @property
-    def all(self) -> list[Matrix]:
-        return list(chain.from_iterable(self.by_layer.values()))
-
-    @property
-    def keys(self) -> set[str]:
-        """State-dict entries that hold the matrices."""
-        return {matrix.key for matrix in self.all}
-
-
 @dataclass(slots=True, eq=False)
 class PlannedShare:
     """A share of the experts: its plan, its refitted layers if there is a correction, and the formats to try."""
@@ -93,10 +69,14 @@ class PlannedShare:
     files: CutFiles | None = None
     schemes: dict[str, Scheme | None] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)  # of all tensors that would be written, by format
-    matrices: ExpertMatrices = field(init=False)
+    smaller: Any = field(init=False)  # the stock model with as many experts, on meta
+    matrices: dict[str, list[Matrix]] = field(init=False)  # of its experts, by decoder layer
 
     def __post_init__(self) -> None:
-        self.matrices = ExpertMatrices.of(self.model, self.plan.experts)
+        architecture, experts = self.model.architecture, self.plan.experts
+        self.smaller = build_meta(architecture.with_experts(experts), self.model.partial.dtype)
+        layers = layers_by_unit([replace(layer, experts=experts) for layer in architecture.layers])
+        self.matrices = {unit: expert_matrices(self.smaller, moe_layers) for unit, moe_layers in layers.items()}
 
     @property
     def stored(self) -> torch.dtype:
@@ -113,16 +93,15 @@ class PlannedShare:
         else:
             for layer in layers:
                 tensors |= self.files.tensors(layer)
-        for key in self.matrices.keys & tensors.keys():
+        for key in {matrix.key for matrix in self.matrices[decoder_layer]}:
             tensors[key] = tensors[key].to(self.stored).to(tensors[key].dtype)
         return {key: value.to(self.model.partial.device) for key, value in tensors.items()}
 
     @torch.no_grad()
     def round(self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a cut layer's tensors with its experts rounded to nearest."""
-        matrices, live = self.matrices.by_layer[decoder_layer], self.matrices.model
-        keys = {matrix.key for matrix in matrices}
-        copies = {key: tensors[key].clone() for key in keys}
+        matrices, live = self.matrices[decoder_layer], self.smaller
+        copies = {matrix.key: tensors[matrix.key].clone() for matrix in matrices}
         empty = {key: live.get_parameter(key) for key in copies}
         for key, value in copies.items():
             set_tensor(live, key, value)
@@ -149,7 +128,7 @@ class PlannedShare:
 
     def _scheme(self, name: str, servers: Sequence[str]) -> Scheme:
         """Return a format; raises `CompressionError` if its groups do not fit, or a server can't load it."""
-        scheme = scheme_for(name, None, {matrix.columns for matrix in self.matrices.all})
+        scheme = scheme_for(name, None, {matrix.columns for matrix in chain.from_iterable(self.matrices.values())})
         for server in servers:
             if server == TRANSFORMERS:  # the one that is installed
                 roles = self.model.layout.roles.values()
@@ -172,11 +151,11 @@ class PlannedShare:
             return job.nbytes
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        smaller, experts = self.matrices.model, self.matrices.keys
-        conversions = get_model_conversion_mapping(smaller)
-        targets = map_keys((output.name for output in job.outputs), smaller, conversions).targets
+        matrices = list(chain.from_iterable(self.matrices.values()))
+        experts, conversions = {matrix.key for matrix in matrices}, get_model_conversion_mapping(self.smaller)
+        targets = map_keys((output.name for output in job.outputs), self.smaller, conversions).targets
         nbytes = sum(output.nbytes for output in job.outputs if targets.get(output.name) not in experts)
-        for matrix in self.matrices.all:
+        for matrix in matrices:
             nbytes += scheme.nbytes(matrix.rows, matrix.columns, stored.dtype)
         return nbytes
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 STORED = "none"  # the format of experts that stay as they are stored
-UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 LEGEND = (
     "Loss, its increase and KL (of the base's next-token distribution to the model's) are in nats per token, ± one "
     "standard error paired by sequence. Bits are those of all bytes for each parameter of the base. Behind is the KL "
@@ -204,7 +203,6 @@ def _table(made: SizeComparison) -> Table:
 
 def size_figure(made: SizeComparison) -> Figure:
     """Losses upwards over bytes: a colour for each share, a marker for each format, rings on the frontier."""
-    unit, called = next((unit, name) for unit, name in UNITS if made.pairs[0].bytes >= unit)
     names = {pair.share: pair.kept for pair in sorted(made.pairs, key=lambda pair: -pair.share)}
     shades = {share: colour(number) for number, share in enumerate(names)}
     schemes = list(dict.fromkeys(pair.scheme for pair in reversed(made.pairs)))
@@ -219,7 +217,7 @@ def size_figure(made: SizeComparison) -> Figure:
         axes = canvas.add_subplot()
 
         def plot(pairs: Iterable[Pair], **style: Any) -> None:
-            points = [(pair.bytes / unit, pair.loss_increase) for pair in pairs if math.isfinite(pair.loss_increase)]
+            points = [(pair.bytes, pair.loss_increase) for pair in pairs if math.isfinite(pair.loss_increase)]
             if points:
                 axes.plot(*zip(*points, strict=True), **style)
 
@@ -237,12 +235,13 @@ def size_figure(made: SizeComparison) -> Figure:
                 zorder=3,
             )
         if made.limit is not None:
-            axes.axvline((made.limit - made.cache) / unit, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
+            axes.axvline(made.limit - made.cache, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
         words = scale_axis(axes, "y", [pair.loss_increase for pair in made.pairs], 4)
         above = f"loss above the base's {made.base.loss:.4f} (nats per token)"
         axes.set_ylabel("\n".join(filter(None, (above, words))))
-        words = scale_axis(axes, "x", [pair.bytes / unit for pair in made.pairs])
-        axes.set_xlabel(f"{called} of all tensors{f', {words}' if words else ''}")
+        words = scale_axis(axes, "x", [pair.bytes for pair in made.pairs])
+        axes.xaxis.set_major_formatter(lambda nbytes, _: human_bytes(nbytes))
+        axes.set_xlabel(f"size of all tensors{f', {words}' if words else ''}")
         axes.grid()
         dot: dict[str, Any] = {"marker": "o", "linestyle": "none"}
         looks = [(kept, {**dot, "color": shades[count]}) for count, kept in names.items()]

@@ -112,6 +112,6 @@ def test_files_hold_all_pairs_and_the_picture_its_marks(tmp_path: Path) -> None:
         drawing.draw(canvas)
     (axes,), (legend,) = canvas.axes, canvas.legends
     marks = [line for line in axes.lines if line.get_zorder() == 3]
-    assert sorted(float(line.get_xdata()[0]) for line in marks) == [1.0, 3.0, 8.0]  # in kB; what is no number is not
+    assert sorted(float(line.get_xdata()[0]) for line in marks) == [1000, 3000, 8000]  # what is no number is not
     names = [each.get_text() for each in legend.get_texts()]
     assert names[:3] == ["8 of 8 experts", "4 of 8 experts", "2 of 8 experts"] and "prune alone" in names
