@@ -12,14 +12,8 @@ def explicit(chain: Chain, width: int) -> Tensor:
     """[H', H]: the matrix of a chain on vectors of this width, written from the definition of each step."""
     total = torch.eye(width, dtype=torch.float64)
     for step in chain:
-        own = len(total)
-        ones = torch.ones(own, own, dtype=torch.float64)
-        if step.kind == "factor":
-            matrix = torch.diag(torch.as_tensor(step.by, dtype=torch.float64).expand(own))
-        elif step.kind == "mean":
-            matrix = ones / own
-        else:
-            matrix = torch.as_tensor(step.by).double()
+        factor = torch.as_tensor(step, dtype=torch.float64)
+        matrix = factor if factor.dim() == 2 else torch.diag(factor.expand(len(total)))
         total = matrix @ total
     return total
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender
 from compressor.attribution.graph import routed_together
-from compressor.attribution.projecting import Component, Projection
+from compressor.attribution.projecting import Projection
 from compressor.attribution.routers import ObservedRouters, observe_routers
 from compressor.attribution.tracing import TracedPass, UnitTrace
 from compressor.data.batches import Calibration
@@ -69,16 +69,21 @@ def attribute(
     with clock.phase("routers"):
         routers = observe_routers(model, batches, progress, seed)
     with clock.phase("attribution"):
-        projection = Projection(routers, edges_kept)
+        projection = Projection(routers, tokens, edges_kept)
         Pass(model, batches, progress, "attribution", seed, shared=True).run(projection)
+    units = architecture.units
     tallies = projection.tallies
-
-    def place(component: Component) -> tuple[Any, ...]:
-        unit = architecture.units.index(component.unit)
-        kind = KINDS.index(component.kind)
-        return component.kind != "token", unit, kind, component.module, component.number or 0
-
-    senders = tuple(tallies[component].sender(component, tokens) for component in sorted(tallies, key=place))
+    order = sorted(
+        tallies,
+        key=lambda component: (
+            component.kind != "token",
+            units.index(component.unit),
+            KINDS.index(component.kind),
+            component.module,
+            component.number or 0,
+        ),
+    )
+    senders = tuple(tallies[component].sender(component, tokens) for component in order)
     experts = [component for component in tallies if component.kind == "expert"]
     per_key: Sequence[KeyInfluence] = ()
     if keys:
@@ -98,7 +103,7 @@ def attribute(
         versions=versions(),
         seconds=clock.seconds,
         per_key=tuple(per_key),
-        score_edges=projection.score_edges(tokens),
+        score_edges=tuple(projection.score_edges),
         together=routed_together(routers.chosen.values(), routers.valid, architecture.experts, tokens),
     )
 

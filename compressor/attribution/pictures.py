@@ -3,7 +3,7 @@
 After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compressor.attribution.figures import (
@@ -51,6 +51,7 @@ HUBS_NAMED = 8  # in a legend
 # of the graph
 EDGES_DRAWN = 60
 EXPERTS_NAMED = 8
+NODE = 49  # square points
 # within a layer, which is 1 wide
 PLACES = {
     "token": 0.4,
@@ -60,7 +61,6 @@ PLACES = {
     "mlp": 0.6,
 }
 
-Row = Callable[[Sender], Sequence[float | None]]
 Group = tuple[str, Sequence[Pair], dict[str, Any]]  # of points: label, pairs, and how they are drawn
 
 
@@ -74,17 +74,22 @@ def pictures(attribution: Attribution, hubs: Sequence[Hub], top: int) -> tuple[F
     )
 
 
-def _panels(attribution: Attribution, kinds: Iterable[str], row: Row, score: str = "", scale: int = 0) -> list[Panel]:
+def _row(sender: Sender, name: str) -> list[float | None]:
+    """The sizes of a sender's figures of this name, by receiver."""
+    return [None if value is None else abs(value) for value in getattr(sender, name)]
+
+
+def _panels(attribution: Attribution, kinds: Iterable[str], name: str, score: str = "", scale: int = 0) -> list[Panel]:
     """A heat map for each kind of component, with a row for each sender that has a value."""
     panels = []
     for kind in kinds:
-        senders = [sender for sender in attribution.of_kind(kind) if set(row(sender)) - {None}]
+        senders = [sender for sender in attribution.of_kind(kind) if set(getattr(sender, name)) - {None}]
         labels = sender_labels(senders)
         layers = {sender.layer for sender in senders}
         if None not in layers and len(layers) == len(senders):  # layers alone, where each sender has another
             labels = [f"L{sender.layer}" for sender in senders]
         if senders:
-            values = tuple(tuple(row(sender)) for sender in senders)
+            values = tuple(tuple(_row(sender, name)) for sender in senders)
             panels.append(Panel(f"{TITLES[kind]}{score}", tuple(labels), values, scale))
     return panels
 
@@ -104,26 +109,22 @@ def _heat(
     return Figure(name, title, "", (drawing,))
 
 
-def _values(attribution: Attribution, *rows: Row) -> list[float | None]:
-    """The values of all components by these rows, for one scale."""
+def _values(attribution: Attribution, *names: str) -> list[float | None]:
+    """The values of all components by these names, for one scale."""
     values: list[float | None] = []
-    for row in rows:
+    for name in names:
         for sender in attribution.of_kind(*COMPONENTS):
-            values += row(sender)
+            values += _row(sender, name)
     return values
 
 
 def influence_figure(attribution: Attribution) -> Figure:
     """Each component's influence on each router; one colour scale for all of them."""
-
-    def influence(sender: Sender) -> Sequence[float | None]:
-        return sender.influence
-
     columns = [
-        _panels(attribution, ("token", "attention", "other"), influence),
-        _panels(attribution, ("mlp", "moe"), influence),
+        _panels(attribution, ("token", "attention", "other"), "influence"),
+        _panels(attribution, ("mlp", "moe"), "influence"),
     ]
-    scale = log_scale("variance of sub-scores", _values(attribution, influence))
+    scale = log_scale("variance of sub-scores", _values(attribution, "influence"))
     shares = [f"{TITLES[kind.kind]} {100 * kind.share:.1f}%" for kind in kind_shares(attribution) if kind.share]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     title = "influence on routing, by the layer of the sender (rows)"
@@ -132,18 +133,11 @@ def influence_figure(attribution: Attribution) -> Figure:
 
 def scores_figure(attribution: Attribution) -> Figure:
     """How far each component promotes experts (APS, left) and inhibits them (ANS, right), on one scale of sizes."""
-
-    def promoting(sender: Sender) -> Sequence[float | None]:
-        return sender.positive
-
-    def inhibiting(sender: Sender) -> Sequence[float | None]:
-        return [None if value is None else abs(value) for value in sender.negative]
-
     columns = [
-        _panels(attribution, TITLES, promoting, ": APS", 0),
-        _panels(attribution, TITLES, inhibiting, ": ANS", 1),
+        _panels(attribution, TITLES, "positive", ": APS", 0),
+        _panels(attribution, TITLES, "negative", ": ANS", 1),
     ]
-    values = _values(attribution, promoting, inhibiting)
+    values = _values(attribution, "positive", "negative")
     scales = [
         log_scale("APS: mean positive score", values, "YlOrRd"),
         log_scale("-ANS: mean negative score", values, "YlGnBu"),
@@ -258,44 +252,42 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     alt = f"Heaviest edges: {paths}. Experts first by {RELATIVE}: {', '.join(named) or 'none'}."
 
     def draw(figure: "FigureBase") -> None:
+        import networkx as nx
+
         axes = figure.subplots()
-        for start, end, weight in reversed(edges):
-            strength = (weight / edges[0][2]) ** 0.5
-            line = {
-                "color": "#444444",
-                "linewidth": 0.3 + 3 * strength,
-                "alpha": 0.3 + 0.6 * strength,
-            }
-            bow = {"arrowstyle": "-", "connectionstyle": "arc3,rad=-0.15"}
-            axes.annotate("", at[end], at[start], arrowprops={**bow, **line})
-        for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
-            points = [at[node] for node in at if nodes[node]["kind"] == kind]
-            if points:
-                look: Any = {
-                    "marker": MARKERS[place],
-                    "color": colour(place),
-                    "markersize": 7,
-                    "zorder": 3,
-                }
-                axes.plot(
-                    *zip(*points, strict=True),
-                    linestyle="none",
-                    label=kind,
-                    markeredgecolor="#222222",
-                    **look,
-                )
-        for node in named:
-            style: Any = {
-                "textcoords": "offset points",
-                "fontsize": 8,
-                "ha": "center",
-                "weight": "bold",
-            }
-            axes.annotate(readable(node), at[node], (0, 6), **style)
-        axes.set_xticks(
-            [layer + 0.4 for layer in layers],
-            labels=["token" if x < 0 else f"L{x}" for x in layers],
+        strengths = [(weight / edges[0][2]) ** 0.5 for *_, weight in edges]
+        nx.draw_networkx_edges(
+            graph,
+            at,
+            [edge[:2] for edge in edges],
+            ax=axes,
+            arrows=True,
+            arrowstyle="-",
+            connectionstyle="arc3,rad=-0.15",
+            edge_color="#444444",
+            width=[0.3 + 3 * strength for strength in strengths],
+            alpha=[0.3 + 0.6 * strength for strength in strengths],
+            node_size=NODE,
         )
+        for place, kind in enumerate(dict.fromkeys(kind for _, kind in nodes(data="kind"))):
+            nx.draw_networkx_nodes(
+                graph,
+                at,
+                [node for node in at if nodes[node]["kind"] == kind],
+                ax=axes,
+                node_size=NODE,
+                node_color=colour(place),
+                node_shape=MARKERS[place],
+                edgecolors="#222222",
+                label=kind,
+            )
+        above = {node: (x, y + 0.04) for node, (x, y) in at.items()}
+        labels = {node: readable(node) for node in named}
+        nx.draw_networkx_labels(
+            graph, above, labels, font_size=8, font_weight="bold", verticalalignment="bottom", ax=axes
+        )
+        axes.tick_params(bottom=True, labelbottom=True)
+        axes.set_xticks([layer + 0.4 for layer in layers], labels=["token" if x < 0 else f"L{x}" for x in layers])
         axes.set(yticks=[], ylim=(-1.3, 1.3))
         axes.spines["left"].set_visible(False)
         if at:

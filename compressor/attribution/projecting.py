@@ -117,17 +117,10 @@ class Tally:
         )
 
     def output(self, component: Component) -> Output:
+        """The size of an expert's outputs."""
         tokens, norm = self.outputs.tolist()
-        mean = norm / max(1.0, tokens)
-        layer = layer_number(component.unit)
-        return Output(
-            component.module,
-            layer,
-            component.number or 0,
-            int(tokens),
-            mean,
-            *self.largest.tolist(),
-        )
+        expert = component.module, layer_number(component.unit), component.number or 0
+        return Output(*expert, int(tokens), norm / max(1.0, tokens), *self.largest.tolist())
 
 
 def _measured(values: Tensor) -> tuple[float | None, ...]:
@@ -142,17 +135,18 @@ class Projection(TracedPass):
     """
 
     routers: ObservedRouters
+    tokens: int  # of all batches
     edges_kept: int = 0  # edges to single experts' scores, which are measured if it is not 0
     tallies: dict[Component, Tally] = field(default_factory=dict)
     remainder: Tensor | None = field(init=False)  # [T, R, E] of the first batch: logits less the sub-scores so far
-    _strongest: list[ScoreEdge] = field(default_factory=list)  # of the layers so far, summed
+    score_edges: list[ScoreEdge] = field(default_factory=list)  # the strongest of the layers so far
 
     def __post_init__(self) -> None:
         self.remainder = self.routers.logits[0].clone() if 0 in self.routers.logits else None
         for layer in self.routers.model.architecture.layers:
             for expert in range(layer.experts):
                 tally = self._tally(_expert(layer.unit, layer.name, expert))
-                tally.reaches[self.routers.later(layer.unit)] = True
+                tally.reaches[self.routers.later(layer.unit).start :] = True
 
     def _tally(self, component: Component) -> Tally:
         """The sums of a sender; begun where there are none."""
@@ -182,17 +176,10 @@ class Projection(TracedPass):
                 if component.kind in ("expert", "shared"):
                     moe.index_add_(0, tokens, scores)
             if trace.routed and view.terms is trace.terms:  # for later routers, which see all of the layer
-                self._add(
-                    Component(f"{unit} MoE", "moe", unit, unit),
-                    moe,
-                    every_token,
-                    batch,
-                    view.span,
-                )
+                self._add(Component(f"{unit} MoE", "moe", unit, unit), moe, every_token, batch, view.span)
 
     def on_layer_end(self, unit: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
-        TracedPass.on_layer_end(self, unit)
         mine = {component: self.tallies.pop(component) for component in [*self.tallies] if component.unit == unit}
         for tallies in ranks().all_gather(mine):
             for component, tally in tallies.items():
@@ -200,13 +187,9 @@ class Projection(TracedPass):
         split = {component.module for component in self.tallies if component.kind == "head"}
         for component, tally in self.tallies.items():
             if isinstance(tally.by_expert, Tensor) and adds_up(component.kind, component.module, split):
-                self._strongest += _edges(component.name, tally.by_expert, self.edges_kept)
+                self.score_edges += _edges(component.name, tally.by_expert / self.tokens, self.edges_kept)
             tally.by_expert = 0.0
-        self._strongest = sorted(self._strongest, key=lambda edge: -edge.influence)[: self.edges_kept]
-
-    def score_edges(self, tokens: int) -> tuple[ScoreEdge, ...]:
-        """The strongest edges to single experts' scores, averaged over so many tokens."""
-        return tuple(replace(edge, influence=edge.influence / tokens) for edge in self._strongest)
+        self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def _sub_scores(
         self, unit: str, trace: UnitTrace, view: View, every_token: Tensor
@@ -224,34 +207,23 @@ class Projection(TracedPass):
             if kind == "expert":
                 for ran in trace.routed[name]:
                     values = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield (
-                        _expert(unit, name, ran.expert),
-                        seen.scores(values, ran.rows),
-                        ran.rows,
-                    )
+                    yield _expert(unit, name, ran.expert), seen.scores(values, ran.rows), ran.rows
                 continue
             sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
             values = leaf.value.expand(len(every_token), -1)
-            yield (
-                Component(sender, kind, unit, sender),
-                seen.scores(values, every_token),
-                every_token,
-            )
-            if name in trace.heads:
-                heads = trace.heads[name]
-                product = partial(torch.matmul, seen.rows, heads.weight.float())
-                rows = self.routers.shared_rows(f"{name} heads", view.span, product)
-                for head in range(heads.heads):
-                    span = heads.span(head)
-                    scores = replace(seen, rows=rows[:, span]).scores(heads.inputs[:, span], every_token)
-                    yield (
-                        Component(f"{name} head {head}", "head", unit, name, head),
-                        scores,
-                        every_token,
-                    )
-                if heads.bias is not None:
-                    scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
-                    yield Component(f"{name} bias", "bias", unit, name), scores, every_token
+            yield Component(sender, kind, unit, sender), seen.scores(values, every_token), every_token
+            if name not in trace.heads:
+                continue
+            heads = trace.heads[name]
+            product = partial(torch.matmul, seen.rows, heads.weight.float())
+            rows = self.routers.shared_rows(f"{name} heads", view.span, product)
+            for head in range(heads.heads):
+                span = heads.span(head)
+                scores = replace(seen, rows=rows[:, span]).scores(heads.inputs[:, span], every_token)
+                yield Component(f"{name} head {head}", "head", unit, name, head), scores, every_token
+            if heads.bias is not None:
+                scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
+                yield Component(f"{name} bias", "bias", unit, name), scores, every_token
 
     def _add(self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice) -> None:
         """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""

@@ -3,14 +3,13 @@
 n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from compressor.attribution.tracing import (
     STREAM,
@@ -26,17 +25,12 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import SCORES, Score, weights_of
 from compressor.model.streaming import BUDGET, Pass, allocate
 from compressor.progress import Progress
 
 SELECTION_TOKENS = 1024  # of each batch, by which the routers' way to rank experts is found
 SCORES_AT_ONCE = 2**22  # sub-scores held at once: 16 MiB in float32
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda logits: logits,
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda logits: logits.softmax(-1),
-    "root of softplus": lambda logits: softplus(logits).sqrt(),
-}
 
 
 def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -48,14 +42,14 @@ def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The scores that routers rank experts by: an activation of the logits, plus a bias [R, E] where they have one."""
+    """The scores that routers rank experts by: the logits or weights made of them, plus a bias [R, E] if any."""
 
-    activation: str = "identity"
+    score: Score | None = None  # None: the logits
     bias: Tensor | None = None
 
     def scores(self, logits: Tensor, routers: slice = slice(None)) -> Tensor:
         """[n, R, E] logits -> the scores that are ranked."""
-        scores = ACTIVATIONS[self.activation](logits)
+        scores = logits if self.score is None else weights_of(logits, self.score)
         return scores if self.bias is None else scores + self.bias[routers]
 
 
@@ -71,10 +65,10 @@ def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]
 
 def selections(biases: Sequence[Tensor]) -> list[Selection]:
     """The known ways to rank experts where routers have these biases, [R, E] each; the plainest first."""
-    return [
-        Selection(),
-        *(Selection(activation, bias) for bias in biases for activation in ACTIVATIONS),
-    ]
+    tried = [Selection()]
+    for bias in biases:
+        tried += [Selection(score, bias) for score in (None, *SCORES)]
+    return tried
 
 
 def agreements(
@@ -212,7 +206,6 @@ class ObservedRouters(TracedPass):
 
     def on_layer_end(self, unit: str) -> None:
         """Keep vectors with an entry for each expert, by which a router may correct its ranking."""
-        TracedPass.on_layer_end(self, unit)
         for layer in self.at.moe_layers:
             block = self.at.model.get_submodule(layer.block)
             tensors = dict((*block.named_parameters(), *block.named_buffers()))
@@ -248,10 +241,11 @@ class ObservedRouters(TracedPass):
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
 
-    def later(self, unit: str) -> list[int]:
+    def later(self, unit: str) -> range:
         """Numbers of the routers in layers after this one."""
         place = self.model.architecture.units.index
-        return [number for number, layer in enumerate(self.layers) if place(layer.unit) > place(unit)]
+        before = sum(place(layer.unit) <= place(unit) for layer in self.layers)
+        return range(before, len(self.layers))
 
     def views(self, unit: str, batch: int, trace: UnitTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
@@ -262,20 +256,12 @@ class ObservedRouters(TracedPass):
             if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
                 scales = torch.ones(trace.context.tokens, 1, device=rows.device)
-                yield View(
-                    trace.logits[layer.name].terms,
-                    slice(number, number + 1),
-                    rows,
-                    scales,
-                )
+                yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
         later = self.later(unit)
-        at_once = max(
-            1,
-            SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts),
-        )
-        for start in range(0, len(later), at_once):
-            numbers = later[start : start + at_once]
-            span = slice(numbers[0], numbers[-1] + 1)  # batches of other sizes have other spans
+        at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
+        for start in range(later.start, later.stop, at_once):
+            numbers = range(start, min(start + at_once, later.stop))
+            span = slice(numbers.start, numbers.stop)  # batches of other sizes have other spans
             rows = self.shared_rows("", span, partial(self._rows_after, unit, numbers))
             yield View(trace.terms, span, rows, self._scales_after(unit, numbers, batch))
 

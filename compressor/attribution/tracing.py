@@ -14,16 +14,15 @@ rows as experts gives the logits that are decomposed. T tokens, H width before, 
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.distributed import ranks
-from compressor.errors import CompressionError
 from compressor.model.experts import Watch
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
@@ -32,57 +31,36 @@ STREAM = "stream"  # the leaf of a layer's input
 HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A linear map of a token's entries: times a `factor` (a number or a vector [H]) or a `matrix` [H', H].
-
-    Or their `mean` in every entry.
-    """
-
-    kind: Literal["factor", "matrix", "mean"]
-    by: Any = 1.0  # float or Tensor
-
-    def pull(self, rows: Tensor) -> Tensor:
-        """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image."""
-        if self.kind == "factor":
-            scaled: Tensor = rows * self.by
-            return scaled
-        if self.kind == "matrix":
-            product: Tensor = rows @ self.by.float()
-            return product
-        return rows.mean(-1, keepdim=True).expand_as(rows)
-
-
+Step = Tensor | float  # of a token's entries: a factor (a number or a vector [H]), or a matrix [H', H]
 Chain = tuple[Step, ...]
+
+
+def pull(rows: Tensor, chain: Chain) -> Tensor:
+    """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image under a chain."""
+    for step in reversed(chain):
+        by = torch.as_tensor(step).float()
+        rows = rows @ by if by.dim() == 2 else rows * by
+    return rows
 
 
 def pull_sum(rows: Tensor, chains: Iterable[Chain]) -> Tensor:
     """[M, H'] -> [M, H]: rows pulled back through a sum of chains."""
-    pulled = [reduce(lambda rows, step: step.pull(rows), reversed(chain), rows) for chain in chains]
-    return reduce(torch.add, pulled)
+    return reduce(torch.add, (pull(rows, chain) for chain in chains))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class Leaf(NamedTuple):
     """A component: its values [T, H], or [1, H] where they are the same for every token."""
 
     name: str
     value: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Term:
+class Term(NamedTuple):
     """One summand: token factor * chain(leaf)."""
 
     leaf: Leaf
     token: Tensor | float = 1.0  # [T, 1] factor of each token
     chain: Chain = ()
-
-    def then(self, step: Step) -> "Term":
-        return replace(self, chain=(*self.chain, step))
-
-    def times(self, factor: Tensor) -> "Term":
-        return replace(self, token=self.token * factor)
 
 
 Terms = tuple[Term, ...]
@@ -138,20 +116,18 @@ class Traced(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain_args = untraced(args)
             result = func(*plain_args, **untraced(kwargs))
-            context = next(
-                (value.context for value in (*args, *kwargs.values()) if isinstance(value, Traced)),
-                None,
-            )
-            in_place = bool(args) and (result is plain_args[0] or func.__name__ == "__setitem__")
-            if context is None or not (in_place or isinstance(result, Tensor)):
-                return result
-            terms = _linear_terms(context, func.__name__, result, args, kwargs)
-            if not in_place:
-                return result if terms is None else context.trace(result, terms)
-            target = args[0]
-            if isinstance(target, Traced):
-                target.terms = terms or (Term(context.leaf("changed in place", plain(target))),)
-            return target if isinstance(result, Tensor) else result
+        traced = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
+        in_place = bool(args) and (result is plain_args[0] or func.__name__ == "__setitem__")
+        if not traced or not (in_place or isinstance(result, Tensor)):
+            return result
+        context = traced[0].context
+        terms = _linear_terms(context, func.__name__, result, args, kwargs)
+        if not in_place:
+            return result if terms is None else context.trace(result, terms)
+        target = args[0]
+        if isinstance(target, Traced):
+            target.terms = terms or (Term(context.leaf("changed in place", plain(target))),)
+        return target if isinstance(result, Tensor) else result
 
 
 def plain(value: Any) -> Any:
@@ -177,7 +153,7 @@ def _linear_terms(context: Context, name: str, result: Any, args: Any, kwargs: A
 
 
 def _then(terms: Terms, step: Step) -> Terms:
-    return tuple(term.then(step) for term in terms)
+    return tuple(term._replace(chain=(*term.chain, step)) for term in terms)
 
 
 def _sum(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
@@ -186,7 +162,7 @@ def _sum(context: Context, result: Tensor, input: Any, other: Any, alpha: float 
     second = _summand(context, result, other)
     if first is None or second is None:
         return None
-    return (*first, *(second if alpha == 1 else _then(second, Step("factor", alpha))))
+    return (*first, *(second if alpha == 1 else _then(second, alpha)))
 
 
 def _difference(context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0) -> Terms | None:
@@ -222,21 +198,24 @@ def _quotient(
 def _times(traced: Traced, factor: Tensor) -> Terms | None:
     """Terms times a number, a vector [H] or a factor for each token [T, 1]."""
     if factor.dim() > 1 and factor.shape[-1] == 1 and factor.numel() == traced.context.tokens:
-        return tuple(term.times(factor.reshape(-1, 1)) for term in traced.terms)
+        by_token = factor.reshape(-1, 1)
+        return tuple(term._replace(token=term.token * by_token) for term in traced.terms)
     if factor.numel() == 1:
-        return _then(traced.terms, Step("factor", float(factor)))
+        return _then(traced.terms, float(factor))
     if factor.numel() != factor.shape[-1]:
         return None
-    return _then(traced.terms, Step("factor", factor.reshape(-1).clone()))  # which outlives the layer's weights
+    return _then(traced.terms, factor.reshape(-1).clone())  # which outlives the layer's weights
 
 
 def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: Any) -> Terms | None:
-    over_entries = result.shape[-1] == 1
-    return _then(input.terms, Step("mean")) if over_entries else None
+    if result.shape[-1] != 1:
+        return None
+    width = input.shape[-1]
+    return _then(input.terms, torch.tensor(1 / width, device=result.device).expand(width, width))
 
 
 def _linear(context: Context, result: Tensor, input: Traced, weight: Tensor, bias: Tensor | None = None) -> Terms:
-    terms = _then(input.terms, Step("matrix", weight.detach()))
+    terms = _then(input.terms, weight.detach())
     if bias is not None:
         terms = (*terms, Term(context.leaf("constant", bias)))
     context.products.append((result, terms))
@@ -256,29 +235,24 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Terms:
-    less_mean = _then(_then(input.terms, Step("mean")), Step("factor", -1.0))
-    variance = plain(input).float().var(-1, correction=0)
-    terms = _normed((*input.terms, *less_mean), variance + eps, weight)
+    centred: Any = input.float() - input.float().mean(-1, keepdim=True)
+    terms = _rms_norm(context, result, centred, shape, weight, eps)
     return terms if bias is None else (*terms, Term(context.leaf("constant", bias)))
 
 
 def _rms_norm(
     context: Context,
     result: Tensor,
-    input: Traced,
+    input: Any,
     shape: Any,
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Terms:
-    square = plain(input).float().square().mean(-1)
-    return _normed(input.terms, square + (torch.finfo(input.dtype).eps if eps is None else eps), weight)
-
-
-def _normed(terms: Terms, square: Tensor, weight: Tensor | None) -> Terms:
-    """Terms over the root of a norm's statistics, which are frozen, times its weight."""
-    factor = square.detach().rsqrt().reshape(-1, 1)
-    terms = tuple(term.times(factor) for term in terms)
-    return terms if weight is None else _then(terms, Step("factor", weight.detach().float().reshape(-1).clone()))
+    """Terms over the root of the norm's statistics, which are frozen, times its weight."""
+    square = input.float().square().mean(-1, keepdim=True)
+    normed = input * torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps))
+    terms: Terms = (normed if weight is None else normed * weight).terms
+    return terms
 
 
 RESHAPING = {  # the order of the entries stays
@@ -424,16 +398,12 @@ def trace_unit(
     context = Context(hidden.shape[:-1].numel())
     trace = UnitTrace(context, parts_of(unit, model.get_submodule(unit), layers))
     start = context.start(STREAM, hidden)
-    removals: list[Callable[[], Any]] = []
-    for part in trace.kinds:
-        removals += _watch_part(part, model.get_submodule(part), trace)
-    for layer in layers:
-        removals += _watch_layer(layer, model, trace)
-    try:
+    with ExitStack() as stack:
+        for part in trace.kinds:
+            _watch_part(part, model.get_submodule(part), trace, stack)
+        for layer in layers:
+            _watch_layer(layer, model, trace, stack)
         output = forward(start, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": start})
-    finally:
-        for remove in removals:
-            remove()
     first = _first(output)
     if isinstance(first, Traced):
         trace.terms = first.terms
@@ -444,8 +414,8 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _watch_part(part: str, module: nn.Module, trace: UnitTrace) -> list[Callable[[], None]]:
-    """Give a component plain tensors and let its output begin a term; returns functions that remove the hooks."""
+def _watch_part(part: str, module: nn.Module, trace: UnitTrace, stack: ExitStack) -> None:
+    """Give a component plain tensors and let its output begin a term, until the stack closes."""
     context = trace.context
     mixes: list[tuple[Heads, Tensor]] = []  # of linear modules that mix heads, with their output
 
@@ -466,17 +436,15 @@ def _watch_part(part: str, module: nn.Module, trace: UnitTrace) -> list[Callable
         begun = context.start(part, first)
         return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
-    hooks = [
-        module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True),
-        module.register_forward_hook(begin),
-    ]
+    stack.enter_context(module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True))
+    stack.enter_context(module.register_forward_hook(begin))
     if trace.kinds[part] == "attention":
-        linears = (child for child in module.modules() if isinstance(child, nn.Linear))
-        hooks += [linear.register_forward_hook(mix) for linear in linears]
-    return [hook.remove for hook in hooks]
+        for child in module.modules():
+            if isinstance(child, nn.Linear):
+                stack.enter_context(child.register_forward_hook(mix))
 
 
-def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> list[Callable[[], None]]:
+def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: ExitStack) -> None:
     """Keep the experts' outputs, the router's first matrix product with a column for each, and its choices."""
     width = router_width(layer)
     products = trace.context.products
@@ -488,24 +456,15 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace) -> list[Ca
         logits = value.detach().reshape(-1, width)[:, : layer.experts].float()
         trace.logits[layer.name] = Logits(logits, terms, plain(output[2]).reshape(len(logits), -1))
 
-    begin = model.get_submodule(layer.router).register_forward_pre_hook(lambda *_: products.clear())
+    router = model.get_submodule(layer.router)
+    stack.enter_context(router.register_forward_pre_hook(lambda *_: products.clear()))
     routed = trace.routed.setdefault(layer.name, [])
-    watch = Watch(
-        model,
-        layer,
-        on_router=keep,
-        on_expert_output=lambda *seen: routed.append(RanExpert(*seen)),
-    )
-    return [begin.remove, watch.attach().detach]
+    watch = Watch(model, layer, on_router=keep, on_expert_output=lambda *seen: routed.append(RanExpert(*seen)))
+    stack.enter_context(watch)
 
 
 class TracedPass(LayerVisitor):
-    """Has every batch pass every layer traced, and shows `visit` the trace of each.
-
-    An error of `visit` is raised once all batches have passed the layer, by all ranks alike.
-    """
-
-    fault: tuple[int, str] | None = None  # the first batch that was refused, and why
+    """Has every batch pass every layer traced, and shows `visit` the trace of each."""
 
     def visit(self, unit: str, batch: int, trace: UnitTrace) -> None:
         """Look at a layer's trace on a batch; may raise `CompressionError`."""
@@ -516,15 +475,7 @@ class TracedPass(LayerVisitor):
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             output, trace = trace_unit(self.at.model, unit, self.at.moe_layers, own, args, kwargs)
-            try:
-                self.visit(unit, self.at.batch, trace)
-            except CompressionError as error:
-                self.fault = self.fault or (self.at.batch, str(error))
+            self.visit(unit, self.at.batch, trace)
             return output
 
         return traced
-
-    def on_layer_end(self, unit: str) -> None:
-        faults = [fault for fault in ranks().all_gather(self.fault) if fault is not None]
-        if faults:
-            raise CompressionError(min(faults)[1])

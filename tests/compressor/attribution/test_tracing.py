@@ -273,15 +273,15 @@ def chains(draw: st.DrawFn, width: int = 5) -> tuple[Chain, int, int]:
     own = width
     for kind in draw(st.lists(st.sampled_from(["number", "vector", "mean", "matrix"]), max_size=6)):
         if kind == "number":
-            steps.append(Step("factor", draw(st.sampled_from([-1.0, 0.5, 2.0, 0.0]))))
+            steps.append(draw(st.sampled_from([-1.0, 0.5, 2.0, 0.0])))
         elif kind == "vector":
-            steps.append(Step("factor", torch.randn(own, generator=generator)))
+            steps.append(torch.randn(own, generator=generator))
         elif kind == "matrix":
             after = draw(st.integers(1, 7))
-            steps.append(Step("matrix", torch.randn(after, own, generator=generator)))
+            steps.append(torch.randn(after, own, generator=generator))
             own = after
         else:
-            steps.append(Step("mean"))
+            steps.append(torch.full((own, own), 1 / own))
     return tuple(steps), own, draw(st.integers(0, 2**31))
 
 
