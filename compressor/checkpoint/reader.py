@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from fractions import Fraction
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -326,20 +324,6 @@ class Checkpoint:
         for extent in extents:
             views |= self._map(extent)
         return views
-
-    def cached(self, names: Iterable[str]) -> bool:
-        """Return True if the page cache holds the middle of each of these tensors; False where it is not known."""
-        nowait = getattr(os, "RWF_NOWAIT", None)
-        infos = sorted((self.tensors[name] for name in names), key=attrgetter("file"))
-        for file, group in groupby(infos, attrgetter("file")):
-            with (self.folder / file).open("rb") as stream:
-                try:
-                    for middle in ((info.begin + info.end) // 2 for info in group if info.nbytes):
-                        if nowait is None or not os.preadv(stream.fileno(), [bytearray(1)], middle, nowait):
-                            return False
-                except OSError:  # would have to wait, or the file system cannot say
-                    return False
-        return True
 
     def _map(self, extent: list[TensorInfo]) -> dict[str, Tensor]:
         start = extent[0].begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

@@ -1,13 +1,12 @@
 """Loading parts of a checkpoint into the stock model on meta, through transformers' own weight conversion.
 
-A thread reads the next layer's stored tensors while this layer computes (`ReadAhead`).
+For a device with streams a thread copies the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from compressor.checkpoint.quantized import dequantizer, refuse_faults, refuse_u
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
-from compressor.memory import available
 from compressor.model.architecture import build_meta
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
@@ -83,9 +81,9 @@ class Copier:
 
 
 class ReadAhead:
-    """Reads a checkpoint's tensors, by a thread those that were announced; each is checked for NaN once.
+    """Reads a checkpoint's tensors, for a device with streams by a thread those that were announced.
 
-    Tensors are views of files, or on the device of `copier` if they were read ahead for it.
+    Each is checked for NaN once. Tensors are views of files, or on the device if they were read ahead for it.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
@@ -96,25 +94,18 @@ class ReadAhead:
         self._pool: ThreadPoolExecutor | None = None  # of one thread, which ends with its only task
         self._task = Future[tuple[dict[str, Tensor], Any]]()
         self._names = set[str]()
-        self._abandoned = threading.Event()
 
     def begin(self, names: Iterable[str]) -> None:
-        """Have a thread read these tensors, where that is worth it; what was announced before is forgotten.
-
-        It is not where room is short, or where they are to stay views of files that the page cache holds already.
-        """
+        """Have a thread copy these tensors to the device, if it has room; what was announced before is forgotten."""
         self.stop()
-        wanted = list(names)
-        if not wanted or (self.copier is None and self.checkpoint.cached(wanted)):
+        self._names = set(names)
+        if self.copier is None or not self._names:
             return
-        needed = SHARE * sum(self.checkpoint.tensors[name].nbytes for name in wanted)
-        for room in (available(), None if self.copier is None else self.copier.room()):
-            if room is not None and room < needed:
-                return
-        computed = None if self.copier is None else self.copier.mark()
-        self._pool, self._names = ThreadPoolExecutor(1, "reading ahead"), set(wanted)
-        self._task = self._pool.submit(self._read, wanted, computed)
-        self._pool.shutdown(wait=False)
+        needed = SHARE * sum(self.checkpoint.tensors[name].nbytes for name in self._names)
+        room = self.copier.room()
+        if room is None or room >= needed:
+            self._pool = ThreadPoolExecutor(1, "reading ahead")
+            self._task = self._pool.submit(self._read, self.copier.mark())
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names, as views of files or on the device; raises `CompressionError` for NaN.
@@ -126,7 +117,7 @@ class ReadAhead:
             self._pool.shutdown()
             ahead, copied = self._task.result()
             tensors = {name: ahead.pop(name) for name in wanted if name in ahead}
-            if self.copier is not None and tensors:
+            if tensors:
                 self.copier.hand_over(copied, tensors.values())
         read = self.checkpoint.read_all([name for name in wanted if name not in tensors])
         self.check(read)
@@ -135,10 +126,8 @@ class ReadAhead:
     def stop(self) -> None:
         """End the thread, if there is one, and forget what it has read."""
         if self._pool is not None:
-            self._abandoned.set()
             self._pool.shutdown()
             self._pool, self._task = None, Future()
-            self._abandoned.clear()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `CompressionError` naming a tensor that holds a NaN."""
@@ -147,20 +136,15 @@ class ReadAhead:
                 refuse_nan(name, self.checkpoint.tensors[name].file, tensor)
                 self.checked.add(name)
 
-    def _read(self, names: list[str], computed: Any) -> tuple[dict[str, Tensor], Any]:
-        tensors, copier = dict[str, Tensor](), self.copier
+    def _read(self, computed: Any) -> tuple[dict[str, Tensor], Any]:
+        tensors = dict[str, Tensor]()
         try:
-            with nullcontext() if copier is None else copier.copying():
-                if copier is not None:
-                    computed.synchronize()  # the device has done what it was given, and so freed that room
-                for name, tensor in self.checkpoint.read_all(names).items():
-                    if self._abandoned.is_set():
-                        break
-                    if copier is None:
-                        self.checked.discard(name)  # to check it is what brings every page in
+            with self.copier.copying():
+                computed.synchronize()  # the device has done what it was given, and so freed that room
+                for name, tensor in self.checkpoint.read_all(self._names).items():
                     self.check({name: tensor})
-                    tensors[name] = tensor if copier is None else copier.copy(tensor)
-                return tensors, None if copier is None else copier.mark()
+                    tensors[name] = self.copier.copy(tensor)
+                return tensors, self.copier.mark()
         except torch.OutOfMemoryError:
             return {}, None  # `take` reads what is missing when its place has become free
 

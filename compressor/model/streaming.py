@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from compressor.devices import as_float64
 from compressor.distributed import ranks
@@ -118,7 +119,7 @@ def picked(value: Tensor, rows: Tensor) -> Tensor:
 
 def hidden_of(output: Any) -> Tensor:
     """The hidden states, [B, L, H] or several a token, among what a decoder layer puts out."""
-    return next(_tensors(output))
+    return _tensors(output)[0]
 
 
 def stream_weights(hidden: Tensor, tokens: int) -> Tensor:
@@ -455,9 +456,6 @@ class ReverseVisitor(LayerVisitor):
     gradients unless a visitor has them do so there.
     """
 
-    def came_back(self, unit: str, batch: int, gradient: Tensor) -> None:
-        """The gradient of the loss at the hidden states [B, L, H] that the layer has put out for a batch."""
-
     def replaying(self, unit: str, batch: int) -> None:
         """A batch is about to pass the layer once more, with gradients."""
 
@@ -517,7 +515,6 @@ class ReversePass:
         for batch in range(len(self.batches)):
             calls.at.batch = batch
             for visitor in visitors:
-                visitor.came_back(unit, batch, calls.gradients[batch])
                 visitor.replaying(unit, batch)
             own: Forward = module.forward
             for visitor in visitors:
@@ -527,7 +524,6 @@ class ReversePass:
                 visitor.returned(unit, batch)
         for visitor in visitors:
             visitor.done(unit)
-        calls.at.layer = ""
         partial.release(unit)
         give_back()
 
@@ -553,17 +549,19 @@ class _Calls(LayerVisitor):
             self._refuse_other_ways(unit, hidden, others)
             saved = hidden.detach().to("cpu", copy=True)  # the layer may write into what it is given
             self.spill.keep((unit, self.at.batch), saved)
-            as_now = (  # containers are copied, should the layer write into one
-                (key, copy.copy(value) if isinstance(value, MutableMapping | list) else value) for key, value in others
-            )
-            self.held[unit, self.at.batch] = ((name, saved), *as_now)
+            as_now = [(name, saved)]
+            for key, value in others:  # containers are copied, should the layer write into one
+                as_now.append((key, copy.copy(value) if isinstance(value, MutableMapping | list) else value))
+            self.held[unit, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
                 output = own(*args, **kwargs)
-            left = (value for value in _tensors(others) if id(value) not in before)  # for later layers, if any asks
-            self.left[self.at.batch] += [value for value in left if value.is_floating_point()]
-            leaves = self.outputs[self.at.batch] = list[Tensor]()
-            return _as_leaves(output, leaves)
+            for value in _tensors(others):  # for later layers, if any asks
+                if id(value) not in before and value.is_floating_point():
+                    self.left[self.at.batch].append(value)
+            output = tree_map_only(Tensor, _as_leaf, output)
+            self.outputs[self.at.batch] = _tensors(output)
+            return output
 
         return forward
 
@@ -599,7 +597,7 @@ class _Calls(LayerVisitor):
             for value in self.left[batch]:
                 value.requires_grad_()
             args, kwargs = as_call([(name, hidden.clone()), *others])  # a layer may write into it, but not into a leaf
-            output = next(_tensors(own(*args, **kwargs)))
+            output = hidden_of(own(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
             raise _another_way(self.partial, f"{unit} is given more of earlier layers than their hidden states")
@@ -612,6 +610,11 @@ class _Calls(LayerVisitor):
         self.gradients[batch] = gradient
 
 
+def _as_leaf(value: Tensor) -> Tensor:
+    """A tensor at which gradients that come back to it end."""
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
 def _another_way(partial: PartialModel, how: str) -> CompressionError:
     return CompressionError(
         f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use what needs "
@@ -619,20 +622,10 @@ def _another_way(partial: PartialModel, how: str) -> CompressionError:
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, also in mappings of the stock code's own."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)
-
-
-def _as_leaves(output: Any, leaves: list[Tensor]) -> Any:
-    """A layer's output, its tensors in `leaves` too, where gradients that come back to them end."""
-    if isinstance(output, Tensor):
-        leaves.append(output.detach())
-        return leaves[-1].requires_grad_(output.is_floating_point())
-    return tuple(_as_leaves(entry, leaves) for entry in output) if isinstance(output, tuple) else output
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
