@@ -22,7 +22,7 @@ VOCABULARIES = [
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
 ]
 MARGIN = 4096  # tokens after the ones that are wanted, where a text that is cut off may differ from the whole one
-LETTERS, LONGEST = 6, 96  # of a token: as many as it often has; so many only in texts of blanks, marks or the unknown
+LONGEST = 96  # letters of a token, but in texts of blanks, marks or the unknown
 
 
 def load_tokenizer(folder: Path, remedy: str = "copy those of the original model there") -> Any:
@@ -54,14 +54,8 @@ def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
     They are those of the whole text, as far as a token hangs on the `MARGIN` tokens after it alone. A text of which
     `LONGEST` letters make one token, or none, counts as one that ends there. No special tokens are added.
     """
-    letters = LETTERS * (most + MARGIN)
-    end = LONGEST * (most + MARGIN)
-    while letters < len(text):
-        ids = tokenizer(text[:letters], add_special_tokens=False)["input_ids"]
-        if len(ids) >= most + MARGIN or letters == end:
-            return text[:letters], ids[:most]
-        letters = min(2 * letters, end)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"][:most]
+    part = text[: LONGEST * (most + MARGIN)]
+    return part, tokenizer(part, add_special_tokens=False)["input_ids"][:most]
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
