@@ -25,7 +25,7 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, quantization_of
 from compressor.errors import CompressionError, reason_of
-from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, layer_number, unit_of
 from compressor.records import read_object
 
 
@@ -36,16 +36,6 @@ def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
         if isinstance(value := getattr(owner, name, None), int):
             yield owner, name, value
-
-
-def top_k_of(router: nn.Module, block: nn.Module, config: Any) -> int:
-    """Experts that a token is routed to."""
-    top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
-    if top_k is None:
-        raise CompressionError(
-            "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
-        )
-    return top_k
 
 
 @contextmanager
@@ -216,20 +206,14 @@ def _adopt(module: Any) -> None:
         return
     if {name for name, _ in module.named_parameters(recurse=False)} != {"gate_up_proj", "down_proj"}:
         return
-    up, down = module.gate_up_proj.shape, module.down_proj.shape
-    if len(up) != 3 or len(down) != 3 or not up[0] == down[0] == getattr(module, "num_experts", None):
-        return
     if list(signature(module.forward).parameters) != ["hidden_states", "top_k_index", "top_k_weights"]:
         return
-    transposed = (up[2], up[1]) == (2 * down[1], down[2])
-    if not transposed and (up[1], up[2]) != (2 * down[2], down[1]):
-        return
-    width = up[2] if transposed else up[1]
-    pair = torch.zeros(1, width)
+    (_, first, second), (_, hidden, _) = module.gate_up_proj.shape, module.down_proj.shape
+    pair = torch.zeros(1, first if second == hidden else second)
     pair[0, :2] = 1.0  # gates and ups that alternate make one neuron of these, and halves none
-    halves = not module._apply_gate(pair).any()
     kind: Any = type(module)
-    kind.has_gate, kind.has_bias, kind.is_transposed, kind.is_concatenated = True, False, transposed, halves
+    kind.has_gate, kind.has_bias, kind.is_transposed = True, False, second != hidden
+    kind.is_concatenated = not module._apply_gate(pair).any()
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -290,10 +274,6 @@ def expert_tensors(model: nn.Module, doubled: nn.Module, count: int) -> dict[str
     """State-dict entries that count experts: those whose shape differs between builds with E and 2E experts."""
     larger, tensors = doubled.state_dict(), {}
     for key, value in model.state_dict().items():
-        if key not in larger:
-            raise CompressionError(
-                f"tensor {key!r} exists only for {count} experts; this architecture is not supported"
-            )
         before, after = list(value.shape), list(larger[key].shape)
         changed = [dim for dim, (small, large) in enumerate(zip(before, after, strict=True)) if small != large]
         if not changed:
@@ -340,13 +320,17 @@ def _moe_layer(
             f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is supported"
         )
     router_name, router = f"{block_name}.{routers[0]}", block.get_submodule(routers[0])
-    top_k = top_k_of(router, block, config)
+    top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
+    if top_k is None:
+        raise CompressionError(
+            "neither the router nor the config says how many experts a token is routed to (top-k); not supported"
+        )
     tables = tuple(
         f"{router_name}.{key}"
         for key, value in router.state_dict().items()
         if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
     )
-    unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len)
+    unit = unit_of(name, units)
     return MoeLayer(
         name,
         block_name,

@@ -19,6 +19,7 @@ from compressor.files import file_digest, wrap_full_disk
 from compressor.model.architecture import build_meta, decoder_layers, model_class
 from compressor.model.loaded import LoadedModel
 from compressor.model.loading import saved_names
+from compressor.model.moe_layer import unit_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Progress
 
@@ -63,8 +64,7 @@ def _write(model: Any, folder: Path) -> None:
     by_unit: dict[str, dict[str, Tensor]] = {unit: {} for unit in ("", *units)}
     for key, value in state.items():
         if key not in left_out:
-            unit = next((unit for unit in units if key.startswith(f"{unit}.")), "")
-            by_unit[unit][key] = value
+            by_unit[unit_of(key, units)][key] = value
     weight_map = dict[str, str]()
     for number, values in enumerate(by_unit.values()):
         stored = saved_names(stock, values)

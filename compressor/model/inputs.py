@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.model.moe_layer import unit_of
+
 
 class Inputs(Tensor):
     """Token ids [1, L] of one sequence with media (pictures, video, sound), and what else its processor makes of it.
@@ -104,9 +106,8 @@ def tower_blocks(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
     above = {unit[:position] for unit in units for position in range(len(unit)) if unit[position] == "."}
     blocks = dict[str, str]()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or name in above:
-            continue
-        if any(f"{name}.".startswith(f"{outer}.") for outer in (*units, *blocks)):
+        inside = unit_of(f"{name}.", (*units, *blocks))
+        if inside or name in above or not isinstance(module, nn.ModuleList):
             continue
         outer = accumulate(name.split("."), "{}.{}".format)
         tower = next(prefix for prefix in outer if prefix not in above)

@@ -14,7 +14,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
-from compressor.model.moe_layer import MoeLayer
+from compressor.model.moe_layer import MoeLayer, unit_of
 
 Key = tuple[str, str | None, str]  # target in the model, conversion pattern, suffix of a quantised weight's companion
 
@@ -114,7 +114,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     doubled = cache(lambda: build_meta(architecture.with_experts(2 * experts)))
     regular = True
     for (target, pattern, suffix), names in families.items():
-        unit = max((unit for unit in architecture.units if target.startswith(f"{unit}.")), key=len, default="")
+        unit = unit_of(target, architecture.units)
         if target in tables:
             roles.update(dict.fromkeys(names, Role("table", unit, tables[target].name)))
         elif target not in owners:

@@ -29,6 +29,7 @@ from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
+from compressor.model.moe_layer import unit_of
 from compressor.model.single_experts import single_experts
 from compressor.progress import quiet_transformers
 
@@ -334,8 +335,7 @@ class PartialModel:
                     continue
                 for key in names:
                     module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-                around = [owner for owner in owners if owner == "" or f"{name}.".startswith(f"{owner}.")]
-                owners[max(around, key=len)]._init_weights(module)
+                owners[unit_of(f"{name}.", owners)]._init_weights(module)
                 for key in names:
                     module._buffers[key] = module._buffers[key].to(self.device)
 
@@ -394,7 +394,7 @@ class PartialModel:
         """Share tied tensors and check that everything requested has arrived."""
         for key in wanted:
             source = self.tied.get(key, key)
-            tensor = getattr(*parent_and_name(self.model, source))
+            tensor = self.model.get_parameter_or_buffer(source)
             if tensor.is_meta:
                 raise CompressionError(
                     f"tensor {source!r} is missing from the checkpoint {self.checkpoint.folder}; download it again"

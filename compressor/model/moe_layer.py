@@ -113,6 +113,11 @@ def layer_number(unit: str) -> int:
     return int(unit.rsplit(".", 1)[-1])
 
 
+def unit_of(name: str, units: Iterable[str]) -> str:
+    """Return the decoder layer that a module or a tensor belongs to; "" if it belongs to none."""
+    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+
+
 def layers_by_unit(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
     """MoE layers by the decoder layer that holds them."""
     by_unit: dict[str, list[MoeLayer]] = {}

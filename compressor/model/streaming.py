@@ -37,7 +37,7 @@ from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.loading import PartialModel
-from compressor.model.moe_layer import MoeLayer, layers_by_unit
+from compressor.model.moe_layer import MoeLayer, layers_by_unit, unit_of
 from compressor.model.opened import OpenModel
 from compressor.progress import Progress, Silent
 
@@ -423,7 +423,7 @@ def _outside_keys(partial: PartialModel, units: tuple[str, ...]) -> dict[str, li
     for key in model.state_dict():  # a head of multi-token prediction has its embedding replaced
         direct.setdefault(key.rpartition(".")[0], []).append(key)
     for name, module in model.named_modules():
-        if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+        if unit_of(f"{name}.", units):
             continue
         prefix = f"{name}." if name else ""
         children = [f"{prefix}{child_name}" for child_name, child in module.named_children() if child is not head]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compressor.model.architecture import build_meta
 from compressor.model.constant_experts import Substitutes, substitute
-from compressor.model.loading import parent_and_name, set_tensor
+from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor
 
@@ -53,7 +53,7 @@ class SmallerModel:
         """
         base = self.partial.model.get_submodule(decoder_layer)
         for key in self.partial.keys_under(decoder_layer):
-            value = tensors[key] if key in tensors else getattr(*parent_and_name(self.partial.model, key))
+            value = tensors[key] if key in tensors else self.partial.model.get_parameter_or_buffer(key)
             set_tensor(self.model, key, value)
         for name, module in self.model.get_submodule(decoder_layer).named_modules():
             for key in module._non_persistent_buffers_set:

@@ -27,7 +27,8 @@ from compressor.files import TOOL, new_folder
 from compressor.formatting import human_bytes
 from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
-from compressor.model.loading import PartialModel, parent_and_name
+from compressor.model.loading import PartialModel
+from compressor.model.moe_layer import unit_of
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.own_code import without_code
 from compressor.model.verification import check_carried
@@ -38,7 +39,7 @@ from compressor.steps.job import carried_files
 from compressor.steps.workdir import check_space, check_target, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
 from exporters.onnx.quantise import SCHEMES, Scheme
-from exporters.onnx.reference import TOKENS, Reference, observe, unit_of
+from exporters.onnx.reference import TOKENS, Reference, observe
 from exporters.onnx.trace import Recipe, export_graph, recipe_of, trace_inputs, traced_model
 from exporters.onnx.verify import (
     EXACT,
@@ -320,7 +321,7 @@ def write_graph(
     program = export_graph(model, trace_inputs(model, options.past, mode), options.opset)
     graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
-    by_unit: dict[str | None, list[str]] = {}
+    by_unit: dict[str, list[str]] = {}
     for source in graph.made:
         by_unit.setdefault(unit_of(source, opened.architecture.units), []).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
@@ -336,15 +337,14 @@ def write_graph(
                 tensors |= {f"{name}.{key}": value for key, value in moe_node(experts, scheme)[1].items()}
             vars(experts).pop(SCALES, None)
         for source in by_unit.get(unit, ()):
-            value = tensors.pop(source) if source in tensors else getattr(*parent_and_name(partial.model, source))
-            graph.put(source, value)
+            graph.put(source, tensors[source] if source in tensors else partial.model.get_parameter_or_buffer(source))
         give_back()
 
     original = None if scheme is None else observe(opened, False, 0, progress)
     reference = observe(opened, options.past, options.tokens, progress, shown)
-    for source in by_unit.get(None, ()):  # what belongs to no layer, one tensor at a time
+    for source in by_unit.get("", ()):  # what belongs to no layer, one tensor at a time
         inner.load([source])
-        graph.put(source, getattr(*parent_and_name(inner.model, source)))
+        graph.put(source, inner.model.get_parameter_or_buffer(source))
         inner.release(source.rpartition(".")[0])
         give_back()
     inner.release("")

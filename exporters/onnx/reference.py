@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
-from compressor.model.loading import PartialModel, parent_and_name
+from compressor.model.loading import PartialModel
+from compressor.model.moe_layer import unit_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor, Pass
 from compressor.progress import Progress
@@ -153,20 +154,15 @@ class _WidenedModel(PartialModel):
         """Fill these entries; those of a layer keep their dtype, for they are still to be written."""
         wanted = list(keys)
         super().load(wanted)
-        widen(self.model, (key for key in wanted if unit_of(key, self.units) is None))
+        widen(self.model, (key for key in wanted if not unit_of(key, self.units)))
 
 
 def widen(model: Any, keys: Iterable[str]) -> None:
     """Bring tensors of a model into float32, in place; those of whole numbers stay."""
     for key in keys:
-        value = getattr(*parent_and_name(model, key))
+        value = model.get_parameter_or_buffer(key)
         if value.is_floating_point():
             value.data = value.data.float()
-
-
-def unit_of(key: str, units: Sequence[str]) -> str | None:
-    """The decoder layer that a tensor belongs to."""
-    return next((unit for unit in units if key.startswith(f"{unit}.")), None)
 
 
 class _Observer(LayerVisitor):
