@@ -8,9 +8,9 @@ text is left, those that the finished output is evaluated on. These last ones ch
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from torch import Tensor
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import Sequences, divided, read_sequences
-from compressor.data.sources import WeightedSource as WeightedSource
-from compressor.data.sources import divide, shares, short_names
+from compressor.data.sources import TextPart, WeightedSource, divide, shares, short_names
 from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
 
@@ -34,6 +33,11 @@ Rows = Tensor | Sequences  # token ids [n, L], or sequences with pictures
 Batches = tuple[Tensor, ...]  # token ids [B, L] each
 HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
 MOST_HELDOUT = 0.2  # share of a short text
+
+# Uses of a source's sequences beside its parts: `HELD` are the last of the calibration's, `BEHIND` are held out, too,
+# behind the parts.
+FIT, HELD, RESERVED, BEHIND, EVALUATION = "fit", "held out", "reserved", "held out behind", "evaluation"
+Demand = dict[str, tuple[int, int]]  # by use, in the order of the text: sequences of a source, and tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +95,6 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class PartSpec:
-    """A part of the text that one step trains on."""
-
-    sequences: int
-    length: int  # tokens of a sequence
-    heldout: int = HELDOUT  # held-out sequences that the step needs; all steps share them
-    batch_size: int = BATCH_SIZE
-    minimum: int = 0  # sequences of full length without which the step cannot run
-
-
-@dataclass(frozen=True, slots=True)
 class TextSpec:
     """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and named parts.
 
@@ -115,7 +108,7 @@ class TextSpec:
     seed: int = 0
     heldout: float = 0.0
     reserve: int = 0
-    parts: Mapping[str, PartSpec] = field(default_factory=dict)
+    parts: Mapping[str, TextPart] = field(default_factory=dict)
     batch_size: int = BATCH_SIZE
     strict: bool = False  # a row that cannot be read ends the run
     emphasis: Emphasis = PLAIN
@@ -139,8 +132,8 @@ class TextSpec:
         """Return the spec that an identity in a plan names; raise `CompressionError` if it is incomplete."""
         try:
             content = {name: identity[name] for name in ("sources", "seed", "heldout")}
-            spec = TypeAdapter(cls).validate_python({**identity["asked"], **content})
-            return replace(spec, emphasis=Emphasis.read(identity.get("emphasis", {})))
+            content["emphasis"] = {"marked": identity.get("emphasis", {})}
+            return TypeAdapter(cls).validate_python({**identity["asked"], **content})
         except (ValidationError, KeyError, TypeError) as error:
             raise CompressionError(
                 f"the plan's calibration cannot be repeated ({reason_of(error)}); restore the plan or plan again"
@@ -149,15 +142,12 @@ class TextSpec:
     @property
     def heldout_wanted(self) -> int:
         """Number of held-out sequences that the parts need together."""
-        needs = [part.heldout for part in self.parts.values()]
-        return max(HELDOUT, len(self.sources), *needs) if needs else 0
+        return max(HELDOUT, len(self.sources)) if self.parts else 0
 
     @property
     def heldout_length(self) -> int:
-        """Tokens of a held-out sequence behind the parts: as many as in the part that needs most of them."""
-        if not self.parts:
-            return self.sequence_length
-        return max(self.parts.values(), key=lambda part: part.heldout).length
+        """Tokens of a held-out sequence behind the parts: as many as in the first of them."""
+        return next((part.length for part in self.parts.values()), self.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,72 +156,35 @@ class Text:
 
     fit: Calibration  # its own held-out batches and reserved sets included
     identity: dict[str, Any]  # the sources, the spec, and digests of everything that was cut from them
-    _parts: Mapping[str, Batches]  # by name: batches [B, L], each of one source
+    parts: Mapping[str, Batches]  # by name: batches [B, L] to train on, each of one source
     heldout: EvaluationSets  # of each source that has any: for all evaluations of the whole model
     evaluation: EvaluationSets  # that no step has read; of a `short` source those that are held out, too
     emphasis: Emphasis = PLAIN  # of all that is fitted to it
     short: tuple[str, ...] = ()  # sources of whose evaluation steps have read a part
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of its parts."""
-        return frozenset(self._parts)
-
-    def part(self, name: str) -> Batches:
-        """Batches [B, L] to train on, each of one source."""
-        return self._parts[name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Numbers of sequences that one source should give."""
-
-    samples: int
-    reserve: int
-    sample_heldout: int  # of the samples
-    heldout: int  # in all
-    evaluation: int
-    parts: tuple[tuple[int, int], ...]  # sequences of each part, and their tokens
-
-    @property
-    def further(self) -> int:
-        """Held-out sequences behind the parts."""
-        return max(0, self.heldout - self.sample_heldout)
-
-    @property
-    def part_tokens(self) -> int:
-        """Tokens of all parts."""
-        return sum(count * length for count, length in self.parts)
-
 
 @dataclass(slots=True)
-class _Cut:
-    """The token ids [n, L] of one source, cut; `rest` [T] follows the calibration's and the reserved sequences."""
+class _SourceText:
+    """One source, cut; `rest` [T] are the tokens behind the calibration's and the reserved sequences."""
 
     name: str
-    wanted: _Wanted
-    fit: Rows
-    held: Rows
-    reserved: Rows
-    further: Rows  # held out, behind the parts
-    evaluation: Rows  # behind everything else
+    demand: Demand
+    rows: dict[str, Rows]  # sequences [n, L] by use
     rest: Tensor
-    parts: tuple[Rows, ...] = ()
     opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
 
     @property
     def is_short(self) -> bool:
         """Return True if there is less text to evaluate on than is wanted."""
-        return len(self.evaluation) < self.wanted.evaluation
+        return len(self.rows[EVALUATION]) < self.demand[EVALUATION][0]
 
-    def open_sequences(self) -> None:
-        """Begin each sequence of text as the model saw texts begin, wherever it was cut."""
-        for name in ("fit", "held", "reserved", "further", "evaluation"):
-            setattr(self, name, self._opened(getattr(self, name)))
-        self.parts = tuple(self._opened(rows) for rows in self.parts)
+    def tokens_of(self, parts: Iterable[str]) -> int:
+        """Return how many tokens these parts should have."""
+        return sum(math.prod(self.demand[name]) for name in parts)
 
-    def _opened(self, rows: Rows) -> Rows:
-        return rows if isinstance(rows, Sequences) else opened(rows, self.opening)
+    def batches(self, uses: Sequence[str], size: int) -> Batches:
+        """Return the sequences of these uses in batches of at most that size."""
+        return tuple(batch for use in uses for batch in self.rows[use].split(size) if len(batch))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -245,49 +198,42 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     Parts are disjoint. Where a source is too short for them, they take again from the beginning of its calibration
     text, though never twice the same sequence within a part, and never what is held out or reserved.
     """
-    pairs = zip(spec.sources, _wanted(spec), strict=True)
-    cuts = [_cut_source(spec, source, wanted, tokenizer, vocabulary) for source, wanted in pairs]
+    texts = list[_SourceText]()
+    for source, demand in zip(spec.sources, _demands(spec), strict=True):
+        texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
     if spec.samples:
-        counts = _heldout_counts([cut.fit.shape for cut in cuts], spec.heldout)
-        for cut, count in zip(cuts, counts, strict=True):
-            cut.fit, cut.held = _split_last(cut.name, cut.fit, count)
+        counts = _heldout_counts([text.rows[FIT].shape for text in texts], spec.heldout)
+        for text, count in zip(texts, counts, strict=True):
+            text.rows[FIT], text.rows[HELD] = _split_last(text.name, text.rows[FIT], count)
     if spec.parts:
-        plain = [cut for cut in cuts if isinstance(cut.fit, Tensor)]
-        pictured = sum(len(cut.further) for cut in cuts)
-        for cut, tail in zip(plain, _tails(plain, spec.heldout_length, bool(pictured)), strict=True):
-            _cut_parts(cut, *tail)
-        _require_minimum(spec, cuts)
-    for cut in cuts:
-        cut.open_sequences()
-    text = _text(spec, cuts)
-    fitted = [*text.fit.batches]
-    for name in spec.parts:
-        fitted += text.part(name)
-    for name, count in spec.emphasis.counts(fitted).items():
-        if not count:
-            logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
-    return text
+        for text, count, length in _tails(texts, spec.parts):
+            _cut_parts(text, spec.parts, count, length)
+        _require_minimum(spec, texts)
+    for text in texts:
+        for use, rows in text.rows.items():
+            if isinstance(rows, Tensor):
+                text.rows[use] = opened(rows, text.opening)
+    return _text(spec, texts)
 
 
-def _wanted(spec: TextSpec) -> Iterator[_Wanted]:
+def _demands(spec: TextSpec) -> list[Demand]:
     """Divide what a spec asks for over its sources."""
     weights = [entry.weight for entry in spec.sources]
-
-    def divided_over_sources(count: int) -> tuple[int, ...]:
-        return divide(max(count, len(weights)), weights) if count else (0,) * len(weights)
-
-    samples = divided_over_sources(spec.samples)
-    reserve = divided_over_sources(spec.reserve)
-    sample_heldout = _heldout_counts([(count, spec.sequence_length) for count in samples], spec.heldout)
-    is_enough = sum(sample_heldout) >= spec.heldout_wanted
-    heldout = divided_over_sources(0 if is_enough else spec.heldout_wanted)
-    evaluation = divided_over_sources(spec.evaluation)
-    lengths = [part.length for part in spec.parts.values()]
-    counts = [divided_over_sources(part.sequences) for part in spec.parts.values()]
-    for number in range(len(weights)):
-        parts = zip((count[number] for count in counts), lengths, strict=True)
-        entry = samples[number], reserve[number], sample_heldout[number], heldout[number], evaluation[number]
-        yield _Wanted(*entry, tuple(parts))
+    uses = {FIT: (spec.samples, spec.sequence_length), RESERVED: (spec.reserve, spec.sequence_length)}
+    uses |= {name: (part.sequences, part.length) for name, part in spec.parts.items()}
+    uses[BEHIND] = spec.heldout_wanted, spec.heldout_length
+    uses[EVALUATION] = spec.evaluation, spec.heldout_length
+    demands: list[Demand] = [{} for _ in weights]
+    for use, (total, length) in uses.items():
+        counts = divide(max(total, len(weights)), weights) if total else (0,) * len(weights)
+        for demand, count in zip(demands, counts, strict=True):
+            demand[use] = count, length
+    heldout = _heldout_counts([demand[FIT] for demand in demands], spec.heldout)
+    is_enough = sum(heldout) >= spec.heldout_wanted
+    for demand, count in zip(demands, heldout, strict=True):
+        wanted, length = demand[BEHIND]
+        demand[BEHIND] = 0 if is_enough else max(0, wanted - count), length
+    return demands
 
 
 def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
@@ -302,34 +248,39 @@ def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
     return counts
 
 
-def _cut_source(spec: TextSpec, source: WeightedSource, wanted: _Wanted, tokenizer: Any, vocabulary: int) -> _Cut:
+def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int) -> _SourceText:
     """Read a source, and cut off the calibration's, the reserved and the evaluation's sequences."""
-    length, heldout_length = spec.sequence_length, spec.heldout_length
-    calibrating = (wanted.samples + wanted.reserve) * length
-    needed = calibrating + wanted.part_tokens + wanted.further * heldout_length
-    most = needed + wanted.evaluation * heldout_length
+    length = spec.sequence_length
+    sizes = [math.prod(each) for each in demand.values()]
     try:
-        stream = read_tokens(source, tokenizer, most, spec.seed, vocabulary, strict=spec.strict)
+        stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
     except HasMediaError:
-        return _cut_sequences(spec, source, wanted, tokenizer, vocabulary)
+        return _cut_sequences(spec, source, demand, tokenizer, vocabulary)
     none = torch.empty(0, length, dtype=torch.long)
-    ids = stream.ids[:needed]
-    cut = _Cut(source.source, wanted, none, none, none, none, none, ids, opening=stream.opening)
-    left = stream.ids[needed:]
-    if left.numel() >= heldout_length:
-        cut.evaluation = as_rows(left, heldout_length)
-    if calibrating:
-        rows = as_rows(ids[:calibrating], length)
-        cut.fit, cut.reserved = _share_out(source.source, rows, wanted, calibrating)
-        cut.rest = ids[rows.numel() :]
-    return cut
+    rows: dict[str, Rows] = dict.fromkeys((*demand, HELD), none)
+    rest, behind = stream.ids.tensor_split([sum(sizes[:-1])])
+    if behind.numel() >= spec.heldout_length:
+        rows[EVALUATION] = as_rows(behind, spec.heldout_length)
+    wanted = sum(sizes[:2])
+    if wanted:
+        first = as_rows(rest[:wanted], length)
+        rest = rest[first.numel() :]
+        reserved = demand[RESERVED][0]
+        if first.numel() < wanted:
+            logger.warning("calibration data %s fills %d of %d tokens asked for", source.source, first.numel(), wanted)
+            if reserved:
+                reserved = divide(len(first), (demand[FIT][0], reserved))[1] if len(first) > 1 else 1
+        rows[FIT], rows[RESERVED] = _split_last(source.source, first, reserved)
+    return _SourceText(source.source, demand, rows, rest, stream.opening)
 
 
-def _cut_sequences(spec: TextSpec, source: WeightedSource, wanted: _Wanted, tokenizer: Any, vocabulary: int) -> _Cut:
+def _cut_sequences(
+    spec: TextSpec, source: WeightedSource, demand: Demand, tokenizer: Any, vocabulary: int
+) -> _SourceText:
     """Cut a source with pictures, whose rows are sequences of their own; too few are shared out in proportion."""
-    counts = [wanted.samples, wanted.reserve, *(count for count, _ in wanted.parts), wanted.further]
+    *counts, evaluation = [count for count, _ in demand.values()]
     needed = sum(counts)
-    most = needed + wanted.evaluation
+    most = needed + evaluation
     read = read_sequences(source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict)
     sequences = read[:needed]
     if len(sequences) < needed:
@@ -337,19 +288,10 @@ def _cut_sequences(spec: TextSpec, source: WeightedSource, wanted: _Wanted, toke
             "calibration data %s is short: it has %d of %d sequences asked for", source.source, len(sequences), needed
         )
     bounds = pairwise([0, *accumulate(divided(len(sequences), counts, source.source))])
-    fit, reserved, *parts, further = (sequences[begin:end] for begin, end in bounds)
-    rest = torch.empty(0, dtype=torch.long)
-    return _Cut(source.source, wanted, fit, Sequences(), reserved, further, read[needed:], rest, tuple(parts))
-
-
-def _share_out(source: str, rows: Tensor, wanted: _Wanted, tokens: int) -> tuple[Rows, Rows]:
-    """A source's sequences for calibration, and the reserved ones; in the same proportion where it is too short."""
-    samples, count = wanted.samples, wanted.reserve
-    if rows.numel() < tokens:
-        logger.warning("calibration data %s fills %d of %d tokens asked for", source, rows.numel(), tokens)
-        if count:
-            count = divide(len(rows), (samples, count))[1] if len(rows) > 1 else 1
-    return _split_last(source, rows, count)
+    parts = [sequences[begin:end] for begin, end in bounds]
+    rows: dict[str, Rows] = dict(zip(demand, [*parts, read[needed:]], strict=True))
+    rows[HELD] = Sequences()
+    return _SourceText(source.source, demand, rows, torch.empty(0, dtype=torch.long))
 
 
 def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
@@ -371,64 +313,68 @@ def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
     return rows[:, :first], rows[:, first:]
 
 
-def _tails(cuts: Sequence[_Cut], length: int, is_pictured: bool) -> list[tuple[int, int]]:
+def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_SourceText, int, int]]:
     """Return the number of held-out sequences at the end of each source of plain text, and the tokens of each.
 
-    They are fewer of short text, but any at all, unless pictures are held out (`is_pictured`).
+    They are fewer of short text, but any at all, unless something else is held out.
     """
-    counts = list[int]()
-    for cut in cuts:
-        count = max(0, cut.wanted.heldout - len(cut.held))
-        available = cut.rest.numel()
-        if available < cut.wanted.part_tokens + count * length:
-            most = math.floor((cut.fit.numel() + available) // length * MOST_HELDOUT + 0.5)
-            count = min(count, available // length, most)
-        counts.append(count)
-    tails = [(count, length) for count in counts]
-    if cuts and not (is_pictured or any(counts) or any(len(cut.held) for cut in cuts)):
-        sizes = [cut.rest.numel() for cut in cuts]
+    tails = list[tuple[_SourceText, int, int]]()
+    heldout = 0
+    for text in texts:
+        if isinstance(text.rows[FIT], Tensor):
+            count, length = text.demand[BEHIND]
+            available = text.rest.numel()
+            if available < text.tokens_of(parts) + count * length:
+                most = math.floor((text.rows[FIT].numel() + available) // length * MOST_HELDOUT + 0.5)
+                count = min(count, available // length, most)
+            tails.append((text, count, length))
+            heldout += count
+        heldout += len(text.rows[HELD]) + len(text.rows[BEHIND])
+    if not heldout:
+        sizes = [text.rest.numel() for text, _, _ in tails]
         available = max(sizes)
         if available < LEAST_TO_CUT:
             raise CompressionError(
                 "the calibration text is too short to hold a part of it out; give it more text, or lower --samples"
             )
-        tails[sizes.index(available)] = (1, length if available >= 2 * length else available // 4)
+        index = sizes.index(available)
+        text, _, length = tails[index]
+        tails[index] = text, 1, length if available >= 2 * length else available // 4
     return tails
 
 
-def _cut_parts(cut: _Cut, count: int, length: int) -> None:
+def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int) -> None:
     """Cut the parts from the rest of a source, and `count` held-out sequences after them."""
     tail = count * length
-    needed = cut.wanted.part_tokens
-    available = cut.rest.numel() - tail
-    if needed <= available:
-        sizes = [sequences * tokens for sequences, tokens in cut.wanted.parts]
-        *parts, further, _ = cut.rest.split([*sizes, tail, available - needed])
-        lengths = [tokens for _, tokens in cut.wanted.parts]
-        cut.parts = tuple(part.view(-1, tokens) for part, tokens in zip(parts, lengths, strict=True))
-        cut.further = further.view(count, length)
-        return
-    cut.further = cut.rest[available:].view(count, length)
-    logger.warning(
-        "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so that "
-        "training starts again from its beginning",
-        *(cut.name, available, needed),
-    )
-    assert isinstance(cut.fit, Tensor)
-    stream = torch.cat([cut.fit.flatten(), cut.rest[:available]])
+    needed = text.tokens_of(parts)
+    available = text.rest.numel() - tail
+    if needed > available:
+        logger.warning(
+            "calibration data %s is short: behind its first sequences are %d of %d tokens asked for to train on, so "
+            "that training starts again from its beginning",
+            *(text.name, available, needed),
+        )
+    behind = min(needed, available)
+    text.rows[BEHIND] = text.rest[behind : behind + tail].view(count, length)
+    fit = text.rows[FIT]
+    assert isinstance(fit, Tensor)
+    stream = torch.cat([fit.flatten(), text.rest[:available]])
     total = stream.numel()
-    begin = cut.fit.numel()
-    for sequences, tokens in cut.wanted.parts:
+    begin = fit.numel()
+    for name in parts:
+        sequences, tokens = text.demand[name]
         most = min(sequences * tokens, total // tokens * tokens or total)
-        cut.parts += (as_rows(stream[(begin + torch.arange(most)) % total], tokens),)
+        text.rows[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens)
         begin += most
 
 
-def _require_minimum(spec: TextSpec, cuts: Sequence[_Cut]) -> None:
+def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
     """Refuse parts that have too few sequences of full length for their step."""
-    for index, (name, part) in enumerate(spec.parts.items()):
-        rows = [cut.parts[index] for cut in cuts]
-        full = sum(len(each) for each in rows if isinstance(each, Sequences) or each.shape[1] == part.length)
+    for name, part in spec.parts.items():
+        full = 0
+        for text in texts:
+            rows = text.rows[name]
+            full += len(rows) if isinstance(rows, Sequences) or rows.shape[1] == part.length else 0
         if full < part.minimum:
             raise CompressionError(
                 f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
@@ -436,76 +382,64 @@ def _require_minimum(spec: TextSpec, cuts: Sequence[_Cut]) -> None:
             )
 
 
-def _text(spec: TextSpec, cuts: Sequence[_Cut]) -> Text:
+def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
     """Cut everything into batches, and describe it."""
+    size, names = spec.batch_size, short_names([text.name for text in texts])
     batches, sources, heldout = list[Tensor](), list[int](), set[int]()
-    for number, cut in enumerate(cuts):
-        for is_held, rows in enumerate((cut.fit, cut.held)):
-            for batch in _batches([rows], spec.batch_size):
-                if is_held:
-                    heldout.add(len(batches))
-                batches.append(batch)
-                sources.append(number)
-    names = [cut.name for cut in cuts]
-    reserved = _evaluation_sets(names, [[cut.reserved] for cut in cuts], spec.batch_size) if spec.reserve else ()
+    for number, text in enumerate(texts):
+        for use in (FIT, HELD):
+            own = text.batches([use], size)
+            if use == HELD:
+                heldout.update(range(len(batches), len(batches) + len(own)))
+            batches += own
+            sources += [number] * len(own)
+    identity = _identity(spec, texts)
     emphasis = [spec.emphasis.weights(batch) for batch in batches] if spec.emphasis.marked else []
     fit = Calibration(
         tuple(batches),
-        _identity(spec, cuts, whole=False),
+        identity,
         tuple(sources),
         shares(spec.sources),
         frozenset(heldout),
-        reserved,
+        _evaluation_sets(names, [text.batches([RESERVED], size) for text in texts]),
         tuple(emphasis),
     )
-    held_out = _evaluation_sets(names, [[cut.held, cut.further] for cut in cuts], spec.batch_size)
-    evaluated = list[list[Rows]]()
-    for cut in cuts:
-        more = [cut.held, cut.further] if cut.is_short else []
-        evaluated.append([cut.evaluation, *more])
-    evaluation = _evaluation_sets(names, evaluated, spec.batch_size)
-    short = {name for name, cut in zip(short_names(names), cuts, strict=True) if cut.is_short}
-    identity, parts = fit.identity, dict[str, Batches]()
-    if spec.parts:
-        digests = dict[str, Any]()
-        for index, (name, part) in enumerate(spec.parts.items()):
-            part_rows = [cut.parts[index] for cut in cuts]
-            parts[name] = _batches(part_rows, part.batch_size)
-            digests[name] = _counted(part_rows)
-        held_rows = [rows for cut in cuts for rows in (cut.held, cut.further)]
-        identity = _identity(spec, cuts, whole=True)
-        identity |= {"parts": digests, "heldout_text": _counted(held_rows)}
+    parts = dict[str, Batches]()
+    for name, part in spec.parts.items():
+        parts[name] = tuple(chain.from_iterable(text.batches([name], part.rows) for text in texts))
+    held_out = _evaluation_sets(names, [text.batches([HELD, BEHIND], size) for text in texts])
+    evaluated = list[Batches]()
+    short = set[str]()
+    for name, text in zip(names, texts, strict=True):
+        uses = [EVALUATION]
+        if text.is_short:
+            uses += [HELD, BEHIND]
+            short.add(name)
+        evaluated.append(text.batches(uses, size))
+    for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
+        logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
     read = tuple(entry.name for entry in held_out if entry.name in short)
-    return Text(fit, identity, parts, held_out, evaluation, spec.emphasis, read)
+    return Text(fit, identity, parts, held_out, _evaluation_sets(names, evaluated), spec.emphasis, read)
 
 
-def _batches(rows: Iterable[Rows], size: int) -> Batches:
-    """Rows in batches of at most so many."""
-    return tuple(batch for each in rows for batch in each.split(size) if len(batch))
+def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> EvaluationSets:
+    """Return the batches of each source that has any."""
+    return tuple(EvaluationSet(name, own) for name, own in zip(names, batches, strict=True) if own)
 
 
-def _evaluation_sets(sources: Sequence[str], rows: Sequence[Sequence[Rows]], batch_size: int) -> EvaluationSets:
-    """Rows of each source that has any in batches."""
-    sets = list[EvaluationSet]()
-    for name, groups in zip(short_names(sources), rows, strict=True):
-        batches = _batches(groups, batch_size)
-        if batches:
-            sets.append(EvaluationSet(name, batches))
-    return tuple(sets)
-
-
-def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, Any]:
-    """Describe the calibration, or the whole text with its parts, so that `repeat_text` can check and repeat it."""
+def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
+    """Describe the text with its parts, so that `repeat_text` can check and repeat it."""
+    uses = (FIT, HELD, *spec.parts, BEHIND)
     sources, used = list[dict[str, Any]](), list[Rows]()
-    for entry, cut in zip(spec.sources, cuts, strict=True):
-        heldout = [cut.held, cut.further] if whole else [cut.held]
-        rows = [cut.fit, cut.held, *cut.parts, cut.further] if whole else [cut.fit, cut.held]
-        facts = {"source": cut.name, "weight": float(entry.weight), "heldout_samples": sum(map(len, heldout))}
+    for entry, text in zip(spec.sources, texts, strict=True):
+        rows = [text.rows[use] for use in uses]
+        heldout = len(text.rows[HELD]) + len(text.rows[BEHIND])
+        facts = {"source": text.name, "weight": float(entry.weight), "heldout_samples": heldout}
         sources.append(facts | _counted(rows))
         used += rows
-    asked: dict[str, Any] = {name: getattr(spec, name) for name in ("samples", "sequence_length", "reserve")}
-    if whole:
-        asked["parts"] = {name: asdict(part) for name, part in spec.parts.items()}
+    fields = {"samples", "sequence_length", "reserve", "parts", "emphasis"}
+    asked = TypeAdapter(TextSpec).dump_python(spec, mode="json", include=fields)
+    marked = asked.pop("emphasis")["marked"]
     identity = {
         "source": " + ".join(entry.source for entry in spec.sources),
         "sources": sources,
@@ -515,8 +449,12 @@ def _identity(spec: TextSpec, cuts: Sequence[_Cut], whole: bool) -> dict[str, An
         "seed": spec.seed,
         "asked": asked,
     }
-    if spec.emphasis.marked:
-        identity["emphasis"] = spec.emphasis.to_dict()
+    if marked:
+        identity["emphasis"] = marked
+    if spec.parts:
+        identity["parts"] = {name: _counted([text.rows[name] for text in texts]) for name in spec.parts}
+        heldout_rows = [text.rows[use] for text in texts for use in (HELD, BEHIND)]
+        identity["heldout_text"] = _counted(heldout_rows)
     return identity
 
 
@@ -552,15 +490,15 @@ def evaluation_sets(
     sources: Sequence[str], tokenizer: Any, *, length: int, seed: int, vocab: int, most: int, strict: bool = False
 ) -> EvaluationSets:
     """At most `most` sequences of each file or data set, packed like calibration."""
-    rows = list[list[Rows]]()
+    batches = list[Batches]()
     for name in sources:
         entry = WeightedSource(name, 1.0)
         try:
             stream = read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict)
-            rows.append([stream.rows(length)])
+            batches.append(stream.rows(length).split(BATCH_SIZE))
         except HasMediaError:
-            rows.append([read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict)])
-    return _evaluation_sets(sources, rows, BATCH_SIZE)
+            batches.append(read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict).rows)
+    return _evaluation_sets(short_names(sources), batches)
 
 
 def repeat_text(identity: Mapping[str, Any], tokenizer: Any, vocabulary: int, evaluation: int = 0) -> Text:

@@ -4,8 +4,7 @@ What a model says next is decided where it predicts it, so that the weight is th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,21 +16,20 @@ from compressor.model.inputs import Inputs
 class Marked:
     """Runs of token ids, each of which has the same weight."""
 
-    name: str
     weight: float
     tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Emphasis:
-    """What is emphasised; nothing by default."""
+    """What is emphasised by name; nothing by default."""
 
-    marked: tuple[Marked, ...] = ()
+    marked: Mapping[str, Marked] = field(default_factory=dict)
 
     def weights(self, tokens: Tensor) -> Tensor:
         """Token ids [B, L] -> [B, L] in float32: of a position whose next token is marked that weight, of others 1."""
         weights = torch.ones(tokens.shape)
-        for marked in self.marked:
+        for marked in self.marked.values():
             is_next = _covered(tokens, marked.tokens)[:, 1:]
             weights[:, :-1][is_next] = marked.weight
         return weights
@@ -41,31 +39,13 @@ class Emphasis:
         weights = self.weights(tokens)
         return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
 
-    def counts(self, batches: Sequence[Tensor]) -> dict[str, int]:
-        """How many tokens of batches [B, L] are marked, by name."""
-        counts = dict[str, int]()
-        for marked in self.marked:
-            counts[marked.name] = sum(int(_covered(batch, marked.tokens).sum()) for batch in batches)
-        return counts
-
-    def asked(self) -> dict[str, float]:
-        """The weights by name, as a recipe has them."""
-        return {marked.name: marked.weight for marked in self.marked}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a plan has it."""
-        content = dict[str, Any]()
-        for marked in self.marked:
-            content[marked.name] = {"weight": marked.weight, "tokens": [list(run) for run in marked.tokens]}
-        return content
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> "Emphasis":
-        """Read what `to_dict` gave."""
-        marked = list[Marked]()
-        for name, entry in content.items():
-            marked.append(Marked(name, float(entry["weight"]), tuple(map(tuple, entry["tokens"]))))
-        return cls(tuple(marked))
+    def missing(self, batches: Sequence[Tensor]) -> list[str]:
+        """Names of what no token of the batches [B, L] is marked as."""
+        names = list[str]()
+        for name, marked in self.marked.items():
+            if not any(_covered(batch, marked.tokens).any() for batch in batches):
+                names.append(name)
+        return names
 
 
 PLAIN = Emphasis()  # all tokens count alike

@@ -98,6 +98,16 @@ class WeightedSource:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text of a step's own to train on."""
+
+    sequences: int
+    length: int
+    rows: int = 8  # sequences of a batch, at most
+    minimum: int = 1  # sequences without which the step cannot run
+
+
 def sources_or_texts(given: Any) -> Any:
     """What Python gave as calibration: names of sources as they are, and a list of texts as `GivenTexts`.
 

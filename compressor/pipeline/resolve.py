@@ -15,7 +15,6 @@ from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
     EvaluationSet,
-    PartSpec,
     Text,
     TextSpec,
     evaluation_sets,
@@ -298,11 +297,7 @@ def text_spec(resolved: ResolvedRecipe, options: TextOptions, parts: Mapping[int
         sequence_length=options.sequence_length,
         seed=resolved.recipe.seed,
         heldout=max(HELDOUT, min(fewest / options.samples, 0.5)) if fewest else 0.0,
-        parts={
-            name: PartSpec(part.sequences, part.length, batch_size=part.rows, minimum=part.minimum)
-            for name, need in needs.items()
-            if (part := need.part) is not None
-        },
+        parts={name: need.part for name, need in needs.items() if need.part is not None},
         strict=options.strict,
         emphasis=emphasis_of(options, resolved.model),
     )
@@ -329,7 +324,7 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
         if not tokens[name]:
             fault = f"{model.source.label} has {missing[name]}"
             raise CompressionError(f"emphasis.{name}: {fault}; leave it out, or mend the model's files")
-    return Emphasis(tuple(Marked(name, weight, tokens[name]) for name, weight in wanted.items()))
+    return Emphasis({name: Marked(weight, tokens[name]) for name, weight in wanted.items()})
 
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from compressor.data.sources import GivenTexts
+from compressor.data.sources import TextPart as TextPart
 from compressor.model.moe_layer import MoeLayer
 
 if TYPE_CHECKING:  # a step's options are read without torch
@@ -97,16 +98,6 @@ class TextOptions(Options):
         if isinstance(value, list | tuple) and not any(isinstance(each, Mapping) for each in value):
             return tuple(fspath(each) if isinstance(each, PathLike) else each for each in value)
         return (GivenTexts.of(value),) if isinstance(value, Iterable) else value
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """Text of a step's own to train on."""
-
-    sequences: int
-    length: int
-    rows: int = 8  # sequences of a batch, at most
-    minimum: int = 1  # sequences without which the step cannot run
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,16 +46,12 @@ class RouterArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """The layer that is observed."""
+class Observed(LayerWeights):
+    """The layer that is observed; `smaller_router` is None where weights are not wanted."""
 
     layer: MoeLayer
-    experts: Any
-    router: Any
-    block: Any
     config: Any
     seed: int
-    smaller_router: Any = None  # a `SmallerRouter`, where weights are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,5 +440,4 @@ class Weights(Meter):
     """The live modules, for which nothing need be seen."""
 
     def finish(self) -> LayerWeights:
-        observed = self.observed
-        return LayerWeights(observed.experts, observed.router, observed.block, observed.smaller_router)
+        return self.observed

@@ -210,7 +210,7 @@ class Collector:
     ) -> None:
         self.layer, self.model, self.needs, self.tokens = layer, model, needs, 0
         experts, router, block = map(model.get_submodule, (layer.name, layer.router, layer.block))
-        self.observed = Observed(layer, experts, router, block, model.config, seed, smaller_router)
+        self.observed = Observed(experts, router, block, smaller_router, layer, model.config, seed)
         self.meters = {
             name: entry.meter(self.observed, **entry.options)
             for name, entry in STATISTICS.items()

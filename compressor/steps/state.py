@@ -120,11 +120,11 @@ class State:
         evaluator, hidden = Evaluator(self.base, text.heldout), list[str]()
         batches, texts = dict[str, list[torch.Tensor]](), dict[str, list[torch.Tensor]]()
         for number in range(now, len(self.steps)):
-            name = OWN if OWN in text.names else part_name(number)
-            if name not in text.names or name in batches:
+            name = OWN if OWN in text.parts else part_name(number)
+            if name not in text.parts or name in batches:
                 continue
             step = self.steps[number]
-            batches[name] = [*step.teacher_batches(text.part(name))]
+            batches[name] = [*step.teacher_batches(text.parts[name])]
             keys = [f"{name}-{place}" for place in range(len(batches[name]))]
             texts |= {key: [batch] for key, batch in zip(keys, batches[name], strict=True)}
             if step.needs_teacher_hidden:

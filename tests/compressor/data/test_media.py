@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from compressor.data import media
-from compressor.data.batches import Calibration, PartSpec, TextSpec, calibrate, evaluation_sets, read_text, repeat_text
-from compressor.data.sources import GivenTexts, WeightedSource, parse_sources
+from compressor.data.batches import Calibration, TextSpec, calibrate, evaluation_sets, read_text, repeat_text
+from compressor.data.sources import GivenTexts, TextPart, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs
 from tests import pictures
@@ -112,11 +112,11 @@ def test_parts_and_held_out_sequences_are_disjoint_and_repeat(tmp_path: Path) ->
     text = tmp_path / "plain.txt"
     text.write_text("a line of plain text to read here. " * 500, encoding="utf-8")
     sources = (source, WeightedSource(str(text), 1.0))
-    spec = TextSpec(sources, 16, 32, heldout=0.25, reserve=4, parts={"train": PartSpec(8, 32, heldout=8)})
+    spec = TextSpec(sources, 16, 32, heldout=0.25, reserve=4, parts={"train": TextPart(8, 32)})
     made = read_text(spec, tokenizer, 96)
 
     pictured = [batch for batch in made.fit.batches if isinstance(batch, Inputs)]
-    others = [*made.part("train"), *made.fit.reserved[0].batches, *made.heldout[0].batches]
+    others = [*made.parts["train"], *made.fit.reserved[0].batches, *made.heldout[0].batches]
     own = {batch.more["pixel_values"].sum().item() for batch in pictured}
     assert len(pictured) == len(own) == 8
     held = [b for n, b in enumerate(made.fit.batches) if n in made.fit.heldout and isinstance(b, Inputs)]

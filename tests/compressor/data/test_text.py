@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from compressor.data.batches import PartSpec, Text, TextSpec, calibrate, read_text, repeat_text
+from compressor.data.batches import Text, TextSpec, calibrate, read_text, repeat_text
 from compressor.data.documents import opened
-from compressor.data.sources import WeightedSource, divide
+from compressor.data.emphasis import Emphasis, Marked
+from compressor.data.sources import TextPart, WeightedSource, divide
 from compressor.errors import CompressionError
 from tests import small
 from tests.texts import VOCAB, Numbers, count_up, run, stream_of, write
 
-PARTS = {"routers": PartSpec(20, 4, heldout=5, batch_size=3), "distill": PartSpec(31, 6, heldout=3, minimum=2)}
+PARTS = {"routers": TextPart(20, 4, rows=3), "distill": TextPart(31, 6, minimum=2)}
 
 
 def spec(sources: Sequence[WeightedSource], **more: Any) -> TextSpec:
@@ -51,22 +52,22 @@ sources_of = st.lists(st.sampled_from([0.2, 1.0, 4.0]), min_size=1, max_size=3)
 
 @given(
     weights=sources_of, samples=st.integers(3, 20), share=st.sampled_from([0.0, 0.25, 0.9]),
-    reserve=st.sampled_from([0, 3, 7]), first=st.integers(1, 40), second=st.integers(1, 40), more=st.integers(0, 70),
+    reserve=st.sampled_from([0, 3, 7]), first=st.integers(1, 40), second=st.integers(1, 40),
 )  # fmt: skip
 def test_parts_follow_each_other_where_the_text_suffices(
-    weights: list[float], samples: int, share: float, reserve: int, first: int, second: int, more: int,
+    weights: list[float], samples: int, share: float, reserve: int, first: int, second: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("numbers")
     sources = [WeightedSource(count_up(folder, number, 2000), weight) for number, weight in enumerate(weights)]
-    parts = {"a": PartSpec(first, 4, heldout=more, batch_size=3), "b": PartSpec(second, 6, heldout=10)}
+    parts = {"a": TextPart(first, 4, rows=3), "b": TextPart(second, 6)}
     made = read(sources, samples=samples, heldout=share, reserve=reserve, parts=parts)
     held, count = heldout_batches(made), len(sources)
     for number, entry in enumerate(sources):
         fit = flat((made.fit.batches[place] for place in made.fit.fit), number)
         own = flat(made.fit.heldout_batches, number)
         reserved = flat(reserved_batches(made), number)
-        trained = [flat(made.part(name), number) for name in parts]
+        trained = [flat(made.parts[name], number) for name in parts]
         behind = flat(held, number)[len(own) :]
         together = fit + own + reserved + trained[0] + trained[1] + behind
         assert together == stream_of(entry.source)[: len(together)]  # each number is there once: no part overlaps
@@ -75,11 +76,10 @@ def test_parts_follow_each_other_where_the_text_suffices(
         assert len(reserved) == (8 * divide(reserve, weights)[number] if reserve else 0)
         for part, tokens in zip(parts.values(), trained, strict=True):
             assert len(tokens) == part.length * divide(max(part.sequences, count), weights)[number]
-    wanted = max(48, more)
-    assert wanted <= sum(map(len, held)) < wanted + len(sources) or len(held) == len(made.fit.heldout_batches)
+    assert 48 <= sum(map(len, held)) < 48 + len(sources) or len(held) == len(made.fit.heldout_batches)
     assert {batch.shape[1] for batch in held[: len(made.fit.heldout_batches)]} <= {8, 6, 4, 2}
     for name, length, rows in (("a", 4, 3), ("b", 6, 8)):
-        assert all(batch.shape[1] == length and 1 <= len(batch) <= rows for batch in made.part(name))
+        assert all(batch.shape[1] == length and 1 <= len(batch) <= rows for batch in made.parts[name])
 
 
 @given(
@@ -96,7 +96,7 @@ def test_held_out_text_is_never_trained_on(
     try:
         made = read(sources, parts=parts, **asked)
     except CompressionError as error:
-        if not re.search("too short to hold a part of it out|at least 2 are needed", str(error)):
+        if not re.search("too short to hold a part of it out|at least [12] are needed", str(error)):
             raise
         return
     held = {token for batch in heldout_batches(made) for token in batch.flatten().tolist()}
@@ -104,12 +104,12 @@ def test_held_out_text_is_never_trained_on(
     fitted = {token for place in made.fit.fit for token in made.fit.batches[place].flatten().tolist()}
     assert held and len(held) == sum(batch.numel() for batch in heldout_batches(made)) and not held & (kept | fitted)
     for name in parts:
-        trained = [token for batch in made.part(name) for token in batch.flatten().tolist()]
+        trained = [token for batch in made.parts[name] for token in batch.flatten().tolist()]
         assert trained and len(set(trained)) == len(trained) and not set(trained) & (held | kept)
     if samples:
         entries = {"length": 8, "seed": 3, "vocab": VOCAB, **asked}
         plain = calibrate(sources, Numbers(), **entries)
-        assert plain.identity == made.fit.identity and plain.heldout == made.fit.heldout
+        assert plain.heldout == made.fit.heldout
         assert all(torch.equal(one, two) for one, two in zip(plain.batches, made.fit.batches, strict=True))
     again = repeat_text(json.loads(json.dumps(made.identity)), Numbers(), VOCAB)
     assert again.identity == made.identity
@@ -120,30 +120,34 @@ def test_short_text_starts_again_by_hand(tmp_path: Path, caplog: pytest.LogCaptu
     """4 sequences of 8, one of them held out; 20 tokens behind them, where 2 x 6 and 5 x 4 are asked for."""
     source = WeightedSource(count_up(tmp_path, 0, 52), 1.0)
     stream = stream_of(source.source)
-    parts = {"a": PartSpec(2, 6), "b": PartSpec(5, 4)}
+    parts = {"a": TextPart(2, 6), "b": TextPart(5, 4)}
     made = read([source], samples=4, reserve=0, parts=parts)
     assert flat(made.fit.batches, 0) == stream[:32] and flat(made.fit.heldout_batches, 0) == stream[24:32]
     behind = stream[40:52]  # a fifth of the 44 tokens that are not held out: 1.4, so one sequence of 6
     assert flat(heldout_batches(made), 0) == stream[24:32] + behind[-6:]
-    assert flat(made.part("a"), 0) == stream[32:44]
-    assert flat(made.part("b"), 0) == stream[44:46] + stream[:18]
+    assert flat(made.parts["a"], 0) == stream[32:44]
+    assert flat(made.parts["b"], 0) == stream[44:46] + stream[:18]
     assert "s0.txt is short: behind its first sequences are 14 of 32 tokens asked for" in caplog.text
-    all_of_it = read([source], samples=4, reserve=0, parts={"a": PartSpec(99, 6)})
-    assert len(flat(all_of_it.part("a"), 0)) == 6 * ((24 + 14) // 6)  # once round, and no further
+    all_of_it = read([source], samples=4, reserve=0, parts={"a": TextPart(99, 6)})
+    assert len(flat(all_of_it.parts["a"], 0)) == 6 * ((24 + 14) // 6)  # once round, and no further
 
 
 def test_text_for_one_part_alone(tmp_path: Path) -> None:
     source = WeightedSource(count_up(tmp_path, 0, 900), 1.0)
-    made = read([source], samples=0, reserve=0, heldout=0.0, parts={"a": PartSpec(50, 6)})
+    emphasis = Emphasis({"end": Marked(8.0, ((7,), (8, 9)))})
+    made = read([source], samples=0, reserve=0, heldout=0.0, parts={"a": TextPart(50, 6)}, emphasis=emphasis)
     stream = stream_of(source.source)
     assert made.fit.batches == () and made.fit.tokens == 0
-    assert flat(made.part("a"), 0) == stream[:300] and flat(heldout_batches(made), 0) == stream[300 : 300 + 48 * 6]
+    assert flat(made.parts["a"], 0) == stream[:300] and flat(heldout_batches(made), 0) == stream[300 : 300 + 48 * 6]
     entry = made.identity["sources"][0]
     assert (entry["samples"], entry["tokens"], entry["heldout_samples"]) == (98, 588, 48)
     assert made.identity["parts"]["a"]["samples"] == 50 and made.identity["heldout_text"]["samples"] == 48
-    assert repeat_text(made.identity, Numbers(), VOCAB).identity == made.identity
-    tiny = read([WeightedSource(count_up(tmp_path, 1, 12), 1.0)], samples=0, reserve=0, parts={"a": PartSpec(50, 20)})
-    assert [batch.shape for batch in (*tiny.part("a"), *heldout_batches(tiny))] == [(1, 9), (1, 3)]
+    again = repeat_text(json.loads(json.dumps(made.identity)), Numbers(), VOCAB)
+    assert again.identity == made.identity and again.emphasis == emphasis
+    tiny = read(
+        [WeightedSource(count_up(tmp_path, 1, 12), 1.0)], samples=0, reserve=0, parts={"a": TextPart(50, 20, minimum=0)}
+    )
+    assert [batch.shape for batch in (*tiny.parts["a"], *heldout_batches(tiny))] == [(1, 9), (1, 3)]
 
 
 def test_each_document_is_tokenised_once(tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ def test_text_to_evaluate_on_lies_behind_all_else_and_changes_none_of_it(tmp_pat
     assert made.identity == without.identity and made.fit.identity == without.fit.identity and not without.evaluation
     assert repeat_text(made.identity, Numbers(), VOCAB, evaluation=10).identity == made.identity
     for number, own in zip((1, 2), made.evaluation, strict=True):
-        parts = [batch for name in made.names for batch in made.part(name)]
+        parts = [batch for name in made.parts for batch in made.parts[name]]
         used = flat([*made.fit.batches, *reserved_batches(made), *heldout_batches(made), *parts], number)
         stream = stream_of(str(tmp_path / f"s{number}.txt"))
         behind = stream[len(set(used)) :]  # as nothing is read twice
@@ -218,7 +222,7 @@ def test_impossible_specs_are_refused_before_anything_is_read(more: dict[str, An
 def test_too_little_text_for_a_step_is_refused(tmp_path: Path) -> None:
     source = WeightedSource(count_up(tmp_path, 0, 60), 1.0)
     with pytest.raises(CompressionError, match="gives 8 sequences of 6 tokens to train on for a, and at least 16"):
-        read([source], samples=0, reserve=0, parts={"a": PartSpec(99, 6, minimum=16)})
+        read([source], samples=0, reserve=0, parts={"a": TextPart(99, 6, minimum=16)})
     with pytest.raises(CompressionError, match=r"too short to hold a part of it out; .* or lower --samples"):
         read([WeightedSource(count_up(tmp_path, 1, 58), 1.0)], samples=99, reserve=0, heldout=0.0)
 
@@ -234,11 +238,11 @@ def test_every_sequence_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> 
     """Wherever it is cut: calibration, held out, reserved, parts; no opening stands twice, none is lost."""
     texts = [letter * (7 + 5 * number) for number, letter in enumerate("abcdefghijklmnopqrst")]
     path = write(tmp_path, "\n\n".join(texts))
-    parts = {"distill": PartSpec(3, 12), "routers": PartSpec(2, 20)}
+    parts = {"distill": TextPart(3, 12), "routers": TextPart(2, 20)}
     text_spec = TextSpec((WeightedSource(str(path), 1.0),), 6, 16, heldout=0.2, reserve=2, parts=parts)
     tokenizer = opened_tokenizer()
     made = read_text(text_spec, tokenizer, small.VOCABULARY)
-    batches = [*made.fit.batches, *made.part("distill"), *made.part("routers")]
+    batches = [*made.fit.batches, *made.parts["distill"], *made.parts["routers"]]
     batches += [batch for each in (*made.fit.reserved, *made.heldout) for batch in each.batches]
     rows = [row.tolist() for batch in batches for row in batch]
     known = {tuple(tokenizer(f"{text}\n")["input_ids"]) for text in texts}
