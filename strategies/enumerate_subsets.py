@@ -36,7 +36,13 @@ class Options:
     most_subsets: int = option(5000, help="up to how many subsets all are tried; beyond, experts go one by one")
 
 
-def _subsets(blocks: list[Block]) -> Iterator[Kept]:
+def count_subsets(blocks: list[Block]) -> int:
+    """Number of sets of experts that can be kept."""
+    return prod(comb(len(block.free), block.take) for block in blocks)
+
+
+def subsets(blocks: list[Block]) -> Iterator[Kept]:
+    """Sets of experts that can be kept, in lexicographic order where there is one block."""
     choices = [combinations(block.free, block.take) for block in blocks]
     fixed = [block.fixed for block in blocks]
     for chosen in product(*choices):
@@ -119,16 +125,16 @@ def plan(
     """
     blocks = blocks_of(stats.layer, keep, protected)
     experts = stats.layer.experts
-    count = prod(comb(len(block.free), block.take) for block in blocks)
+    count = count_subsets(blocks)
     search: dict[str, Any]
     if not len(stats.inputs):
-        kept = next(_subsets(blocks))
+        kept = next(subsets(blocks))
         search = {"search": "none: no token reached the layer"}
     elif count <= options.most_subsets:
         errors = KeptErrors(stats)
-        subsets = sorted(_subsets(blocks))
-        sums = [float(errors.kept(subset).errors.sum()) for subset in subsets]
-        kept = subsets[stable_argmin(sums, errors.noise)]
+        tried = sorted(subsets(blocks))
+        sums = [float(errors.kept(subset).errors.sum()) for subset in tried]
+        kept = tried[stable_argmin(sums, errors.noise)]
         search = {"search": f"all {count} subsets"}
     else:
         errors = KeptErrors(stats)

@@ -8,9 +8,7 @@ Up to 5,000 sets all are tried. Beyond, the set grows by the expert that adds le
 that gains, some E^2 to E^3 additions for E experts; the paper relaxes p to [0, 1] and rounds.
 """
 
-import math
 from dataclasses import dataclass
-from itertools import chain, combinations, product
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from compressor.plugins import (
     option,
     rounded,
 )
+from strategies.enumerate_subsets import count_subsets, subsets
 
 MOST_SETS = 5_000  # that are all tried
 
@@ -57,7 +56,7 @@ def plan(
             f"{stats.layer.name}: experts' outputs are not finite on the calibration data; try --dtype float32"
         )
     blocks = blocks_of(stats.layer, keep, protected)
-    if math.prod(math.comb(len(block.free), block.take) for block in blocks) <= MOST_SETS:
+    if count_subsets(blocks) <= MOST_SETS:
         deleted = _cheapest(table, blocks)
     else:
         deleted = exchanged(table, grown(table, blocks), blocks)
@@ -78,12 +77,10 @@ def _cost(table: Tensor, deleted: Tensor) -> float:
 
 def _cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
     """Try all ways to delete experts of each block: -> [E], which are; of equal ones the highest experts go."""
-    choices = [combinations(block.free, len(block.free) - block.take) for block in blocks]
-    ways = [[*chain(*way)] for way in product(*choices)]
-    tried = torch.zeros(len(ways), len(table), dtype=torch.float64)
-    tried.scatter_(1, torch.tensor(ways, dtype=torch.long).view(len(ways), -1), 1.0)
-    costs = rounded(((tried @ table) * tried).sum(1))
-    return tried[(costs == costs.min()).nonzero().flatten()[-1]].bool()
+    kept = torch.tensor([*subsets(blocks)], dtype=torch.long)
+    deleted = torch.ones(len(kept), len(table), dtype=torch.float64).scatter_(1, kept, 0.0)
+    costs = rounded(((deleted @ table) * deleted).sum(1))
+    return deleted[int(costs.argmin())].bool()
 
 
 def grown(table: Tensor, blocks: list[Block]) -> Tensor:

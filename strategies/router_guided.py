@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from compressor.plugins import (
-    FLOAT32,
     LayerPlan,
     LayerStatistics,
     MergeOptions,
@@ -15,8 +14,8 @@ from compressor.plugins import (
     keep_best,
     merge_option,
     option,
-    rounded,
 )
+from strategies.ream import grouped
 
 NEEDS = frozenset({"routed_count", "router_logits"})
 
@@ -41,22 +40,6 @@ def similarities(logits: Tensor) -> Tensor:
     return columns.T @ columns
 
 
-def grouped(
-    table: Tensor, dominant: frozenset[int], protected: frozenset[int], blocks: list[list[int]]
-) -> dict[int, list[int]]:
-    """Members by dominant expert, itself first: each other expert joins the unprotected one of its block most like it.
-
-    table [E, E]; ties go to the lower dominant expert; an expert of a block without an unprotected one is in no group.
-    """
-    groups, values = {head: [head] for head in sorted(dominant)}, rounded(table, FLOAT32)
-    for block in blocks:
-        heads = [expert for expert in block if expert in dominant - protected]
-        for expert in block:
-            if heads and expert not in dominant:
-                groups[max(heads, key=lambda head: (float(values[expert, head]), -head))].append(expert)
-    return groups
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
@@ -68,7 +51,11 @@ def plan(
     kept = keep_best(stats, stats.routed_count, keep, protected)
     dominant = frozenset(group.members[0] for group in kept.groups)
     table = similarities(stats.router_logits).cpu()
-    groups = grouped(table, dominant, protected, competing(stats.layer))
+    groups = {head: [head] for head in sorted(dominant)}
+    for block in competing(stats.layer):
+        heads = [expert for expert in block if expert in dominant - protected]
+        others = [expert for expert in block if expert not in dominant]
+        groups |= grouped(table, heads, others, 0)
     joined = [float(table[expert, head]) for head, members in groups.items() for expert in members[1:]]
     figures = {"mean_similarity": round(sum(joined) / len(joined), 6)} if joined else {}
     return options.merged(stats, list(groups.values()), decided_by="router_logits", figures=figures)
