@@ -1,22 +1,31 @@
 """The step `routers`: router calibration, which moves router weights or biases toward the base, after C3PO."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from compressor.distributed import refuse_several
+from compressor.distributed import ranks, refuse_several
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import Evaluator, require_enough
 from compressor.formatting import short
+from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.opened import OpenModel
+from compressor.model.router_logits import router_weight
+from compressor.pathways.answering import average_pathway, checked_reference, text_reference
+from compressor.pathways.reference import ReferenceSet
 from compressor.recipe.document import changed, divergence
 from compressor.recipe.step import Requirements, Result, Step, StepOptions, TextPart
-from compressor.steps.routers.calibrating import PLACED, calibrate_routers, stored_names
 from compressor.steps.routers.options import Routers
+from compressor.steps.routers.weights import Answered, Calibrated, bias_places, calibrate_bias, calibrate_weights
 from compressor.steps.state import State
 
+logger = logging.getLogger(__name__)
+
+PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
 ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
 FIGURES = ("ridge", "step", "gain", "standard_error")
 PLACES = ("layer", "place", "mean", "deviation")
@@ -48,8 +57,83 @@ class RoutersStep(Step[Routers]):
         return batches[:PLACED] if self.options.method == "bias" else batches
 
     def apply_model(self, state: State) -> Result:
-        """Calibrate the routers of the checkpoint as it is now."""
-        return calibrate_routers(self.options, state)
+        """Move the routers as far as held-out text is nearer to the base; new ones are kept until they are in place.
+
+        Raises `CompressionError` for fewer than eight held-out sequences.
+        """
+        path = state.kept("routers.safetensors")
+        assert path is not None
+        if ranks().broadcast(lambda: facts_of(path)) is None:
+            tensors, figures = self._calibrated(state)
+            if ranks().is_first:
+                keep_tensors(path, tensors, figures)
+        figures = ranks().broadcast(lambda: facts_of(path))
+        return Result(figures, iter([kept_tensors(path)] if ranks().is_first else ()))
+
+    def _calibrated(self, state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return stored router tensors by name, as they are to be written, and a plan's figures, in nats per token.
+
+        `auto` takes the method of least KL on held-out text.
+        """
+        model, method = state.model, self.options.method
+        reference = None if self.options.reference is None else checked_reference(self.options.reference, model)
+        batches, answers, evaluator = state.teacher_outputs()
+        require_enough(evaluator.sequences, "routers")
+        text = list(zip(batches, answers, strict=True))
+        methods = ["router", "bias"] if method == "auto" else [method]
+        tried = dict[str, Calibrated]()
+        for name in methods:
+            try:
+                if name == "router":
+                    tried[name] = self._by_weights(state, text, evaluator)
+                else:
+                    tried[name] = self._by_bias(state, text[:PLACED], evaluator, reference)
+            except CompressionError as error:
+                if name == methods[-1] and not tried:
+                    raise
+                logger.warning("%s; it is left out", error)  # the other method may fit the model
+        kl = {name: calibrated.after.means["kl"] for name, calibrated in tried.items()}
+        taken = min(kl, key=lambda name: kl[name])
+        best = tried[taken]
+        before, after = best.before.means, best.after.means
+        figures: dict[str, Any] = {"before": before["kl"], "after": after["kl"]}
+        for name in ("loss", "flips"):
+            figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+        figures |= {"sequences": best.before.sequences, "steps": [asdict(step) for step in best.steps], **best.details}
+        if len(methods) > 1:
+            figures |= {"taken": taken if any(step.step for step in best.steps) else "none", "tried": kl}
+        names = stored_names(model, best.weights)
+        return {names[key]: weight for key, weight in best.weights.items()}, figures
+
+    def _by_weights(self, state: State, text: Answered, evaluator: Evaluator) -> Calibrated:
+        assert state.text is not None
+        rounds = [text[first :: self.options.rounds] for first in range(self.options.rounds)]
+        fit = [part[ranks().rank :: ranks().size] for part in rounds if part]
+        given = evaluator, state.progress, state.text.emphasis
+        return calibrate_weights(state.model, stored_weights(state.model), fit, *given)
+
+    def _by_bias(
+        self, state: State, text: Answered, evaluator: Evaluator, reference: ReferenceSet | None
+    ) -> Calibrated:
+        """Return routers with the average optimised pathway as a bias; this loads the smaller model whole.
+
+        The pathways are those of the `reference` set, or of the text.
+        """
+        model = state.model
+        try:
+            reference = reference or text_reference(model, text, state.progress)
+            average = average_pathway(model, reference, self.options.optimizer, state.progress)
+        finally:
+            model.partial.release("")
+        late = model.architecture.layers[-len(average.logits) :]
+        places = bias_places(model, late, [tokens for tokens, _ in text])
+        stored = stored_weights(model, [place.key for place in places])
+        layers = [
+            {"layer": place.layer, "place": place.kind, "mean": place.mean, "deviation": place.deviation}
+            for place in places
+        ]
+        details = {"items": average.items, "agreement": average.agreement, "layers": layers}
+        return replace(calibrate_bias(model, stored, places, average, evaluator, state.progress), details=details)
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe the method, KL before and after, each round and a bias's places; gains are in nats per token."""
@@ -72,3 +156,25 @@ class RoutersStep(Step[Routers]):
         if any(kind == "selection bias" for _, kind, _, _ in places):
             blocks.append(Text("A selection bias moves which experts are chosen, not their weights."))
         return blocks
+
+
+def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:
+    """Stored tensors by state-dict key, by default of all router weights; refuses one that is not stored plain."""
+    known = model.partial.plain_keys
+    if keys is None:
+        keys = [router_weight(layer) for layer in model.architecture.layers]
+    stored = dict[str, str]()
+    for key in keys:
+        names = [name for name, target in known.targets.items() if target == key and known.patterns[name] is None]
+        infos = [model.checkpoint.tensors[name] for name in names]
+        if len(infos) != 1 or not infos[0].is_plain or infos[0].shape != tuple(model.partial.empty[key].shape):
+            raise CompressionError(
+                f"{key} is not stored as one tensor of plain numbers, so it cannot be calibrated; leave out routers"
+            )
+        stored[key] = names[0]
+    return stored
+
+
+def stored_weights(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Router tensors as they are stored, by state-dict key."""
+    return {key: model.checkpoint.read(name) for key, name in stored_names(model, keys).items()}

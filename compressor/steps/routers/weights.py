@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +39,10 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the average pathway, that are tried
 LARGEST_SCALE = 64.0  # as `LARGEST`
 RIDGE = 0.01  # of the mean square of a router's inputs, for a bias that goes into its weight
 
-Kind = Literal["router bias", "selection bias", "router weight"]
 Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
-Text = Sequence[tuple[Tensor, Distributions]]  # this rank's token ids [B, L], and the base's distributions after each
+Answered = Sequence[
+    tuple[Tensor, Distributions]
+]  # this rank's token ids [B, L], and the base's distributions after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def evaluate_trials(model: OpenModel, evaluator: Evaluator, trials: Sequence[Wei
 def calibrate_weights(
     model: OpenModel,
     weights: Weights,
-    fit: Sequence[Text],
+    fit: Sequence[Answered],
     evaluator: Evaluator,
     progress: Progress,
     emphasis: Emphasis = PLAIN,
@@ -224,7 +225,7 @@ class RouterGradients(ReverseVisitor):
                 self.found[key] = Moments(inputs, both, gradients, tokens)
 
 
-def _moments(model: OpenModel, weights: Weights, text: Text, emphasis: Emphasis) -> dict[str, Moments]:
+def _moments(model: OpenModel, weights: Weights, text: Answered, emphasis: Emphasis) -> dict[str, Moments]:
     def loss(batch: int, output: Any) -> Tensor:
         tokens, base = text[batch]
         counting = emphasis.loss_weights(tokens).to(output.logits.device)
@@ -284,7 +285,7 @@ class BiasPlace:
 
     layer: str
     key: str
-    kind: Kind
+    kind: str  # router bias, selection bias or router weight
     direction: Tensor | None = None  # u [H]
     mean: float = 1.0
     deviation: float = 0.0
@@ -339,7 +340,7 @@ def bias_places(model: OpenModel, layers: Sequence[MoeLayer], batches: Sequence[
             and model.partial.empty[tensor.key].numel() == layer.experts + tensor.extra
         ]
         if len(biases) == 1:
-            kind: Kind = "router bias" if layer.name in inputs.biased else "selection bias"
+            kind = "router bias" if layer.name in inputs.biased else "selection bias"
             places.append(BiasPlace(layer.name, biases[0], kind))
             continue
         direction = torch.linalg.solve(ridged(seen.inputs, RIDGE), seen.both[:, 0])

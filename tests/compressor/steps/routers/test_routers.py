@@ -16,9 +16,9 @@ from compressor.evaluation.base_answers import read_base
 from compressor.evaluation.evaluator import Evaluator
 from compressor.model.opened import OpenModel
 from compressor.progress import Silent
-from compressor.steps.routers import calibrating
-from compressor.steps.routers.calibrating import stored_names
-from compressor.steps.routers.weights import Text, Weights, calibrate_weights, evaluate_trials
+from compressor.steps.routers import step as routers_step
+from compressor.steps.routers.step import stored_names
+from compressor.steps.routers.weights import Answered, Weights, calibrate_weights, evaluate_trials
 from compressor.steps.workdir import LayerWriter
 from tests import small, zoo
 from tests.command_line import Run, names, refused
@@ -39,7 +39,7 @@ def disturbed(own: Weights, seed: int, size: float) -> dict[str, Tensor]:
     return {key: value + size * torch.randn(value.shape, generator=generator) for key, value in own.items()}
 
 
-def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Text]:
+def texts(model: OpenModel, parts: Sequence[Tensor]) -> list[Answered]:
     answers = read_base(model, {"text": parts}, None, Silent(), model.source.folder / "kept")["text"]
     return [[pair] for pair in zip(parts, answers, strict=True)]
 
@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
     with monkeypatch.context() as patch:
         patch.setattr(LayerWriter, "write", stop)
         assert calibrate(run, models, tmp_path / "out").status == 130
-    monkeypatch.setattr(calibrating, "calibrate_weights", None)  # which is not asked again
+    monkeypatch.setattr(routers_step, "calibrate_weights", None)  # which is not asked again
     assert calibrate(run, models, tmp_path / "out").status == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and names(tmp_path) == ["out", "whole"]
 

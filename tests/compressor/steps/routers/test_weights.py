@@ -17,8 +17,8 @@ from compressor.model.router_logits import router_weight
 from compressor.model.streaming import ReversePass
 from compressor.pathways.answering import Average
 from compressor.progress import Silent
-from compressor.steps.routers.calibrating import stored_names
 from compressor.steps.routers.options import Routers
+from compressor.steps.routers.step import stored_names
 from compressor.steps.routers.weights import RIDGE, Moments, RouterGradients, bias_places, calibrate_bias
 from tests import small, zoo
 from tests.command_line import Run, names, refused
