@@ -20,16 +20,17 @@ from torch import Tensor
 
 from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
 from compressor.data.emphasis import PLAIN, Emphasis
-from compressor.data.media import Sequences, divided, read_sequences
+from compressor.data.media import content_of, divided, read_sequences
 from compressor.data.sources import TextPart, WeightedSource, divide, shares, short_names
 from compressor.errors import CompressionError, reason_of
 from compressor.model import tokenizer as checkpoint_tokenizer
+from compressor.model.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 8
 LEAST_TO_CUT = 8  # tokens of a sequence that may be cut in two
-Rows = Tensor | Sequences  # token ids [n, L], or sequences with pictures
+Rows = tuple[Tensor, ...]  # sequences: token ids [1, L] each, or `Inputs` with pictures
 Batches = tuple[Tensor, ...]  # token ids [B, L] each
 HELDOUT = 48  # held-out sequences at the least, where parts are asked for and the text suffices
 MOST_HELDOUT = 0.2  # share of a short text
@@ -109,7 +110,6 @@ class TextSpec:
     heldout: float = 0.0
     reserve: int = 0
     parts: Mapping[str, TextPart] = field(default_factory=dict)
-    batch_size: int = BATCH_SIZE
     strict: bool = False  # a row that cannot be read ends the run
     emphasis: Emphasis = PLAIN
     evaluation: int = 0  # sequences behind all others, as far as the text goes; not part of a plan's identity
@@ -169,22 +169,33 @@ class _SourceText:
 
     name: str
     demand: Demand
-    rows: dict[str, Rows]  # sequences [n, L] by use
+    sequences: dict[str, Rows]  # by use
     rest: Tensor
     opening: tuple[int, ...] = ()  # tokens that every sequence of text begins with
+    is_pictured: bool = False
 
     @property
     def is_short(self) -> bool:
         """Return True if there is less text to evaluate on than is wanted."""
-        return len(self.rows[EVALUATION]) < self.demand[EVALUATION][0]
+        return len(self.sequences[EVALUATION]) < self.demand[EVALUATION][0]
 
     def tokens_of(self, parts: Iterable[str]) -> int:
         """Return how many tokens these parts should have."""
         return sum(math.prod(self.demand[name]) for name in parts)
 
-    def batches(self, uses: Sequence[str], size: int) -> Batches:
-        """Return the sequences of these uses in batches of at most that size."""
-        return tuple(batch for use in uses for batch in self.rows[use].split(size) if len(batch))
+    def rows(self, *uses: str) -> Rows:
+        """Return the sequences of these uses."""
+        return tuple(row for use in uses for row in self.sequences[use])
+
+    def batches(self, *uses: str, size: int = BATCH_SIZE) -> Batches:
+        """Return the sequences of these uses in batches of at most that size, with pictures each as one of its own."""
+        if self.is_pictured:
+            return self.rows(*uses)
+        batches = list[Tensor]()
+        for use in uses:
+            rows = self.sequences[use]
+            batches += [torch.cat(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+        return tuple(batches)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -202,17 +213,16 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     for source, demand in zip(spec.sources, _demands(spec), strict=True):
         texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
     if spec.samples:
-        counts = _heldout_counts([text.rows[FIT].shape for text in texts], spec.heldout)
-        for text, count in zip(texts, counts, strict=True):
-            text.rows[FIT], text.rows[HELD] = _split_last(text.name, text.rows[FIT], count)
+        shapes = [(len(text.rows(FIT)), max(row.shape[1] for row in text.rows(FIT))) for text in texts]
+        for text, count in zip(texts, _heldout_counts(shapes, spec.heldout), strict=True):
+            text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, text.rows(FIT), count)
     if spec.parts:
         for text, count, length in _tails(texts, spec.parts):
             _cut_parts(text, spec.parts, count, length)
         _require_minimum(spec, texts)
     for text in texts:
-        for use, rows in text.rows.items():
-            if isinstance(rows, Tensor):
-                text.rows[use] = opened(rows, text.opening)
+        for use, rows in text.sequences.items():
+            text.sequences[use] = tuple(opened(row, text.opening) for row in rows)
     return _text(spec, texts)
 
 
@@ -236,15 +246,14 @@ def _demands(spec: TextSpec) -> list[Demand]:
     return demands
 
 
-def _heldout_counts(shapes: Sequence[Sequence[int]], share: float) -> list[int]:
+def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int]:
     """Return how many of each source's [n, L] sequences are held out: never all of several, but any at all."""
     counts = list[int]()
     for count, _ in shapes:
         due = math.floor(count * share + 0.5)
         counts.append(max(0, min(due, count - 1)))
     if share > 0 and not any(counts):
-        largest = max(tuple(shape) for shape in shapes)
-        counts[[tuple(shape) for shape in shapes].index(largest)] = 1
+        counts[shapes.index(max(shapes))] = 1
     return counts
 
 
@@ -256,11 +265,10 @@ def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenize
         stream = read_tokens(source, tokenizer, sum(sizes), spec.seed, vocabulary, strict=spec.strict)
     except HasMediaError:
         return _cut_sequences(spec, source, demand, tokenizer, vocabulary)
-    none = torch.empty(0, length, dtype=torch.long)
-    rows: dict[str, Rows] = dict.fromkeys((*demand, HELD), none)
+    sequences: dict[str, Rows] = dict.fromkeys((*demand, HELD), ())
     rest, behind = stream.ids.tensor_split([sum(sizes[:-1])])
     if behind.numel() >= spec.heldout_length:
-        rows[EVALUATION] = as_rows(behind, spec.heldout_length)
+        sequences[EVALUATION] = as_rows(behind, spec.heldout_length).split(1)
     wanted = sum(sizes[:2])
     if wanted:
         first = as_rows(rest[:wanted], length)
@@ -270,8 +278,8 @@ def _cut_source(spec: TextSpec, source: WeightedSource, demand: Demand, tokenize
             logger.warning("calibration data %s fills %d of %d tokens asked for", source.source, first.numel(), wanted)
             if reserved:
                 reserved = divide(len(first), (demand[FIT][0], reserved))[1] if len(first) > 1 else 1
-        rows[FIT], rows[RESERVED] = _split_last(source.source, first, reserved)
-    return _SourceText(source.source, demand, rows, rest, stream.opening)
+        sequences[FIT], sequences[RESERVED] = _split_last(source.source, first.split(1), reserved)
+    return _SourceText(source.source, demand, sequences, rest, stream.opening)
 
 
 def _cut_sequences(
@@ -282,35 +290,36 @@ def _cut_sequences(
     needed = sum(counts)
     most = needed + evaluation
     read = read_sequences(source, tokenizer, most, spec.sequence_length, spec.seed, vocabulary, strict=spec.strict)
-    sequences = read[:needed]
-    if len(sequences) < needed:
+    available = min(len(read), needed)
+    if available < needed:
         logger.warning(
-            "calibration data %s is short: it has %d of %d sequences asked for", source.source, len(sequences), needed
+            "calibration data %s is short: it has %d of %d sequences asked for", source.source, available, needed
         )
-    bounds = pairwise([0, *accumulate(divided(len(sequences), counts, source.source))])
-    parts = [sequences[begin:end] for begin, end in bounds]
-    rows: dict[str, Rows] = dict(zip(demand, [*parts, read[needed:]], strict=True))
-    rows[HELD] = Sequences()
-    return _SourceText(source.source, demand, rows, torch.empty(0, dtype=torch.long))
+    bounds = [0, *accumulate(divided(available, counts, source.source)), len(read)]
+    sequences: dict[str, Rows] = {HELD: ()}
+    for use, (begin, end) in zip(demand, pairwise(bounds), strict=True):
+        sequences[use] = read[begin:end]
+    return _SourceText(source.source, demand, sequences, torch.empty(0, dtype=torch.long), is_pictured=True)
 
 
 def _split_last(source: str, rows: Rows, count: int) -> tuple[Rows, Rows]:
-    """[n, L] -> all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
+    """Return all rows but the last `count`, and those; a single row is cut after three quarters of its tokens."""
     if count < len(rows):
         first = len(rows) - count
         return rows[:first], rows[first:]
-    if isinstance(rows, Sequences):
+    (row,) = rows
+    if isinstance(row, Inputs):
         raise CompressionError(
             f"calibration data {source} gives one sequence with pictures, and a part is kept from the plan; give more"
         )
-    tokens = rows.shape[1]
+    tokens = row.shape[1]
     if tokens < LEAST_TO_CUT:
         raise CompressionError(
             f"calibration data {source} gives {tokens} tokens, too few to keep a part of them from the plan; "
             f"give it more text, {LEAST_TO_CUT} tokens at the least"
         )
     first = tokens - tokens // 4
-    return rows[:, :first], rows[:, first:]
+    return (row[:, :first],), (row[:, first:],)
 
 
 def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_SourceText, int, int]]:
@@ -321,15 +330,16 @@ def _tails(texts: Sequence[_SourceText], parts: Iterable[str]) -> list[tuple[_So
     tails = list[tuple[_SourceText, int, int]]()
     heldout = 0
     for text in texts:
-        if isinstance(text.rows[FIT], Tensor):
+        if not text.is_pictured:
             count, length = text.demand[BEHIND]
             available = text.rest.numel()
             if available < text.tokens_of(parts) + count * length:
-                most = math.floor((text.rows[FIT].numel() + available) // length * MOST_HELDOUT + 0.5)
+                fit = sum(row.numel() for row in text.rows(FIT))
+                most = math.floor((fit + available) // length * MOST_HELDOUT + 0.5)
                 count = min(count, available // length, most)
             tails.append((text, count, length))
             heldout += count
-        heldout += len(text.rows[HELD]) + len(text.rows[BEHIND])
+        heldout += len(text.rows(HELD, BEHIND))
     if not heldout:
         sizes = [text.rest.numel() for text, _, _ in tails]
         available = max(sizes)
@@ -355,16 +365,15 @@ def _cut_parts(text: _SourceText, parts: Iterable[str], count: int, length: int)
             *(text.name, available, needed),
         )
     behind = min(needed, available)
-    text.rows[BEHIND] = text.rest[behind : behind + tail].view(count, length)
-    fit = text.rows[FIT]
-    assert isinstance(fit, Tensor)
-    stream = torch.cat([fit.flatten(), text.rest[:available]])
-    total = stream.numel()
-    begin = fit.numel()
+    text.sequences[BEHIND] = text.rest[behind : behind + tail].view(count, length).split(1)
+    fit = [row[0] for row in text.rows(FIT)]
+    stream = torch.cat([*fit, text.rest[:available]])
+    total = len(stream)
+    begin = total - available
     for name in parts:
         sequences, tokens = text.demand[name]
         most = min(sequences * tokens, total // tokens * tokens or total)
-        text.rows[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens)
+        text.sequences[name] = as_rows(stream[(begin + torch.arange(most)) % total], tokens).split(1)
         begin += most
 
 
@@ -373,8 +382,7 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
     for name, part in spec.parts.items():
         full = 0
         for text in texts:
-            rows = text.rows[name]
-            full += len(rows) if isinstance(rows, Sequences) or rows.shape[1] == part.length else 0
+            full += sum(text.is_pictured or row.shape[1] == part.length for row in text.rows(name))
         if full < part.minimum:
             raise CompressionError(
                 f"the text gives {full} sequences of {part.length} tokens to train on for {name}, and at "
@@ -384,11 +392,11 @@ def _require_minimum(spec: TextSpec, texts: Sequence[_SourceText]) -> None:
 
 def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
     """Cut everything into batches, and describe it."""
-    size, names = spec.batch_size, short_names([text.name for text in texts])
+    names = short_names([text.name for text in texts])
     batches, sources, heldout = list[Tensor](), list[int](), set[int]()
     for number, text in enumerate(texts):
         for use in (FIT, HELD):
-            own = text.batches([use], size)
+            own = text.batches(use)
             if use == HELD:
                 heldout.update(range(len(batches), len(batches) + len(own)))
             batches += own
@@ -401,13 +409,13 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
         tuple(sources),
         shares(spec.sources),
         frozenset(heldout),
-        _evaluation_sets(names, [text.batches([RESERVED], size) for text in texts]),
+        _evaluation_sets(names, [text.batches(RESERVED) for text in texts]),
         tuple(emphasis),
     )
     parts = dict[str, Batches]()
     for name, part in spec.parts.items():
-        parts[name] = tuple(chain.from_iterable(text.batches([name], part.rows) for text in texts))
-    held_out = _evaluation_sets(names, [text.batches([HELD, BEHIND], size) for text in texts])
+        parts[name] = tuple(chain.from_iterable(text.batches(name, size=part.rows) for text in texts))
+    held_out = _evaluation_sets(names, [text.batches(HELD, BEHIND) for text in texts])
     evaluated = list[Batches]()
     short = set[str]()
     for name, text in zip(names, texts, strict=True):
@@ -415,7 +423,7 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
         if text.is_short:
             uses += [HELD, BEHIND]
             short.add(name)
-        evaluated.append(text.batches(uses, size))
+        evaluated.append(text.batches(*uses))
     for name in spec.emphasis.missing([*batches, *chain.from_iterable(parts.values())]):
         logger.warning("emphasis.%s has no effect: the text has no such token; name text that has", name)
     read = tuple(entry.name for entry in held_out if entry.name in short)
@@ -429,11 +437,10 @@ def _evaluation_sets(names: Sequence[str], batches: Sequence[Batches]) -> Evalua
 
 def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     """Describe the text with its parts, so that `repeat_text` can check and repeat it."""
-    uses = (FIT, HELD, *spec.parts, BEHIND)
-    sources, used = list[dict[str, Any]](), list[Rows]()
+    sources, used = list[dict[str, Any]](), list[Tensor]()
     for entry, text in zip(spec.sources, texts, strict=True):
-        rows = [text.rows[use] for use in uses]
-        heldout = len(text.rows[HELD]) + len(text.rows[BEHIND])
+        rows = text.rows(FIT, HELD, *spec.parts, BEHIND)
+        heldout = len(text.rows(HELD, BEHIND))
         facts = {"source": text.name, "weight": float(entry.weight), "heldout_samples": heldout}
         sources.append(facts | _counted(rows))
         used += rows
@@ -444,7 +451,7 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
         "source": " + ".join(entry.source for entry in spec.sources),
         "sources": sources,
         **_counted(used),
-        "sequence_length": max((rows.shape[1] for rows in used if len(rows)), default=0),
+        "sequence_length": max((row.shape[1] for row in used), default=0),
         "heldout": float(spec.heldout),
         "seed": spec.seed,
         "asked": asked,
@@ -452,23 +459,18 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     if marked:
         identity["emphasis"] = marked
     if spec.parts:
-        identity["parts"] = {name: _counted([text.rows[name] for text in texts]) for name in spec.parts}
-        heldout_rows = [text.rows[use] for text in texts for use in (HELD, BEHIND)]
-        identity["heldout_text"] = _counted(heldout_rows)
+        uses = {name: [row for text in texts for row in text.rows(name)] for name in spec.parts}
+        identity["parts"] = {name: _counted(rows) for name, rows in uses.items()}
+        identity["heldout_text"] = _counted([row for text in texts for row in text.rows(HELD, BEHIND)])
     return identity
 
 
-def _counted(rows: Sequence[Rows]) -> dict[str, Any]:
+def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
     """Number of sequences and of tokens, and the SHA-256 of their token ids."""
     digest = hashlib.sha256()
-    for each in rows:
-        if isinstance(each, Sequences):
-            each.update(digest)
-        else:
-            digest.update(each.contiguous().numpy().tobytes())
-    samples = sum(len(each) for each in rows)
-    tokens = sum(each.numel() for each in rows)
-    return {"samples": samples, "tokens": tokens, "sha256": digest.hexdigest()}
+    for row in rows:
+        digest.update(content_of(row))
+    return {"samples": len(rows), "tokens": sum(row.numel() for row in rows), "sha256": digest.hexdigest()}
 
 
 def calibrate(
@@ -497,7 +499,7 @@ def evaluation_sets(
             stream = read_tokens(entry, tokenizer, most * length, seed, vocab, "heldout", strict)
             batches.append(stream.rows(length).split(BATCH_SIZE))
         except HasMediaError:
-            batches.append(read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict).rows)
+            batches.append(read_sequences(entry, tokenizer, most, length, seed, vocab, "heldout", strict))
     return _evaluation_sets(short_names(sources), batches)
 
 

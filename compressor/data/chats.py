@@ -78,10 +78,9 @@ def read_row(row: Any, column: str | None, where: str, choices: Sequence[tuple[s
 def _conversation(row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]) -> Conversation:
     """Return what a row says, its messages not yet checked."""
     names = _columns_of(row, choices if column is None else ((column,),), where)
-    turns = list[Any]()
-    for name in names:
-        parsed = _parsed(row[name], list) if name in CHATS else None  # some data sets hold chats as JSON
-        turns.append(parsed or row[name])
+    turns = [row[name] for name in names]
+    if names[0] in CHATS:
+        turns = [parse_json(turns[0], list) or turns[0]]  # some data sets hold chats as JSON
     text = turns[0] if len(turns) == 1 and isinstance(turns[0], str) else None
     is_plain = column is not None or names[0] in ("text", *CHATS)
     if text is not None and (is_plain or not text.strip()):
@@ -137,8 +136,8 @@ def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> 
     raise ItemError(f"{where} has no column {sought}; it has {present or 'nothing'} (SOURCE#column names one of them)")
 
 
-def _parsed(text: Any, kind: type) -> Any:
-    """Return the list or object that JSON text holds; None for any other value."""
+def parse_json(text: Any, kind: Any) -> Any:
+    """Return the value of that kind that JSON text holds; None for any other value."""
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -180,7 +179,7 @@ def _said(role: Any, content: Any, calls: list[Message] | None) -> Message:
 
 def _calls(text: Any) -> list[Message] | None:
     """Return the calls of tools in JSON text, one or a list of names with arguments; None for any other text."""
-    parsed = _parsed(text, list) or [_parsed(text, dict)]
+    parsed = parse_json(text, list) or [parse_json(text, dict)]
     if all(isinstance(call, Mapping) and "name" in call for call in parsed):
         return [{"type": "function", "function": _decoded(call)} for call in parsed]
     return None
@@ -192,7 +191,7 @@ def _decoded(call: Any) -> Any:
         return call
     if "function" in call:
         return {**call, "function": _decoded(call["function"])}
-    arguments = _parsed(call.get("arguments"), dict)
+    arguments = parse_json(call.get("arguments"), dict)
     return dict(call) if arguments is None else {**call, "arguments": arguments}
 
 
@@ -200,7 +199,7 @@ def _tools_of(row: Fields, where: str) -> Any:
     """Return the tools that a chat may call, which some data sets hold as JSON; None without any."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        parsed = _parsed(tools, list)
+        parsed = parse_json(tools, list)
         if parsed is None:
             raise ItemError(f"{where}: its tools are no JSON list; mend or remove them")
         tools = parsed

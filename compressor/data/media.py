@@ -35,39 +35,15 @@ Part = dict[str, Any]  # of a message
 PLACEHOLDER = "<image>"  # of a picture in the text of a chat, as LLaVA's data sets write it
 
 
-class Sequences:
-    """Sequences with media, as rows of token ids [n, L] are for text; each has a length of its own."""
-
-    def __init__(self, rows: Iterable[Inputs] = ()) -> None:
-        self.rows = tuple(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: slice) -> "Sequences":
-        return Sequences(self.rows[place])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of sequences, and tokens of the longest."""
-        return len(self.rows), max((row.shape[1] for row in self.rows), default=0)
-
-    def numel(self) -> int:
-        """Tokens of all."""
-        return sum(row.numel() for row in self.rows)
-
-    def split(self, size: int) -> tuple[Tensor, ...]:
-        """Each as a batch of its own, whatever the size."""
-        return self.rows
-
-    def update(self, digest: Any) -> None:
-        """Let a digest take in the token ids and everything else that the forward gets."""
-        for row in self.rows:
-            tensors = {"input_ids": row.as_subclass(Tensor), **dict(sorted(row.more.items()))}
-            for name, value in tensors.items():
-                content = value.contiguous().view(torch.uint8).numpy().tobytes()
-                digest.update(name.encode())
-                digest.update(hashlib.sha256(content).digest())
+def content_of(row: Tensor) -> bytes:
+    """Bytes that stand for a sequence [1, L] in a digest: token ids, and with media what else the forward gets."""
+    if not isinstance(row, Inputs):
+        return row.contiguous().numpy().tobytes()
+    content = b""
+    for name, value in {"input_ids": row.as_subclass(Tensor), **dict(sorted(row.more.items()))}.items():
+        data = value.contiguous().view(torch.uint8).numpy().tobytes()
+        content += name.encode() + hashlib.sha256(data).digest()
+    return content
 
 
 def load_processor(folder: Path) -> Any:
@@ -94,7 +70,7 @@ def read_sequences(
     vocab: int,
     purpose: Purpose = "calibration",
     strict: bool = False,
-) -> Sequences:
+) -> tuple[Inputs, ...]:
     """Sequences of at most `length` tokens: as many as are wanted, or as there are.
 
     Rows that cannot be read are left out with one warning, or refused if `strict`; raises `CompressionError` for a
@@ -126,7 +102,7 @@ def read_sequences(
         raise CompressionError(
             f"the processor makes token {largest}, the model knows {vocab}; they do not belong together"
         )
-    return Sequences(sequences)
+    return tuple(sequences)
 
 
 def sequence_of(
@@ -150,8 +126,10 @@ def sequence_of(
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         beside += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = _placed(conversation.messages, beside, where)
-    messages = [_read(message, processor.tokenizer, length, folder, where) for message in messages]
+    messages = list[Message]()
+    for message in _placed(conversation.messages, beside, where):
+        parts = [_opened(part, processor.tokenizer, length, folder, where) for part in message["content"]]
+        messages.append({**message, "content": parts})
     try:
         inputs = _processed(processor, messages, conversation, where)
     except ItemError:
@@ -191,19 +169,16 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
     return placed
 
 
-def _read(message: Message, tokenizer: Any, length: int, folder: Path, where: str) -> Message:
-    """The message with its pictures opened, the files of its video and sound found, and no more text than is read."""
-    parts = list[Part]()
-    for part in message["content"]:
-        kind = part.get("type")
-        if kind == "image":
-            part = {"type": kind, "image": _picture(_content(part), folder, where)}
-        elif kind in KINDS:
-            part = {"type": kind, "path": _file(_content(part), folder, where)}
-        elif kind == "text":
-            part = {"type": kind, "text": first_part(tokenizer, part["text"], length)[0]}
-        parts.append(part)
-    return {**message, "content": parts}
+def _opened(part: Part, tokenizer: Any, length: int, folder: Path, where: str) -> Part:
+    """Return a part with its picture opened, the file of its video or sound found, or no more text than is read."""
+    kind = part.get("type")
+    if kind == "image":
+        return {"type": kind, "image": _picture(_content(part), folder, where)}
+    if kind in KINDS:
+        return {"type": kind, "path": _file(_content(part), folder, where)}
+    if kind == "text":
+        return {"type": kind, "text": first_part(tokenizer, part["text"], length)[0]}
+    return part
 
 
 def _content(part: Part) -> Any:

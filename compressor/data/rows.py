@@ -12,6 +12,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from compressor.data.chats import parse_json
 from compressor.data.demo import load_documents, load_items
 from compressor.data.sources import (
     COMPRESSED_SUFFIXES,
@@ -85,25 +86,16 @@ def _file_rows(path: Path, purpose: str) -> SourceRows:
     if suffix in TABLE_SUFFIXES:
         return SourceRows(_table_rows(path, purpose))
     first_line = next((line.strip() for line in _lines(path, purpose) if line.strip()), "")
-    if first_line.startswith("{") and isinstance(_parsed(first_line), dict):
-        return SourceRows(_json_lines(path, purpose))
-    if first_line.startswith(("[", "{")):
+    is_object = parse_json(first_line, dict) is not None
+    if first_line.startswith(("[", "{")) and not is_object:
         with _reading(path, purpose), _opened(path) as stream:
-            content = _parsed(stream.read().decode("utf-8-sig", "replace"))
+            content = parse_json(stream.read().decode("utf-8-sig", "replace"), list | dict)
         if content is not None:
             rows = content if isinstance(content, list) else [content]
             return SourceRows((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
-    if suffix in JSON_SUFFIXES:
+    if is_object or suffix in JSON_SUFFIXES:
         return SourceRows(_json_lines(path, purpose))
     return SourceRows(_prose(path, purpose), is_prose=True)
-
-
-def _parsed(text: str) -> Any:
-    """Return what JSON text holds; None for any other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:

@@ -71,7 +71,7 @@ def _preview(spec: TextSpec, entry: WeightedSource, tokenizer: Any, most: int) -
     except HasMediaError:
         if tokenizer is None:
             raise
-        rows = read_sequences(entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY).rows
+        rows = read_sequences(entry, tokenizer, spec.samples, spec.sequence_length, spec.seed, ANY_VOCABULARY)
         left_out.used = len(rows)
         lengths = [row.shape[1] for row in rows]
         shown = [_named(row[0].tolist(), tokenizer) for row in rows[:most]]

@@ -60,7 +60,6 @@ def test_nothing_outside_the_seed_matters(tmp_path: Path) -> None:
     state = random.getstate()
     assert run(path).identity == expected
     assert random.getstate() == state
-    assert run(path, batch_size=1).identity == expected
 
 
 def test_short_data_is_used_whole_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +111,6 @@ def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> Non
     sizes=st.lists(st.integers(16, 150), min_size=1, max_size=3),
     weights=st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=3, max_size=3),
     samples=st.integers(3, 20), reserve=st.sampled_from([0, 3, 9]), heldout=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
-    batch=st.integers(1, 4),
 )  # fmt: skip
 def test_no_token_is_in_two_parts(
     sizes: list[int],
@@ -120,12 +118,11 @@ def test_no_token_is_in_two_parts(
     samples: int,
     reserve: int,
     heldout: float,
-    batch: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("numbers")
     sources = [WeightedSource(count_up(folder, number, size), weights[number]) for number, size in enumerate(sizes)]
-    made = numbered(sources, samples=samples, reserve=reserve, heldout=heldout, batch_size=batch)
+    made = numbered(sources, samples=samples, reserve=reserve, heldout=heldout)
     owed, owed_more = divide(samples, weights[: len(sizes)]), (0,) * len(sizes)
     if reserve:
         owed_more = divide(reserve, weights[: len(sizes)])
@@ -152,13 +149,13 @@ def test_no_token_is_in_two_parts(
     assert made.tokens == sum(entry["tokens"] for entry in made.identity["sources"])
     assert fit_tokens(made) == sum(len(tokens_of(made, number, False)) for number in range(len(sizes)))
     assert math.fsum(made.weights) == pytest.approx(1)
-    assert all(len(one) <= batch for one in made.batches)
+    assert all(len(one) <= 8 for one in made.batches)
 
 
 def test_heldout_counts_by_hand(tmp_path: Path) -> None:
     text = count_up(tmp_path, 0, 900)
     for samples, share, expected in ((8, 0.25, 2), (8, 0.01, 1), (2, 0.99, 1), (6, 0.25, 2), (10, 0.0, 0)):
-        made = numbered(text, samples=samples, heldout=share, batch_size=3)
+        made = numbered(text, samples=samples, heldout=share)
         assert made.identity["sources"][0]["heldout_samples"] == expected
         assert sum(len(made.batches[number]) for number in made.heldout) == expected
         assert fit_tokens(made) == 8 * (samples - expected)
