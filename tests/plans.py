@@ -89,7 +89,7 @@ def make_plan(
 ) -> Decided:
     """Every layer planned with one strategy on the original model."""
     planner = Planner(model, calibration, progress, seed)
-    plan = planner.plans([PruneSpec(strategy, experts, options)], protected)[0].plan
+    plan = planner.plans([PruneSpec(strategy, experts)], protected)[0].plan
     text = None if calibration is None else calibration.identity
     return Decided(
         Source.of(model), plan.experts, strategy.name, options, text, plan.layers, seed, protected=plan.protected,

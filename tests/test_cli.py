@@ -22,7 +22,7 @@ from compressor.files import work_folder
 from compressor.pipeline import run as running
 from compressor.run_record import read_record
 from compressor.steps import workdir
-from compressor.steps.prune import planning
+from compressor.steps.prune.step import PruneStep
 from compressor.steps.workdir import JOURNAL
 from tests import small, zoo
 from tests.command_line import Result, Run, captured, names, refused, run_killed
@@ -569,7 +569,7 @@ def test_what_was_planned_is_not_planned_again(
     assert run_killed([*command, "-o", str(out)], *HALFWAY) == -signal.SIGKILL
     assert [entry["name"] for _, entry in json.loads((work_folder(out) / JOURNAL).read_text())["steps"]] == ["prune"]
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "plan_stage", lambda *args, **named: pytest.fail("planned again"))
+        patch.setattr(PruneStep, "decide", lambda *args, **named: pytest.fail("planned again"))
         assert run(*command, "-o", out).status == 0
     assert tree(out) == whole and names(tmp_path) == ["out"]
 

@@ -280,13 +280,13 @@ def compare_models(
     shared = 0.0
     for variant in variants:
         pairs = [(contender, count) for count in variant.counts for contender in contenders]
-        specs = [PruneSpec(contender.strategy, count, contender.options) for contender, count in pairs]
+        specs = [PruneSpec(contender.strategy, count) for contender, count in pairs]
         begin = time.perf_counter()
         plans = replace(variant.planner, model=variant.model).plans(specs, variant.protected)
         shared += time.perf_counter() - begin - sum(planned.seconds for planned in plans)
         table = _Table(variant.model, calibration, evaluator, sets, progress, seed)
-        for planned in plans:
-            rows += table.planned(planned, pairs[planned.spec][0])
+        for planned, (contender, _) in zip(plans, pairs, strict=True):
+            rows += table.planned(planned, contender)
         if constants and variant.model is base:
             rows += table.constants(variant.counts, variant.protected, constants)
     return Comparison(

@@ -220,7 +220,7 @@ def plan_shares(
     protected = protected_experts(prune.protect, min(specs), planner)
     planner = replace(planner, calibration=data if reads_text else None)
     wanted = [spec for _, spec in specs.values()]
-    plans = planner.plans(wanted, protected, heads=wanted[0].heads)
+    plans = planner.plans(wanted, protected)
     for (share, _), pruned in zip(specs.values(), plans, strict=True):
         plan, files = pruned.plan, None
         if correction is not None:

@@ -29,7 +29,7 @@ def planning_report(model: OpenModel, calibration: Calibration, keep: int, layer
     """Planning by every strategy over the cheapest calibrated one."""
     found = {}
     for name in ["count-guided", *sorted(set(names(STRATEGIES)) - {"count-guided"})]:
-        spec = PruneSpec(load_strategy(name), keep, {})
+        spec = PruneSpec(load_strategy(name), keep)
         found[name] = measured(lambda spec=spec: Planner(model, calibration, Silent()).plans([spec])[0].plan)
         seconds, peak, _ = found[name]
         ratio = seconds / found["count-guided"][0]

@@ -56,15 +56,15 @@ def loss_rows(parts: int, base: Tensor | None, args: argparse.Namespace) -> Tens
     base = whole if base is None else base
     row(1, "", "", parts, with_error(whole - base))
     kept = {share: round(model.architecture.experts * share) for share in args.shares}
-    specs = [PruneSpec(load_strategy(name), count, {}) for count in kept.values() for name in args.strategies]
-    for planned in Planner(model, data, Silent()).plans(specs):
+    specs = [PruneSpec(load_strategy(name), count) for count in kept.values() for name in args.strategies]
+    for number, planned in enumerate(Planner(model, data, Silent()).plans(specs)):
         layers = {layer.module: layer for layer in planned.plan.layers}
         for method in args.corrections:
             correction = Correct(method)
             work = LayerWork(planned.plan.experts, lambda at, own=layers: own[at.layer.name], correction=correction)
             with evaluator.measuring(model.partial.model) as probe:
                 compress_in_order(model, work, data if method != "none" else None, Silent(), probe=probe)
-            share = args.shares[planned.spec // len(args.strategies)]
+            share = args.shares[number // len(args.strategies)]
             row(share, planned.plan.strategy, method, parts, with_error(probe.figures[0].loss - base))
     return base
 

@@ -203,7 +203,7 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources(originals: Path) -> 
         seen.append((found.layer.name, found.rank_change.clone()))
         return keep_best(found, found.rank_change, keep, protected)
 
-    spec = PruneSpec(Strategy("listening", listening, frozenset({"rank_change"})), 4, {})
+    spec = PruneSpec(Strategy("listening", listening, frozenset({"rank_change"})), 4)
     made = Planner(model, data, Silent()).plans([spec])
     assert len(seen) == LAYERS and len(made) == 1
     ordered = Planner(model, data, Silent()).plan_in_order(spec, Correct("none"))

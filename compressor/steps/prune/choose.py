@@ -6,7 +6,7 @@ sum_i alpha_i W_i; the loss is ||y - F(x)||^2 / ||y||^2 over the sampled inputs.
 S sampled tokens, K top-k, E experts, H hidden.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,17 +155,12 @@ class _Merge:
             output = apply_expert(self.experts, merged, self.inputs[rows])
             above = weights[rows, places, None].detach() * slope[rows]
             gradients = torch.autograd.grad(output, list(merged.values()), above)
-            with torch.no_grad():
-                products = torch.stack([self._product(member, merged, gradients) for member in members])
+            products = torch.zeros(len(members), device=self.inputs.device)  # <dloss/dmerged, theta> of each member
+            for position, member in enumerate(members):
+                parameters = expert_parameters(self.experts, member)
+                for name, gradient in zip(merged, gradients, strict=True):
+                    products[position] += (gradient * parameters[name].detach().float()).sum()
             (self.shares(slot) * products).sum().backward()
-
-    def _product(self, expert: int, names: Iterable[str], gradients: Sequence[Tensor]) -> Tensor:
-        """<dloss/dmerged, theta> of an expert's parameters of these names."""
-        parameters = expert_parameters(self.experts, expert)
-        product = torch.zeros((), device=self.inputs.device)
-        for name, gradient in zip(names, gradients, strict=True):
-            product = product + (gradient * parameters[name].float()).sum()
-        return product
 
 
 @torch.enable_grad()
@@ -183,8 +178,7 @@ def learn_coefficients(
     with torch.no_grad():
         target = observed_forward(wide, stats.inputs, stats.top_k_index, stats.top_k_weights, lambda *seen: None)
     size = float(target.square().sum()) or 1.0
-    aligned = replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups))
-    stats = replace(stats, values={**stats.values, "weights": aligned})
+    stats = stats.adding(weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups)))
     merge, router = _Merge(stats, plan), SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]
     optimizer = torch.optim.Adam([tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE)
@@ -235,7 +229,8 @@ class Block:
 
 def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
     """Blocks of a layer that keeps so many experts; refuses protected experts that do not fit."""
-    blocks, places = list[Block](), keep // layer.routing_groups
+    blocks = list[Block]()
+    places = keep // layer.routing_groups
     for experts in competing(layer):
         fixed = tuple(expert for expert in experts if expert in protected)
         free = tuple(expert for expert in experts if expert not in protected)

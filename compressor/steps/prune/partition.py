@@ -66,9 +66,19 @@ def group_experts(
     groups = list[Members]()
     is_proved = True
     for block in partition:
-        inside, is_least = _group_block(values, sorted(block), count // len(partition), alone, generator)
-        groups += inside
-        is_proved = is_proved and is_least
+        free = [expert for expert in sorted(block) if expert not in alone]
+        groups += [(expert,) for expert in block if expert in alone]
+        rest = count // len(partition) - (len(block) - len(free))
+        assert 0 <= rest <= len(free), f"{rest} groups cannot be made of {len(free)} experts"
+        if not rest:
+            continue
+        distances = values[free][:, free]
+        is_small = len(free) <= EXACT_LIMIT
+        labels = _solve(distances, rest) if is_small else search(distances, rest, generator)
+        is_proved &= is_small or is_least(distances, labels, rest)
+        for label in range(rest):
+            members = (labels == label).nonzero().flatten().tolist()
+            groups.append(tuple(free[member] for member in members))
     groups.sort()
     return Grouping(tuple(groups), _objective(table, groups), is_proved or _objective(values, groups) == 0)
 
@@ -80,25 +90,6 @@ def _objective(distances: Tensor, groups: Sequence[Members]) -> float:
         members = list(group)
         total += float(distances[members][:, members].triu(1).sum())
     return total
-
-
-def _group_block(
-    table: Tensor, block: list[int], count: int, alone: Collection[int], generator: torch.Generator
-) -> tuple[list[Members], bool]:
-    """Groups of one routing block, and whether they are proved best."""
-    free = [expert for expert in block if expert not in alone]
-    groups: list[Members] = [(expert,) for expert in block if expert in alone]
-    rest = count - len(groups)
-    assert 0 <= rest <= len(free), f"{len(groups)} protected of {len(block)} experts form no {count} groups"
-    if not rest:
-        return groups, True
-    distances = table[free][:, free]
-    is_exact = len(free) <= EXACT_LIMIT
-    labels = _solve(distances, rest) if is_exact else search(distances, rest, generator)
-    for label in range(rest):
-        members = (labels == label).nonzero().flatten().tolist()
-        groups.append(tuple(free[member] for member in members))
-    return groups, is_exact or is_least(distances, labels, rest)
 
 
 def _solve(distances: Tensor, count: int) -> Tensor:

@@ -16,12 +16,11 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs, sees_media
 from compressor.model.mtp import Head
-from compressor.model.opened import OpenModel, refuse_shared_experts
+from compressor.model.opened import OpenModel
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.recipe.step import Requirements
-from compressor.statistics.statistics import ATTRIBUTED, WEIGHTS, LayerStatistics
+from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, said_of_heads, statistics_with_heads
 from compressor.steps.correct.in_order import COMPRESSED, UNCORRECTED, LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
@@ -33,6 +32,7 @@ from compressor.steps.state import State
 logger = logging.getLogger(__name__)
 
 MODALITIES = "modality_count"  # the statistic
+WARNED = "warned of text alone"
 UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 
 
@@ -42,16 +42,14 @@ class PruneSpec:
 
     strategy: Strategy
     experts: int  # to keep in every layer
-    options: Mapping[str, Any]
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the number of its spec, and the seconds that deciding it took."""
+    """A plan, and the seconds that deciding it took."""
 
     plan: ExpertPlan
-    spec: int
     seconds: float
 
 
@@ -91,20 +89,19 @@ class Planner:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
             ) from error
-        found: dict[str, Tensor] = ranks().broadcast(lambda: changes)
-        return found
+        return ranks().broadcast(lambda: changes)  # type: ignore[no-any-return]
 
-    def plans(
-        self, specs: Sequence[PruneSpec], protected: Protected | None = None, heads: Sequence[Head] = ()
-    ) -> list[Planned]:
-        """Several plans from one pass over the layers; nothing is written.
+    def plans(self, specs: Sequence[PruneSpec], protected: Protected | None = None) -> list[Planned]:
+        """Several plans from one pass over the layers, one for each spec; nothing is written.
 
-        `protected` experts, by layer name, stay as they are. `heads` are planned after the model's own layers.
+        `protected` experts, by layer name, stay as they are. The specs' heads, which are the same in all, are planned
+        after the model's own layers.
         """
         rank_changes = self.rank_changes([spec.strategy for spec in specs])
         needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
-        layers, seconds = [list[LayerPlan]() for _ in specs], [0.0 for _ in specs]
-        accepted: dict[str, Any] = {}
+        seconds = [0.0] * len(specs)
+        by_layer = list[list[LayerPlan]]()
+        accepted = dict[str, Any]()
 
         def decide(stats: LayerStatistics) -> list[LayerPlan]:
             decided = list[LayerPlan]()
@@ -115,16 +112,17 @@ class Planner:
             return decided
 
         run = (self.calibration, self.progress, self.seed, accepted)
-        for stats in statistics_with_heads(self.model, heads, needs, *run):
-            for number, plan in enumerate(ranks().broadcast(partial(decide, stats))):
-                layers[number].append(plan)
+        for stats in statistics_with_heads(self.model, specs[0].heads, needs, *run):
+            by_layer.append(ranks().broadcast(partial(decide, stats)))
             del stats  # samples need not outlive the layer
         planned = list[Planned]()
-        for number, plans in enumerate(layers):
-            for place, layer in enumerate(plans):
+        for number, spec in enumerate(specs):
+            layers = list[LayerPlan]()
+            for layer in (plans[number] for plans in by_layer):
                 if layer.module in accepted:  # before anything is made smaller
-                    plans[place] = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
-            planned.append(Planned(self._plan(specs[number], plans, protected), number, seconds[number]))
+                    layer = replace(layer, figures={**layer.figures, ACCEPTANCE: accepted[layer.module]})
+                layers.append(layer)
+            planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
 
     def plan_in_order(
@@ -160,26 +158,22 @@ class Planner:
         return frozenset({MODALITIES} if wanted else ())
 
     def _plan(self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None) -> ExpertPlan:
-        model, calibration = self.model, self.calibration
+        model = self.model
         order = {layer.name: position for position, layer in enumerate(model.architecture.layers)}
         ordered = sorted(layers, key=lambda layer: order.get(layer.module, len(order)))
-        batches = () if calibration is None else calibration.batches
-        if self._modalities and not any(isinstance(batch, Inputs) for batch in batches):
-            self._warn_of_text_alone(ordered)
+        batches = () if self.calibration is None else self.calibration.batches
+        has_media = any(isinstance(batch, Inputs) for batch in batches)
+        if self._modalities and not has_media and not self._measured.get(WARNED):
+            self._measured[WARNED] = True
+            experts = sum(layer.experts for layer in ordered)
+            unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in ordered)
+            logger.warning(
+                "%s sees pictures or sound, and is calibrated on text alone, which never reached %d of its %d experts "
+                "(%.1f %%); add a source with pictures to --calibration",
+                *(model.source.label, unreached, experts, 100 * unreached / experts),
+            )
         heads = said_of_heads(model, spec.heads)
         return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)
-
-    def _warn_of_text_alone(self, layers: Sequence[LayerPlan]) -> None:
-        if self._measured.setdefault("warned of text alone", False):
-            return
-        self._measured["warned of text alone"] = True
-        experts = sum(layer.experts for layer in layers)
-        unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in layers)
-        logger.warning(
-            "%s sees pictures or sound, and is calibrated on text alone, which never reached %d of its %d experts "
-            "(%.1f %%); add a source with pictures to --calibration",
-            *(self.model.source.label, unreached, experts, 100 * unreached / experts),
-        )
 
 
 def fit_batches(calibration: Calibration) -> Calibration:
@@ -231,38 +225,19 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
     strategy = load_strategy(prune.strategy, prune.options)
     experts = prune.count(model.architecture.layers, parts)
     given_protected(prune.protect, model.architecture.layers, experts)
-    return PruneSpec(strategy, experts, prune.options, heads=chosen_heads(model, prune.mtp, experts))
-
-
-def requirements_of(prune: Prune, model: OpenModel, planned: bool) -> Requirements:
-    """What a prune step reads; raises `CompressionError` for what cannot be done."""
-    layers = model.architecture.layers
-    parts = layers[0].parts
-    if prune.sequential:
-        refuse_shared_experts(model)
-    if planned:  # the plan's strategy need not be installed
-        prune.count(layers, parts)
-        return Requirements()
-    spec, protector = spec_of(prune, model, parts), protector_of(prune.protect)
-    notes: tuple[str, ...] = ()
-    if parts > 1:
-        kept = f"Keep {spec.experts} of {layers[0].experts} sub-experts in each layer"
-        notes = (f"{kept}, as large as {spec.experts / parts:.4g} of {layers[0].experts // parts} experts.",)
-    needs = spec.strategy.needs
-    reads = bool(needs - WEIGHTS) or protector is not None
-    attributes = protector is not None or bool(needs & ATTRIBUTED)  # which takes a pass of its own
-    passes = int(reads) + int(reads and attributes)
-    return Requirements(text=reads, passes=passes, notes=notes)
+    return PruneSpec(strategy, experts, chosen_heads(model, prune.mtp, experts))
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     """The experts that a list names, or as many of those that a protector finds on the calibration data as fit."""
     layers = planner.model.architecture.layers
-    if (protector := protector_of(protect)) is None:
+    protector = protector_of(protect)
+    if protector is None:
         return given_protected(protect, layers, keep)
     experts = protector(planner)  # by all processes together
-    fitting: Protected = ranks().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
-    return fitting
+    return ranks().broadcast(  # type: ignore[no-any-return]
+        lambda: strongest_that_fit(experts, layers, keep, protect)
+    )
 
 
 def planner_of(state: State) -> Planner:
@@ -271,19 +246,4 @@ def planner_of(state: State) -> Planner:
     if key not in state.shared:
         calibration = None if state.text is None else state.text.fit
         state.shared[key] = Planner(state.model, calibration, state.progress, state.seed)
-    planner: Planner = state.shared[key]
-    return planner
-
-
-def plan_stage(prune: Prune, state: State) -> ExpertPlan:
-    """Decide for every layer, from one pass over the model, or in order where each layer sees the compressed ones."""
-    model, planner = state.model, planner_of(state)
-    spec = spec_of(prune, model, state.parts)
-    protected = protected_experts(prune.protect, spec.experts, planner)
-    correct, reads = state.options_of(Correct), bool(spec.strategy.needs - WEIGHTS)
-    if prune.sequential and planner.calibration is not None and (reads or correct is not None):
-        files = None if state.work is None else state.cut()
-        return planner.plan_in_order(spec, correct, protected, files)
-    if not reads:
-        planner = replace(planner, calibration=None)
-    return planner.plans([spec], protected, spec.heads)[0].plan
+    return state.shared[key]  # type: ignore[no-any-return]

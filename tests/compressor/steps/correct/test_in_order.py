@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_where_it_was(name: str, tmp_path: Path, monk
 def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) -> None:
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
-    data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6, {})
+    data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6)
     made = Planner(model, data, Silent()).plan_in_order(spec, None)
     assert {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
