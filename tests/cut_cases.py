@@ -46,7 +46,7 @@ class CutCase:
 def cut_again(found: CutCase) -> CutLayer:
     """The layer with parameters of its own, from what the recording and the stock modules hold now."""
     block = found.small.get_submodule(found.layer.block)
-    return CutLayer.of(found.recording, found.experts, found.small.get_submodule(found.layer.router), block)
+    return CutLayer(found.recording, found.experts, found.small.get_submodule(found.layer.router), block)
 
 
 def cut_case(
@@ -76,7 +76,7 @@ def cut_case(
     small = stock_small(name, stock, layer, plan).to(dtype)
     small.requires_grad_(False)
     block = small.get_submodule(layer.block)
-    cut = CutLayer.of(recording, small.get_submodule(layer.name), small.get_submodule(layer.router), block)
+    cut = CutLayer(recording, small.get_submodule(layer.name), small.get_submodule(layer.router), block)
     fit, heldout_rows = recording.positions(heldout=False), recording.positions(heldout=True)
     return CutCase(layer, plan, recording, stock, small, cut, fit, heldout_rows)
 

@@ -5,9 +5,9 @@ dtype; past a budget it lies in unlinked mapped files. Each of several ranks has
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,27 +56,23 @@ class _Argument:
     plain: Any = None
 
 
-@dataclass(slots=True)
 class Recording:
     """Inputs [T, H] and outputs [T, H] of a layer's experts module, and the router's arguments, on the same tokens."""
 
-    layer: MoeLayer
-    expected: int  # tokens foreseen
-    heldout: Collection[int] = ()  # numbers of the batches that are
-    emphasis: Sequence[Tensor] = ()  # weights [B, L] of the batches' tokens; none if all count alike
-    calls: list[tuple[int, int]] = field(default_factory=list)  # of each call: number of the batch, tokens
-    arguments: list[_Argument] = field(default_factory=list)
-    _inputs: Rows = field(init=False)
-    _outputs: Rows = field(init=False)
-    _weights: Rows = field(init=False)
-    _call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    _watch: Watch | None = None
-    _block_tensors: dict[int, str] = field(default_factory=dict)  # names by id
-    _batch: int = 0
-    _rows_out: int = 0  # rows whose batch has left the decoder layer
+    def __init__(
+        self, layer: MoeLayer, expected: int, heldout: Collection[int] = (), emphasis: Sequence[Tensor] = ()
+    ) -> None:
+        """Foresee `expected` tokens; `heldout` are numbers of batches.
 
-    def __post_init__(self) -> None:
-        self._inputs, self._outputs, self._weights = Rows(self.expected), Rows(self.expected), Rows(self.expected)
+        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike.
+        """
+        self.layer, self.expected, self.heldout, self.emphasis = layer, expected, heldout, emphasis
+        self.arguments = list[_Argument]()
+        self.numbers = Rows(expected)  # of each token's batch
+        self._inputs, self._outputs, self._weights = Rows(expected), Rows(expected), Rows(expected)
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._batch = 0
+        self._rows_out = 0  # rows whose batch has left the decoder layer
 
     def attach(self, model: Any) -> None:
         block = model.get_submodule(self.layer.block)
@@ -85,9 +81,7 @@ class Recording:
         self._watch = Watch(model, self.layer, on_router=self._router_ran, on_output=self._experts_ran).attach()
 
     def detach(self) -> None:
-        if self._watch is not None:
-            self._watch.detach()
-        self._watch, self._call = None, None
+        self._watch.detach()
 
     def enter(self, batch: int) -> None:
         self._batch = batch
@@ -99,20 +93,20 @@ class Recording:
         if self._call is None or hidden.numel() == 0:
             return
         call = as_arguments(*self._call)
+        self._call = None
         if not self.arguments:
             self.arguments = [self._describe(keyword, value, hidden) for keyword, value in call]
         for argument, (_, value) in zip(self.arguments, call, strict=True):
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
-        self._inputs.append(hidden)
-        self._outputs.append(output)
         weights = torch.ones(len(hidden), device=output.device)
         if self.emphasis:
-            begin = sum(size for batch, size in self.calls if batch == self._batch)
+            begin = int((self.batches == self._batch).sum())
             weights = self.emphasis[self._batch].flatten()[begin : begin + len(hidden)].to(output.device)
+        self._inputs.append(hidden)
+        self._outputs.append(output)
         self._weights.append(weights)
-        self.calls.append((self._batch, len(hidden)))
-        self._call = None
+        self.numbers.append(torch.full((len(hidden),), self._batch))
 
     def _describe(self, keyword: str | None, value: Any, hidden: Tensor) -> _Argument:
         """Return how an argument of the router is recorded; one that is the experts' own input is not, once more."""
@@ -152,13 +146,12 @@ class Recording:
     @property
     def weights(self) -> Tensor:
         """How much each token's error counts: [T]."""
-        return self._weights.value if self._weights.used else torch.zeros(0)
+        return self._weights.value.flatten()
 
     @property
     def batches(self) -> Tensor:
         """The number of each token's batch: [T]."""
-        numbers, sizes = [batch for batch, _ in self.calls], [size for _, size in self.calls]
-        return torch.tensor(numbers, dtype=torch.int64).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        return self.numbers.value.flatten().long()
 
     def positions(self, heldout: bool) -> Tensor:
         """Return the positions [n] of the tokens that are held out, or of the others."""
@@ -202,29 +195,20 @@ class RefittedConstants:
     slots: Tensor  # [E] of each expert that the router knows
 
 
-@dataclass(slots=True)
 class CutLayer:
     """A smaller layer's experts, one set of float32 parameters each, and its live router, beside what was recorded."""
 
-    recording: Recording
-    experts: Any  # the smaller model's experts module, for its flags and activation
-    router: Any
-    block: Any
-    parameters: list[Parameters]
-    weight_scale: float  # of the tokens' weights
-    constants: RefittedConstants | None = None
-
-    @classmethod
-    def of(
-        cls, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
-    ) -> Self:
-        """Take float32 copies of the experts' parameters; the router's own are used as they are."""
-        copies = list[Parameters]()
+    def __init__(
+        self, recording: Recording, experts: Any, router: Any, block: Any, constants: RefittedConstants | None = None
+    ) -> None:
+        """Take float32 copies of the parameters of the smaller `experts`; the router's own are used as they are."""
+        self.recording, self.experts, self.router, self.block = recording, experts, router, block
+        self.constants = constants
+        self.parameters = list[Parameters]()
         for expert in range(len(experts.down_proj)):
-            parameters = expert_parameters(experts, expert)
-            copies.append({name: value.detach().to(torch.float32, copy=True) for name, value in parameters.items()})
-        scale = float(1.0 / torch.tensor(_typical_energy(recording)))
-        return cls(recording, experts, router, block, copies, scale, constants)
+            parameters = expert_parameters(experts, expert).items()
+            self.parameters.append({name: value.detach().to(torch.float32, copy=True) for name, value in parameters})
+        self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))  # of the tokens' weights
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate weights [n, K] and slots [n, K] that the smaller router gives the tokens at `rows` [n]."""
@@ -279,7 +263,8 @@ class CutLayer:
         """Return the weighted sum of ||y - y'||^2 over that of ||y||^2 at all ranks' `rows`; 0 if all y are 0."""
         sums = torch.zeros(2, dtype=torch.float64)
         for chunk in self.recording.chunks(rows):
-            targets, weights = self.targets(chunk), as_float64(self.token_weights(chunk))
+            targets = self.targets(chunk)
+            weights = as_float64(self.token_weights(chunk))
             for place, value in enumerate((self.gap(chunk, targets), targets)):
                 sums[place] += float(weights @ as_float64(value).square().sum(-1))
         off, size = ranks().all_reduce(sums).tolist()

@@ -9,8 +9,9 @@ and undoing them is the change that must be a gain.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from compressor.model.streaming import (
     Spill,
     hidden_of,
 )
-from compressor.model.substitution import SmallerModel, Substitution
+from compressor.model.substitution import LayerTensors, SmallerModel, Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.records import read_as, read_object
@@ -49,6 +50,7 @@ from compressor.steps.correct.streams import BaseStream
 from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
+TensorsOf = Callable[[Sequence[MoeLayer]], Mapping[str, Tensor]]
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
@@ -84,7 +86,7 @@ class _InOrder(LayerVisitor):
     """Records the batches of a pass in each layer, and has them pass the layer that it has planned and refitted."""
 
     model: OpenModel
-    calibration: Calibration | None
+    calibration: Calibration  # maybe without any batches
     work: LayerWork
     files: CutFiles | None
     base_stream: BaseStream | None = None
@@ -120,10 +122,10 @@ class _InOrder(LayerVisitor):
             self.base_stream.pass_layer(replay)
         tensors = self._finished(layers)
         if tensors is None:
-            self._compress(unit, layers, replay)
+            tensors = self._compress(unit, layers, replay)
         else:
             self._fill(unit, layers, tensors)
-            self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
+        self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
     def wrap_forward(self, unit: str, own: Forward) -> Forward:
         return own if unit != self.smaller.filled else self.smaller.model.get_submodule(unit).forward
@@ -133,17 +135,17 @@ class _InOrder(LayerVisitor):
 
     def _finished(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor] | None:
         """Return what an earlier run has made of these layers, if it has finished all of them."""
-        if (files := self.files) is None:
+        files = self.files
+        if files is None:
             return None
         plans = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
         if None in plans:
             return None
-        for layer, plan in zip(layers, plans, strict=True):
-            self.plans[layer.name] = plan
-        return _tensors_in(files, layers, self.model.partial.device)
+        self.plans |= {plan.module: plan for plan in plans}
+        return _tensors_in(files, self.model.partial.device, layers)
 
-    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> None:
-        """Plan, cut and correct the loaded layers, and keep them."""
+    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> dict[str, Tensor]:
+        """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
         recordings = self._plan(layers, replay)
         live = self.model.partial.model
         if self.work.constants is None:
@@ -160,31 +162,31 @@ class _InOrder(LayerVisitor):
             for layer in layers:
                 keys = [key for key in (*cut_keys(layer), constants_key(layer)) if key in state]
                 self.files.save(self.plans[layer.name], layer, {key: state[key] for key in keys})
-        self.smaller.put_constants(refitted_constants(layers, self.plans, constants))
+        return constants
 
     def _plan(self, layers: Sequence[MoeLayer], replay: Replay) -> list[Recording]:
         """Plan the layers by what the batches show of them, and return what is recorded for their correction."""
         work, calibration = self.work, self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
-        observers, recordings = list[Observers](), list[Recording]()
-        if calibration is not None:
-            if self.base_stream is not None:
-                self.base_stream.find_factor(layers, replay)
-            for layer in layers:
-                if work.needs:
-                    observers.append(Observers(self.model, layer, work.needs, calibration, self.routers, work.seed))
-                if work.measure or work.correction.wanted:
-                    recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis)
-                    recording.attach(self.model.partial.model)
-                    recordings.append(recording)
-            self.active = [*observers, *recordings]
-            if self.active:
-                replay(range(len(calibration.batches)))
-            self.active = []
-            for recording in recordings:
-                recording.detach()
-            if observers:
-                statistics = [observer.finish() for observer in observers]
+        observers = list[Observers]()
+        recordings = list[Recording]()
+        if self.base_stream is not None:
+            self.base_stream.find_factor(layers, replay)
+        for layer in layers if calibration.batches else ():
+            if work.needs:
+                observers.append(Observers(self.model, layer, work.needs, calibration, self.routers, work.seed))
+            if work.measure or work.correction.wanted:
+                recording = Recording(layer, calibration.tokens, calibration.heldout, calibration.emphasis)
+                recording.attach(self.model.partial.model)
+                recordings.append(recording)
+        self.active = [*observers, *recordings]
+        if self.active:
+            replay(range(len(calibration.batches)))
+        self.active = []
+        for recording in recordings:
+            recording.detach()
+        if observers:
+            statistics = [observer.finish() for observer in observers]
         for layer, measured in zip(layers, statistics, strict=True):
             self.plans[layer.name] = work.decide(measured)
         return recordings
@@ -248,19 +250,20 @@ def refitted_substitution(model: OpenModel, plans: Sequence[LayerPlan], files: C
     """Return the model with the experts and constants in `files` in place of those of layers that have constants."""
     by_module = {plan.module: plan for plan in plans if plan.constants}
     layers = [layer for layer in model.architecture.layers if layer.name in by_module]
-    by_unit = layers_by_unit(layers)
     constants = dict[str, Substitutes]()
     for layer in layers:
         constants |= refitted_constants([layer], by_module, files.tensors(layer))
-
-    def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
-        changed = by_unit.get(decoder_layer)
-        return _tensors_in(files, changed, model.partial.device) if changed else None
-
+    tensors = _by_decoder_layer(layers, partial(_tensors_in, files, model.partial.device))
     return Substitution(tensors, constants=constants)
 
 
-def _tensors_in(files: CutFiles, layers: Sequence[MoeLayer], device: torch.device) -> dict[str, Tensor]:
+def _by_decoder_layer(layers: Iterable[MoeLayer], tensors: TensorsOf) -> LayerTensors:
+    """Return the tensors of these MoE layers by decoder layer; None for one that has none of them."""
+    by_unit = layers_by_unit(layers)
+    return lambda decoder_layer: tensors(by_unit[decoder_layer]) if decoder_layer in by_unit else None
+
+
+def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
     tensors = dict[str, Tensor]()
     for layer in layers:
         tensors |= {key: value.to(device) for key, value in files.tensors(layer).items()}
@@ -270,7 +273,7 @@ def _tensors_in(files: CutFiles, layers: Sequence[MoeLayer], device: torch.devic
 def _compress_model(
     model: OpenModel,
     work: LayerWork,
-    calibration: Calibration | None,
+    calibration: Calibration,
     progress: Progress,
     phase: str,
     files: CutFiles | None,
@@ -278,10 +281,11 @@ def _compress_model(
     leg: Leg | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Compress one model's layers; for the sake of a `leg` the batches go on to its output."""
-    batches: Sequence[Tensor] = () if calibration is None else calibration.batches
+    batches = calibration.batches
     evaluation = [] if probe is None else probe.batches
     state = _InOrder(model, calibration, work, files)
-    share, budget = ranks().share(batches, evaluation), DEFAULT_ACTIVATION_BUDGET
+    share = ranks().share(batches, evaluation)
+    budget = DEFAULT_ACTIVATION_BUDGET
     visitors: list[LayerVisitor] = [state]
     if work.correction.wanted and work.correction.toward != 0:
         budget //= 2
@@ -294,7 +298,7 @@ def _compress_model(
         visitors.append(probe)
     if leg is not None:
         visitors.append(leg)
-    passing = Pass(
+    text_pass = Pass(
         model,
         batches,
         progress,
@@ -305,7 +309,7 @@ def _compress_model(
         own=share,
         activation_budget=budget,
     )
-    passing.run(*visitors)
+    text_pass.run(*visitors)
     ranks().barrier()  # until all layers are kept
     return tuple(state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans)
 
@@ -326,16 +330,17 @@ def compress_in_order(
     through the compressed model to its end. Multi-token-prediction `heads` follow, on what the smaller model outputs.
     """
     refuse_shared_experts(model)
+    calibration = calibration or Calibration((), {})
     if not heads:
         return _compress_model(model, work, calibration, progress, phase, files, probe)
-    assert calibration is not None
     plans: tuple[LayerPlan, ...] = ()
     for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
         emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
         text = replace(calibration, batches=leg.batches, emphasis=emphasis)
         leg_work, leg_files = work, files
         if leg.head is not None:
-            leg_work, leg_files = work.of_head(leg.head), None if files is None else files.of_head(number - 1)
+            leg_work = work.of_head(leg.head)
+            leg_files = files and files.of_head(number - 1)
         last = leg if leg.following is not None else None
         with leg.hooked():
             plans += _compress_model(leg.model, leg_work, text, progress, phase, leg_files, leg=last)
@@ -381,18 +386,11 @@ def compare_corrections(
     One streamed pass, in which the base runs along unless the evaluator knows it.
     """
     by_module = {plan.module: plan for plan in plans}
-    by_decoder_layer = layers_by_unit(model.architecture.layers)
-
-    def corrected(decoder_layer: str) -> dict[str, Tensor] | None:
-        layers = by_decoder_layer.get(decoder_layer)
-        return _tensors_in(files, layers, model.partial.device) if layers else None
-
-    def uncorrected(decoder_layer: str) -> dict[str, Tensor] | None:
-        layers = by_decoder_layer.get(decoder_layer)
-        return cut_layers(model.partial.model, layers, by_module) if layers else None
-
-    experts = len(plans[0].groups)
-    variants = [Substitution(corrected, experts), Substitution(uncorrected, experts)]
+    corrected = partial(_tensors_in, files, model.partial.device)
+    variants = list[Substitution]()
+    for tensors in (corrected, lambda layers: cut_layers(model.partial.model, layers, by_module)):
+        by_decoder_layer = _by_decoder_layer(model.architecture.layers, tensors)
+        variants.append(Substitution(by_decoder_layer, len(plans[0].groups)))
     before, after = evaluator.measure(model, variants, progress=progress, phase="compare the corrections")
     return Difference.of(before.kl, after.kl)
 

@@ -125,7 +125,7 @@ def correct_layer(
     experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with float_router(model, layer, recording) as router:
-        cut = CutLayer.of(recording, experts, model.get_submodule(layer.router), block, constants)
+        cut = CutLayer(recording, experts, model.get_submodule(layer.router), block, constants)
         guard = _Guard(cut, heldout, router, dtypes, writing)
         errors = {"before": guard.best}
         steps, leaves = STEPS_OF[correction.method], list(router.values())

@@ -6,7 +6,7 @@ in gate weights, since y' = sum_k w_k o_k with unchanged outputs o.
 S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.func import functional_call
 from compressor.devices import as_float64, float64_device
 from compressor.model.experts import apply_expert, routed
 from compressor.model.moe_layer import ExpertTensor
-from compressor.model.streaming import as_call
+from compressor.model.streaming import as_arguments, as_call
 from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.cutting import merged_parameters
@@ -40,24 +40,20 @@ class SmallerRouter:
     def __init__(self, stats: LayerStatistics) -> None:
         layer, weights = stats.layer, stats.weights
         self.layer, self.tokens, self.device = layer, len(stats.inputs), stats.inputs.device
-        self._build, self._built = weights.smaller_router, dict[int, Any]()
-        by_key = {tensor.key: tensor for tensor in layer.tensors}
-        self._sized = dict[str, tuple[ExpertTensor, Tensor]]()
-        self._tables, self._whole = dict[str, Tensor](), dict[str, Tensor]()
-        stored = weights.router.state_dict()
-        for name, value in (dict(weights.router.named_buffers()) | stored).items():
-            key = f"{layer.router}.{name}"
-            if name not in stored:
-                self._whole[name] = value
-            elif key in by_key:
-                self._sized[name] = (by_key[key], value.float())
-            elif key in layer.tables:
-                self._tables[name] = value
-            else:
-                self._whole[name] = _float(value)
+        self._build = weights.smaller_router
+        self._tensors = dict[str, tuple[Tensor, ExpertTensor | None]]()  # by name; how they count experts, if they do
+        self._tables = dict[str, Tensor]()
         self._has_equal_rows = False
-        for tensor, value in self._sized.values():
-            self._has_equal_rows |= bool(equal_before(value, tensor.dim, layer.experts).any())
+        by_key = {tensor.key: tensor for tensor in layer.tensors}
+        for name, value in (dict(weights.router.named_buffers()) | weights.router.state_dict()).items():
+            key = f"{layer.router}.{name}"
+            tensor = by_key.get(key)
+            if key in layer.tables:
+                self._tables[name] = value
+                continue
+            self._tensors[name] = _float(value), tensor
+            if tensor is not None:
+                self._has_equal_rows |= bool(equal_before(value, tensor.dim, layer.experts).any())
         # tensors that the block holds and hands to its router, such as a bias: known by their place in memory
         handed = dict[int, ExpertTensor]()
         for name, value in weights.block.state_dict(keep_vars=True).items():
@@ -65,12 +61,11 @@ class SmallerRouter:
             if key in by_key and not key.startswith((f"{layer.router}.", f"{layer.name}.")):
                 handed[value.data_ptr()] = by_key[key]
         called = stats.router_arguments
-        arguments: list[tuple[int | str, Any]] = [*enumerate(called.positional), *called.by_keyword.items()]
+        arguments = as_arguments(called.positional, called.by_keyword)
         self._arguments = list[tuple[str | None, Any, int | None, ExpertTensor | None]]()
-        for place, value in arguments:
-            handed_tensor = handed.get(value.data_ptr()) if isinstance(value, Tensor) else None
-            name_of = place if isinstance(place, str) else None
-            self._arguments.append((name_of, _float(value), called.dims[place], handed_tensor))
+        for (keyword, value), dim in zip(arguments, called.dims.values(), strict=True):
+            tensor = handed.get(value.data_ptr()) if isinstance(value, Tensor) else None
+            self._arguments.append((keyword, _float(value), dim, tensor))
 
     def kept(self, experts: Sequence[int], rows: Tensor | None = None) -> Routing:
         """Routing among these experts alone, in ascending order; slot n is the n-th of them."""
@@ -79,8 +74,10 @@ class SmallerRouter:
             extra = range(self.layer.experts, self.layer.experts + tensor.extra)
             return value.index_select(tensor.dim, torch.tensor([*experts, *extra], device=value.device))
 
-        slots = {expert: slot for slot, expert in enumerate(experts)}
-        return self._run(len(experts), pick, slots, rows)
+        remap = [-1] * self.layer.experts
+        for slot, expert in enumerate(experts):
+            remap[expert] = slot
+        return self._run(len(experts), pick, remap, rows)
 
     def planned(self, plan: LayerPlan, shares: Sequence[Tensor] | None = None) -> Routing:
         """Routing of a plan's smaller layer; `shares` stand in for the groups' router coefficients, with gradients."""
@@ -97,15 +94,13 @@ class SmallerRouter:
             mixed += value.unbind(tensor.dim)[self.layer.experts :]
             return torch.stack(mixed, tensor.dim)
 
-        return self._run(len(plan.groups), mix, plan.slots(), None)
+        return self._run(len(plan.groups), mix, plan.remap(), None)
 
-    def _run(self, count: int, select: _Select, slots: Mapping[int, int], rows: Tensor | None) -> Routing:
+    def _run(self, count: int, select: _Select, remap: Sequence[int], rows: Tensor | None) -> Routing:
         tokens = self.tokens if rows is None else len(rows)
         if tokens == 0:  # of a layer that no token reached, not even the arguments are known
             nothing = torch.zeros(0, self.layer.top_k, device=self.device)
             return nothing, nothing.long()
-        if count not in self._built:
-            self._built[count] = self._build(count)
         arguments = list[tuple[str | None, Any]]()
         for name, value, dim, tensor in self._arguments:
             if tensor is not None:
@@ -113,18 +108,19 @@ class SmallerRouter:
             elif dim is not None and rows is not None:
                 value = value.index_select(dim, rows)
             arguments.append((name, value))
-        tensors = dict(self._whole)
-        for name, (tensor, value) in self._sized.items():
-            selected = select(tensor, value)
-            # as rows that stay are told apart when the layer is cut
-            tensors[name] = told_apart(selected, tensor.dim, count) if self._has_equal_rows else selected
-        remap = tuple(slots.get(expert, -1) for expert in range(self.layer.experts))
+        tensors = dict[str, Tensor]()
+        for name, (value, tensor) in self._tensors.items():
+            if tensor is not None:
+                value = select(tensor, value)
+                if self._has_equal_rows:  # as rows that stay are told apart when the layer is cut
+                    value = told_apart(value, tensor.dim, count)
+            tensors[name] = value
         for name, table in self._tables.items():
             # only the rows that integers among the arguments may name are remapped, as tables may be long
             named = _named_rows(arguments, table)
-            remapped = remap_table(table[named].cpu(), remap).to(table.device)
+            remapped = remap_table(table[named].cpu(), tuple(remap)).to(table.device)
             tensors[name] = torch.zeros_like(table).index_copy(0, named, remapped)
-        output = functional_call(self._built[count], tensors, *as_call(arguments), tie_weights=False)
+        output = functional_call(self._build(count), tensors, *as_call(arguments), tie_weights=False)
         return output[1].reshape(tokens, -1).float(), output[2].reshape(tokens, -1).long()
 
 

@@ -140,7 +140,7 @@ def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_mis
     start = torch.randn(3, hidden.shape[1], generator=torch.Generator().manual_seed(0))
     router = stock.get_submodule(layer.router)
     constants = RefittedConstants(start.clone(), start, slots)
-    cut = CutLayer.of(recording, experts, router, block, constants)
+    cut = CutLayer(recording, experts, router, block, constants)
     rows = torch.arange(len(hidden))
     refit_constants(cut, rows, rows)
     missing = torch.einsum("te,teh->th", gates[:, dropped], outputs[:, dropped])  # the layer without its kept experts

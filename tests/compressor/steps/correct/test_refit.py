@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.steps.correct import refit as correction
-from compressor.steps.correct.cut_layer import CutLayer
+from compressor.steps.correct.cut_layer import CutLayer, Rows
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
 from tests import zoo
@@ -101,7 +101,7 @@ def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
     found = cut_case("mixtral")
     before = state(found)
     found.recording.heldout = {0, 1} if missing == "fit" else ()
-    found.recording.calls = [] if missing == "both" else found.recording.calls
+    found.recording.numbers = Rows(0) if missing == "both" else found.recording.numbers
     figures = corrected(found, TUNE)
     assert figures["kept"] == "none" and same(state(found), before)
     assert ("heldout_error" in figures) is (missing == "fit")
