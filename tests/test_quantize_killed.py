@@ -47,18 +47,18 @@ WRITING, IN_ORDER, WORKDIR = (
 )
 MOMENTS = [  # with the layers that GPTQ passes in the run that goes on
     ("rtn", WRITING, "round_to_nearest", 40, []),
-    ("rtn", WRITING, "Kept.save", 2, []),
+    ("rtn", WRITING, "keep_tensors", 2, []),
     ("rtn", WORKDIR, "_write_tensor", 60, []),
     ("rtn", WORKDIR, "assemble", 1, []),
     ("rtn", WRITING, "checksum", 120, []),
     ("rtn", "os", "fsync", 4, []),
     ("gptq", IN_ORDER, "gptq", 9, [1, 2]),
-    ("gptq", WRITING, "Kept.save", 1, [0, 1, 2]),
-    ("gptq", WRITING, "Kept.save", 3, [2]),
-    ("gptq", WRITING, "keep_tensors", 2, [1, 2]),
+    ("gptq", IN_ORDER, "keep_tensors", 1, [0, 1, 2]),
+    ("gptq", IN_ORDER, "keep_tensors", 2, [1, 2]),
+    ("gptq", IN_ORDER, "keep_tensors", 3, [2]),
     ("gptq", WORKDIR, "_write_tensor", 20, []),
     ("gptq", WORKDIR, "publish", 1, []),
-    ("corrected", WRITING, "Kept.save", 2, [1, 2]),
+    ("corrected", IN_ORDER, "keep_tensors", 2, [1, 2]),
     ("corrected", WORKDIR, "assemble", 1, []),
 ]
 

@@ -105,7 +105,7 @@ class PlannedShare:
         empty = {key: live.get_parameter(key) for key in copies}
         for key, value in copies.items():
             set_tensor(live, key, value)
-        largest = largest_weights(matrices, lambda matrix: matrix.of(live)) if scheme.name == "nvfp4" else {}
+        largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(live))
         for matrix in matrices:
             weight = matrix.of(live)
             pieces = rounded(scheme, weight.to(self.stored), self.stored, largest.get(matrix.together))

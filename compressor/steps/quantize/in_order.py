@@ -5,7 +5,7 @@ the tokens that are routed to them: gate and up, and then down on what the round
 they are, so that one expert's Hessians exist at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,8 @@ from torch import Tensor
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.model.experts import Watch, expert_parameters, intermediate
+from compressor.kept import facts_of, keep_tensors, kept_tensors
+from compressor.model.experts import Parameters, Watch, expert_parameters, intermediate
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import LayerVisitor, Pass, Replay
@@ -85,37 +86,32 @@ class Quantizing(LayerVisitor):
     largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
 
     def before_layer(self, unit: str, replay: Replay) -> None:
-        live = self.at.model
+        live, scheme = self.at.model, self.writer.scheme
         matrices = self.writer.matrices.of(unit)
+        if not matrices:
+            return
         for key in dict.fromkeys(matrix.key for matrix in matrices):  # loaded tensors may be the files' own
             set_tensor(live, key, live.get_parameter(key).detach().clone())
-        if self.writer.kept.sums(unit) is not None:
-            self._take_kept(unit, matrices)
-        elif matrices:
+        file = self.writer.kept_file(unit)
+        if facts_of(file) is None:
             self._quantize(unit, matrices, lambda: replay(range(len(self.calibration.batches))))
-
-    def _take_kept(self, unit: str, matrices: Sequence[Matrix]) -> None:
-        tensors = self.writer.kept.tensors(unit)
-        scheme = self.writer.scheme
+            return
+        tensors = kept_tensors(file)
         for matrix in matrices:
             names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
             stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
-            matrix.of(self.at.model).copy_(scheme.unpack(stored))
+            matrix.of(live).copy_(scheme.unpack(stored))
 
     def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
         """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
         live = self.at.model
         self.tensors, self.sums = {}, {}
-        if self.writer.scheme.name == "nvfp4":
-            self.largest = largest_weights(matrices, lambda matrix: matrix.of(live))
+        self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
             self._quantize_dense(dense, run)
-        by_layer = dict[str, list[Matrix]]()
-        for matrix in matrices:
-            if matrix.expert is not None:
-                by_layer.setdefault(matrix.owner, []).append(matrix)
-        layers = [layer for layer in self.at.moe_layers if layer.name in by_layer]
+        owners = {matrix.owner for matrix in matrices}
+        layers = [layer for layer in self.at.moe_layers if layer.name in owners]
         tokens = self.calibration.tokens
         routed = {layer.name: Routed(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
@@ -124,9 +120,10 @@ class Quantizing(LayerVisitor):
                 stack.enter_context(watch)
             run()
         for layer in layers:
-            self._quantize_experts(layer, routed[layer.name], by_layer[layer.name])
+            own = [matrix for matrix in matrices if matrix.owner == layer.name]
+            self._quantize_experts(layer, routed[layer.name], own)
         if ranks().is_first:
-            self.writer.kept.save(unit, self.sums, self.tensors)
+            keep_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
         ranks().barrier()
         self.tensors = {}
 
@@ -150,20 +147,21 @@ class Quantizing(LayerVisitor):
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}
-        largest = max(matrix.columns for matrix in matrices)
-        at_once = max(1, HESSIANS // (4 * largest**2))
+        most = max(matrix.columns for matrix in matrices)
+        at_once = max(1, HESSIANS // (4 * most**2))
+        inner = ("gate", "up") if experts.has_gate else ("up",)
         for numbers in torch.arange(layer.experts).split(at_once):
-            batch = numbers.tolist()  # whose inputs are taken one expert's at a time
-            hessians = [hessian_of([routed.to(expert)], by_part[expert, "up"], device) for expert in batch]
-            upper = inverse_factor(torch.stack(hessians))
-            for part in ("gate", "up") if experts.has_gate else ("up",):
-                self._round([by_part[expert, part] for expert in batch], upper)
-            hessians = []
-            for expert in batch:
-                inputs = _inner(experts, expert, routed.to(expert))
-                hessians.append(hessian_of(inputs, by_part[expert, "down"], device))
-            upper = inverse_factor(torch.stack(hessians))
-            self._round([by_part[expert, "down"] for expert in batch], upper)
+            batch = numbers.tolist()
+            for parts in (inner, ("down",)):
+                hessians = list[Tensor]()
+                for expert in batch:  # whose inputs are taken one expert's at a time
+                    inputs: Iterable[Tensor] = routed.to(expert).split(CHUNK)
+                    if parts is not inner:
+                        inputs = map(partial(_inner, experts, expert_parameters(experts, expert)), inputs)
+                    hessians.append(hessian_of(inputs, by_part[expert, parts[-1]], device))
+                upper = inverse_factor(torch.stack(hessians))
+                for part in parts:
+                    self._round([by_part[expert, part] for expert in batch], upper)
 
     def _round(self, batch: Sequence[Matrix], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored."""
@@ -181,12 +179,9 @@ class Quantizing(LayerVisitor):
             self.sums[matrix.module] = checksum(value)
 
 
-def _inner(experts: Any, expert: int, inputs: Tensor) -> Iterator[Tensor]:
-    """Yield the inputs of an expert's down projection for its tokens [n, H], in chunks [m, I]."""
-    if len(inputs):
-        parameters = expert_parameters(experts, expert)
-        for chunk in inputs.split(CHUNK):
-            yield intermediate(experts, parameters, chunk.to(experts.down_proj.dtype))
+def _inner(experts: Any, parameters: Parameters, inputs: Tensor) -> Tensor:
+    """Return the inputs [n, I] of an expert's down projection for its tokens [n, H]."""
+    return intermediate(experts, parameters, inputs.to(experts.down_proj.dtype))
 
 
 def quantize_in_order(writer: Writer, calibration: Calibration, progress: Progress, seed: int) -> None:

@@ -14,7 +14,7 @@ from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
 from compressor.steps.quantize.options import Quantize
 from compressor.steps.quantize.scheme import Scheme, scheme_for
-from compressor.steps.quantize.writing import Kept, Writer, packed_size
+from compressor.steps.quantize.writing import Writer, packed_size
 from compressor.steps.state import State
 from compressor.steps.tensors import OutputJob
 
@@ -67,7 +67,7 @@ class QuantizeStep(Step[Quantize]):
     def _writer(self, state: State) -> Writer:
         assert state.work is not None
         matrices, scheme = self._chosen(state.model)
-        return Writer(state.model, scheme, matrices, Kept(state.work.kept(state.number, "quantized")))
+        return Writer(state.model, scheme, matrices, state.work.kept(state.number, "quantized"))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe scheme, groups, effective bits, and which servers load it."""

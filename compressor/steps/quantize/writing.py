@@ -7,7 +7,7 @@ to: by a checksum of its values, which waits in the work folder.
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial as bind
@@ -34,37 +34,15 @@ AT_ONCE = 2**19  # weights that are rounded at once: few enough to stay in the c
 WHOLE = ("weight_shape", "weight_global_scale")  # stored once for a matrix
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Records of finished layers: checksums of the values that each matrix was rounded to, and packed tensors."""
-
-    folder: Path
-
-    def sums(self, unit: str) -> dict[str, int] | None:
-        """Checksums of a layer's matrices by module; None if the layer is not finished."""
-        sums: dict[str, int] | None = facts_of(self._file(unit))
-        return sums
-
-    def save(self, unit: str, sums: Mapping[str, int], tensors: Mapping[str, Tensor] | None = None) -> None:
-        keep_tensors(self._file(unit), tensors or {}, dict(sums))
-
-    def tensors(self, unit: str) -> dict[str, Tensor]:
-        """Packed tensors of a layer that was quantised in the pass over text, by name; none otherwise."""
-        return kept_tensors(self._file(unit))
-
-    def _file(self, unit: str) -> Path:
-        return self.folder / f"{unit}.safetensors"
-
-
 def checksum(value: Tensor, before: int = 0) -> int:
     """CRC-32 of a matrix's bytes, with both zeros alike, after that of the rows `before`."""
     return zlib.crc32(tensor_bytes_view(value + 0), before)
 
 
-def largest_weights(matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
-    """Largest absolute weight among those that servers fuse, by `Matrix.together`."""
+def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
+    """Largest absolute weight among those that servers fuse, by `Matrix.together`; none but for NVFP4."""
     largest = dict[str, Tensor]()
-    for matrix in matrices:
+    for matrix in matrices if scheme.name == "nvfp4" else ():
         weight = read(matrix).abs().amax().float()[None]
         largest[matrix.together] = torch.maximum(largest.get(matrix.together, weight), weight)
     return largest
@@ -119,17 +97,24 @@ def packed_size(
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes a model with these matrices quantised."""
+    """Writes a model with these matrices quantised.
+
+    In the folder `kept` a layer that is finished has checksums of the values that its matrices were rounded to, by
+    module, and its packed tensors if it was quantised in the pass over text.
+    """
 
     model: OpenModel
     scheme: Scheme
     matrices: Matrices
-    kept: Kept
+    kept: Path
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that is written."""
         return stored_partial(self.model).dtype
+
+    def kept_file(self, unit: str) -> Path:
+        return self.kept / f"{unit}.safetensors"
 
     def job(self, plan: ExpertPlan) -> OutputJob:
         units = self.model.architecture.units
@@ -157,7 +142,8 @@ class Writer:
         )
 
     def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
-        tensors = self.kept.tensors(unit) if self.kept.sums(unit) is not None else {}
+        file = self.kept_file(unit)
+        tensors = {} if facts_of(file) is None else kept_tensors(file)
         for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
         if not tensors and self.matrices.of(unit):
@@ -166,7 +152,7 @@ class Writer:
                 sums[matrix.module] = total
                 for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
-            self.kept.save(unit, sums)
+            keep_tensors(file, {}, sums)
         for name, pieces in inner.produce(unit):
             if name not in self.matrices.replaced:
                 yield name, pieces
@@ -177,7 +163,7 @@ class Writer:
             partial.load(partial.keys_under(unit))
         matrices = self.matrices.of(unit)
         read = bind(self._read, partial)
-        largest = largest_weights(matrices, read) if self.scheme.name == "nvfp4" else {}
+        largest = largest_weights(self.scheme, matrices, read)
 
         def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
             return round_to_nearest(self.scheme, read(matrix), partial.dtype, largest.get(matrix.together))
@@ -207,7 +193,7 @@ class Writer:
         live = written.partial.model
         for unit in self.model.architecture.units:
             matrices = self.matrices.of(unit)
-            sums = self.kept.sums(unit)
+            sums = facts_of(self.kept_file(unit))
             if sums is None:  # lost with power, before it was on disk like the layer
                 sums = {matrix.module: total for matrix, _, total in self._rounded(partial, unit)}
             written.partial.load({matrix.key for matrix in matrices})

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.kept import kept_tensors
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrix, find_matrices
 from compressor.steps.quantize.scheme import Scheme, scheme_for
-from compressor.steps.quantize.writing import Kept, Writer
+from compressor.steps.quantize.writing import Writer
 from tests import opened, small, zoo
 
 NAMES = ["mixtral", "gpt_oss", zoo.full("nemotron_h"), zoo.full("zaya"), zoo.full("ernie4_5_vl_moe")]
@@ -25,12 +26,12 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     """The scheme and what every matrix was rounded to, by module, in one pass over random tokens."""
     matrices = find_matrices(model, targets)
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
-    kept = Kept(folder)
+    writer = Writer(model, scheme, matrices, folder)
     parts = opened.calibration(opened.batches(stock, (4, 4), 32))
-    quantize_in_order(Writer(model, scheme, matrices, kept), parts, Silent(), 0)
+    quantize_in_order(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
-        stored = kept.tensors(matrix.unit)
+        stored = kept_tensors(writer.kept_file(matrix.unit))
         own = {
             name: stored[f"{matrix.module}.{name}"]
             for name in scheme.stored(matrix.rows, matrix.columns, torch.float32)
