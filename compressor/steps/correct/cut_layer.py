@@ -69,7 +69,9 @@ class Recording:
         self.layer, self.expected, self.heldout, self.emphasis = layer, expected, heldout, emphasis
         self.arguments = list[_Argument]()
         self.numbers = Rows(expected)  # of each token's batch
-        self._inputs, self._outputs, self._weights = Rows(expected), Rows(expected), Rows(expected)
+        self._inputs = Rows(expected)
+        self._outputs = Rows(expected)
+        self._weights = Rows(expected)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._batch = 0
         self._rows_out = 0  # rows whose batch has left the decoder layer
@@ -235,7 +237,8 @@ class CutLayer:
 
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the targets there minus the smaller layer's output, computed at once and with gradients: [n, H]."""
-        x, (weights, index) = self.inputs(rows), self.route(rows)
+        x = self.inputs(rows)
+        weights, index = self.route(rows)
         total = torch.zeros_like(x)
         for slot, tokens, choices in routed(weights, index):
             output = self.slot_output(slot, x.index_select(0, tokens))

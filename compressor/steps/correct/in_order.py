@@ -25,7 +25,6 @@ from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
-from compressor.model.experts import parameter_names
 from compressor.model.moe_layer import MoeLayer, layers_by_unit
 from compressor.model.mtp import Head, Leg, kept_heads, legs_of
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
@@ -113,7 +112,8 @@ class _InOrder(LayerVisitor):
 
     def before_layer(self, unit: str, replay: Replay) -> None:
         """Have the smaller layer take over the loaded one."""
-        layers, constants = self.at.moe_layers, self.work.constants
+        layers = self.at.moe_layers
+        constants = self.work.constants
         if constants is not None:
             layers = [layer for layer in layers if layer.name in constants]
         if not layers:
@@ -147,11 +147,11 @@ class _InOrder(LayerVisitor):
     def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> dict[str, Tensor]:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
         recordings = self._plan(layers, replay)
-        live = self.model.partial.model
-        if self.work.constants is None:
-            self._fill(unit, layers, cut_layers(live, layers, self.plans))
-        else:
-            self._fill(unit, layers, _kept_experts(live, layers, self.plans))
+        tensors = cut_layers(self.model.partial.model, layers, self.plans)
+        if self.work.constants is not None:  # routers stay whole
+            experts = tuple(f"{layer.name}." for layer in layers)
+            tensors = {key: value for key, value in tensors.items() if key.startswith(experts)}
+        self._fill(unit, layers, tensors)
         constants = dict[str, Tensor]()
         for layer, recording in zip(layers, recordings, strict=False):
             give_back()
@@ -166,7 +166,8 @@ class _InOrder(LayerVisitor):
 
     def _plan(self, layers: Sequence[MoeLayer], replay: Replay) -> list[Recording]:
         """Plan the layers by what the batches show of them, and return what is recorded for their correction."""
-        work, calibration = self.work, self.calibration
+        work = self.work
+        calibration = self.calibration
         statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
         observers = list[Observers]()
         recordings = list[Recording]()
@@ -194,7 +195,8 @@ class _InOrder(LayerVisitor):
     def _correct(self, layer: MoeLayer, recording: Recording) -> dict[str, Tensor]:
         """Correct a layer in the smaller model; returns its constants, if it has any, by key."""
         writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-        plan, constants = self.plans[layer.name], None
+        plan = self.plans[layer.name]
+        constants = None
         if self.work.constants is not None:
             values = self.work.constants[layer.name].values
             wide = values.to(self.model.partial.device, torch.float32, copy=True)
@@ -221,16 +223,6 @@ def constants_key(layer: MoeLayer) -> str:
 
 def _kept(plan: LayerPlan) -> list[int]:
     return [group.members[0] for group in plan.groups]
-
-
-def _kept_experts(model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]) -> dict[str, Tensor]:
-    """Return the parameters of the experts that stay, by key."""
-    tensors = dict[str, Tensor]()
-    for layer in layers:
-        experts = model.get_submodule(layer.name)
-        for name in parameter_names(experts):
-            tensors[f"{layer.name}.{name}"] = getattr(experts, name)[_kept(plans[layer.name])]
-    return tensors
 
 
 def refitted_constants(
@@ -337,7 +329,8 @@ def compress_in_order(
     for number, leg in enumerate(legs_of(model, heads, calibration.batches)):
         emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)  # a head has the later tokens
         text = replace(calibration, batches=leg.batches, emphasis=emphasis)
-        leg_work, leg_files = work, files
+        leg_work = work
+        leg_files = files
         if leg.head is not None:
             leg_work = work.of_head(leg.head)
             leg_files = files and files.of_head(number - 1)

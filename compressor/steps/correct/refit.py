@@ -75,7 +75,8 @@ class _Guard:
             self.best_values.append((cut.constants.values, cut.constants.best))
         for key, value in router.items():
             self.best_values.append((value, self._stored(value.detach(), dtypes[key]).clone()))
-        self.kept, self.best = NONE, self._error()
+        self.kept = NONE
+        self.best = self._error()
 
     def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A value rounded as writing will: what is computed in one dtype may be stored in another."""
@@ -118,17 +119,20 @@ def correct_layer(
     are shares of the base output's energy that is missed on held-out calibration tokens, each token weighted
     (`CutLayer.error`). A layer that none reached stays as it is.
     """
-    fit, heldout = recording.positions(heldout=False), recording.positions(heldout=True)
+    fit = recording.positions(heldout=False)
+    heldout = recording.positions(heldout=True)
     fitted, evaluated = ranks().all_reduce(torch.tensor([len(fit), len(heldout)])).tolist()
     if not evaluated:
         return {"kept": NONE, "reason": "no calibration token reached the layer"}
-    experts, block = model.get_submodule(layer.name), model.get_submodule(layer.block)
+    experts = model.get_submodule(layer.name)
+    block = model.get_submodule(layer.block)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     with float_router(model, layer, recording) as router:
         cut = CutLayer(recording, experts, model.get_submodule(layer.router), block, constants)
         guard = _Guard(cut, heldout, router, dtypes, writing)
         errors = {"before": guard.best}
-        steps, leaves = STEPS_OF[correction.method], list(router.values())
+        steps = STEPS_OF[correction.method]
+        leaves = list(router.values())
         if constants is not None:
             steps = (CONSTANTS, *steps)
             leaves.append(constants.values)

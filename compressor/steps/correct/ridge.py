@@ -8,7 +8,7 @@ where that penalty does not help it. Constants that stand for experts: the same 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,22 +45,24 @@ def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, s
 
 
 @dataclass(slots=True)
-class _Tokens:
-    """Tokens to fit on or to evaluate on, in chunks: positions, routing, and what the layer still misses [T, H]."""
+class _Chunk:
+    """Tokens to fit on or to evaluate on: positions [m], routing, and what the layer still misses [m, H]."""
 
-    chunks: list[Tensor]
-    routes: list[tuple[Tensor, Tensor]]
-    residual: list[Tensor]  # [m, H] of each chunk
-    scales: list[Tensor]  # [m]: square roots of the tokens' weights; residual and features are multiplied by them
+    rows: Tensor
+    weights: Tensor
+    index: Tensor
+    scale: Tensor  # [m]: square roots of the tokens' weights; residual and features are multiplied by them
+    residual: Tensor
 
-    @classmethod
-    def of(cls, layer: CutLayer, rows: Tensor) -> "_Tokens":
-        chunks = list(layer.recording.chunks(rows))
-        scales = [layer.token_weights(chunk).sqrt() for chunk in chunks]
-        residual = list[Tensor]()
-        for chunk, scale in zip(chunks, scales, strict=True):
-            residual.append(layer.gap(chunk, layer.targets(chunk)) * scale[:, None])
-        return cls(chunks, [layer.route(chunk) for chunk in chunks], residual, scales)
+
+def _chunks(layer: CutLayer, rows: Tensor) -> list[_Chunk]:
+    """Split the tokens at `rows` into chunks."""
+    chunks = list[_Chunk]()
+    for part in layer.recording.chunks(rows):
+        scale = layer.token_weights(part).sqrt()
+        residual = layer.gap(part, layer.targets(part)) * scale[:, None]
+        chunks.append(_Chunk(part, *layer.route(part), scale, residual))
+    return chunks
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class _Block:
     """
 
     layer: CutLayer
-    tokens: _Tokens
+    chunks: Sequence[_Chunk]
     experts: range
     neurons: slice
     budget: float = math.inf  # bytes
@@ -87,39 +89,43 @@ class _Block:
     def width(self) -> int:
         return int(self.columns(self.experts[-1]).stop)
 
-    def features(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return which of the chunk's tokens reach the block, [m], and their features [m, D]."""
-        if chunk in self.kept:
-            return self.kept[chunk]
-        layer, scales = self.layer, self.tokens.scales[chunk]
-        weights, index = self.tokens.routes[chunk]
-        inside = torch.isin(index, torch.tensor([*self.experts], device=index.device))
-        reached = (inside & (weights != 0)).any(-1).nonzero().flatten()
-        x, weights = layer.inputs(self.tokens.chunks[chunk][reached.cpu()]), weights[reached]
+    def features(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each chunk's residual [m, H], which of its tokens reach the block, [n], and their features [n, D]."""
+        for number, chunk in enumerate(self.chunks):
+            if number in self.kept:
+                reached, phi = self.kept[number]
+            else:
+                reached, phi = self._computed(chunk)
+                if phi.nbytes <= self.budget:
+                    self.budget -= phi.nbytes
+                    self.kept[number] = reached, phi
+            yield chunk.residual, reached, phi
+
+    def _computed(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        inside = torch.isin(chunk.index, torch.tensor([*self.experts], device=chunk.index.device))
+        reached = (inside & (chunk.weights != 0)).any(-1).nonzero().flatten()
+        x = layer.inputs(chunk.rows[reached.cpu()])
+        weights = chunk.weights[reached]
         phi = x.new_zeros(len(reached), self.width)
-        for expert, rows, choices in routed(weights, index[reached], self.experts):
-            shares = weights[rows, choices] * scales[reached][rows]
+        for expert, rows, choices in routed(weights, chunk.index[reached], self.experts):
+            shares = weights[rows, choices] * chunk.scale[reached][rows]
             active = intermediate(layer.experts, layer.parameters[expert], x.index_select(0, rows)) * shares[:, None]
             phi[:, self.columns(expert)].index_add_(0, rows, active[:, self.neurons])
-        if phi.nbytes <= self.budget:
-            self.budget -= phi.nbytes
-            self.kept[chunk] = reached, phi
         return reached, phi
 
     def subtract(self, change: Tensor) -> None:
         """Subtract what the change brings back from the tokens' residual."""
-        for chunk, residual in enumerate(self.tokens.residual):
-            reached, phi = self.features(chunk)
+        for residual, reached, phi in self.features():
             residual[reached] -= phi @ change.to(phi.device)
 
     def normal(self) -> tuple[Tensor, Tensor]:
         """Return phi^T phi [D, D] and phi^T r [D, H] in float64, over the tokens of all ranks."""
-        down, width = self.layer.parameters[0]["down_proj"], self.width
+        down = self.layer.parameters[0]["down_proj"]
+        width = self.width
         hidden = down.shape[1 if self.layer.experts.is_transposed else 0]  # a rank may have recorded nothing
-        device = float64_device(down.device)
-        sums = torch.zeros(width, width + hidden, dtype=torch.float64, device=device)
-        for chunk, residual in enumerate(self.tokens.residual):
-            reached, phi = self.features(chunk)
+        sums = torch.zeros(width, width + hidden, dtype=torch.float64, device=float64_device(down.device))
+        for residual, reached, phi in self.features():
             sums[:, :width] += as_float64(phi.T @ phi)
             sums[:, width:] += as_float64(phi.T @ residual[reached])
         sums = ranks().all_reduce(sums)
@@ -128,8 +134,7 @@ class _Block:
     def missed(self, change: Tensor | None) -> float:
         """Return the squares of what the tokens of all ranks that reach the block miss with a change, in all."""
         total = torch.zeros(1, dtype=torch.float64)
-        for chunk, residual in enumerate(self.tokens.residual):
-            reached, phi = self.features(chunk)
+        for residual, reached, phi in self.features():
             left = residual[reached]
             if change is not None:
                 left = left - phi @ change.to(phi.device)
@@ -145,7 +150,9 @@ def _best(
     Of phi^T phi [D, D] and phi^T r [D, H]. Where rounding, or float32's range, leaves no Cholesky factor, a penalty
     has no solution.
     """
-    best, least, scale = None, missed(None), float(normal.diagonal().mean())
+    best = None
+    least = missed(None)
+    scale = float(normal.diagonal().mean())
     for penalty in penalties if scale else ():
         regular = normal.clone()
         regular.diagonal().add_(penalty * scale)
@@ -155,7 +162,8 @@ def _best(
         change = torch.cholesky_solve(right, factor).float()
         error = missed(change)
         if error < least:
-            best, least = (change, penalty), error
+            best = (change, penalty)
+            least = error
     return best
 
 
@@ -169,7 +177,8 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
     step = math.ceil(count / TOKENS)
-    fit, heldout = _Tokens.of(layer, fit_rows[places % step == 0]), _Tokens.of(layer, heldout_rows)
+    fit = _chunks(layer, fit_rows[places % step == 0])
+    heldout = _chunks(layer, heldout_rows)
     first = layer.parameters[0]["down_proj"]
     neurons = first.shape[0] if layer.experts.is_transposed else first.shape[1]
     nbytes = sum(value.nbytes for parameters in layer.parameters for value in parameters.values())
@@ -178,16 +187,19 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
         blocks = blocks * SWEEPS
     penalties: Sequence[float] = PENALTIES
     for number, (experts, part) in enumerate(blocks, start=1):
-        fitted, held = _Block(layer, fit, experts, part, nbytes / 8), _Block(layer, heldout, experts, part)
+        fitted = _Block(layer, fit, experts, part, nbytes / 8)
+        held = _Block(layer, heldout, experts, part)
         solution = _best(*fitted.normal(), penalties, held.missed)
         if solution is None:
             continue
-        change, penalties = solution[0], solution[1:]
+        change = solution[0]
+        penalties = solution[1:]
         if number < len(blocks):  # no other block asks what is left after the last
             fitted.subtract(change)
             held.subtract(change)
         for expert in experts:
-            down, added = layer.parameters[expert]["down_proj"], change[fitted.columns(expert)].to(first.device)
+            down = layer.parameters[expert]["down_proj"]
+            added = change[fitted.columns(expert)].to(first.device)
             if layer.experts.is_transposed:
                 down[part] += added
             else:

@@ -45,7 +45,8 @@ class CorrectStep(Step[Correct]):
 
     def refit(self, state: State) -> ExpertPlan | None:
         """Refit all layers in order, and keep them; the figures stand with the layers of what pruned them."""
-        plan, text = state.expert_plan(), state.text
+        plan = state.expert_plan()
+        text = state.text
         if plan.has_constants:  # which refit their own
             return None
         assert text is not None

@@ -72,22 +72,23 @@ class BaseStream(LayerVisitor):
         raises `CompressionError` where another is asked for.
         """
         layer, *others = layers
-        experts, sums = self.model.partial.model.get_submodule(layer.name), torch.zeros(4, dtype=torch.float64)
+        experts = self.model.partial.model.get_submodule(layer.name)
+        sums = torch.zeros(4, dtype=torch.float64)
+        outputs = list[Tensor]()
+
+        def scaled(scale: float, module: Any, args: Any, value: Tensor) -> Tensor:
+            outputs.append(as_float64(value.detach()).flatten())
+            return value * scale
+
         for number in sorted(self.outputs)[:1]:
-            hidden, output = list[Tensor](), torch.zeros(0)
-
-            def scaled(scale: float, module: Any, args: Any, value: Tensor) -> Tensor:
-                nonlocal output
-                output = as_float64(value.detach())
-                return value * scale
-
+            hidden = list[Tensor]()
             for scale in (0.0, 2.0, 1.0):
-                handle = experts.register_forward_hook(partial(scaled, scale))
-                replay([number])
-                handle.remove()
-                hidden.append(as_float64(self.last))
-            without, twice, once = (value.flatten() for value in hidden)
-            once, twice, output = once - without, twice - without, output.flatten()
+                with experts.register_forward_hook(partial(scaled, scale)):
+                    replay([number])
+                hidden.append(as_float64(self.last).flatten())
+            output = outputs[-1] if outputs else torch.zeros(0)
+            twice = hidden[1] - hidden[0]
+            once = hidden[2] - hidden[0]
             if not others and output.numel() == once.numel():
                 bent = (twice - 2 * once).square().sum()
                 sums += torch.stack([once @ output, output @ output, once @ once, bent]).cpu()
@@ -101,4 +102,5 @@ class BaseStream(LayerVisitor):
                 "telling what would bring those back; leave out correct.toward"
             )
         wanted = TOWARD if self.toward is None else self.toward
-        self.share, self.factor = 0.0 if unknown else wanted, along / size if along and size else 1.0
+        self.share = 0.0 if unknown else wanted
+        self.factor = along / size if along and size else 1.0

@@ -10,7 +10,6 @@ n tokens of a step, K top-k, H hidden, N experts.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,41 +21,35 @@ from compressor.steps.correct.cut_layer import CutLayer
 Update = Callable[[Iterable[Tensor]], None]  # takes a step for each tensor that has a gradient, and frees that
 
 
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    """The m tokens and choices that reach an expert, and its outputs before their gate weights: [m, H]."""
-
-    tokens: Tensor
-    choices: Tensor
-    output: Tensor
-
-
 def descend(layer: CutLayer, rows: Tensor, tokens: int, router: Sequence[Tensor], update: Update) -> None:
     """Take the gradients of the weighted mean of ||y - y'||^2 over a step's `tokens`, and `update` by each in turn.
 
     This rank has those at `rows` [n]. An expert that no token reaches is not updated.
     """
-    weights, index = torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.int64)
+    weights = torch.zeros(0, 1)
+    index = torch.zeros(0, 1, dtype=torch.int64)
     if len(rows):
         weights, index = layer.route(rows)
     gates = weights.detach()
     counts = ranks().all_reduce(torch.bincount(index[gates != 0], minlength=layer.slots).cpu())
-    inputs, targets = layer.inputs(rows), layer.targets(rows)
-    reached = dict[int, _Reached]()
+    inputs = layer.inputs(rows)
+    targets = layer.targets(rows)
+    # the m tokens and choices that reach an expert, and its outputs before their gate weights: [m, H]
+    reached = dict[int, tuple[Tensor, Tensor, Tensor]]()
     total = torch.zeros_like(targets)
     for slot, positions, choices in routed(gates, index):
         output = layer.slot_output(slot, inputs.index_select(0, positions))
-        reached[slot] = _Reached(positions, choices, output)
+        reached[slot] = positions, choices, output
         total.index_add_(0, positions, output.detach() * gates[positions, choices, None])
     gradient = (total - targets) * (layer.token_weights(rows) * (2 / tokens))[:, None]
     gate_gradient = torch.zeros_like(gates)
     for slot in counts.nonzero().flatten().tolist():
         if slot in reached:
-            part = reached.pop(slot)
-            output_gradient = gradient.index_select(0, part.tokens)
-            gate_gradient[part.tokens, part.choices] = (output_gradient * part.output.detach()).sum(-1)
-            if part.output.requires_grad:
-                part.output.backward(output_gradient * gates[part.tokens, part.choices, None])
+            positions, choices, output = reached.pop(slot)
+            output_gradient = gradient.index_select(0, positions)
+            gate_gradient[positions, choices] = (output_gradient * output.detach()).sum(-1)
+            if output.requires_grad:
+                output.backward(output_gradient * gates[positions, choices, None])
         update(layer.leaves_of(slot))
     if weights.requires_grad:
         weights.backward(gate_gradient)
@@ -67,7 +60,8 @@ def descend(layer: CutLayer, rows: Tensor, tokens: int, router: Sequence[Tensor]
 def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
     """Return the places of each step's tokens: passes over `count` shuffled ones, without a remainder's short step."""
     generator = torch.Generator().manual_seed(seed)
-    size, chosen = min(tokens, count), list[Tensor]()
+    size = min(tokens, count)
+    chosen = list[Tensor]()
     while len(chosen) < steps:
         order = torch.randperm(count, generator=generator)
         chosen += order[: count - count % size].split(size)

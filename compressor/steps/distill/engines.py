@@ -119,14 +119,13 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
         routers = tuple(f"{layer.router}." for layer in layers)
         in_experts = [key for key in keys if key.startswith(experts)]
         in_routers = [key for key in keys if key.startswith(routers)]
+        whole = in_routers
         factored = list[str]()
         if options.train == "all":
             whole = keys
         elif options.train == "experts":
             whole = [*in_experts, *in_routers]
-        else:
-            whole = in_routers
-        if options.train == "lora":
+        elif options.train == "lora":
             matrices = linear - {*in_experts, *in_routers}
             for layer in layers:
                 parts = parameter_names(live.get_submodule(layer.name))[:2]
@@ -294,6 +293,17 @@ class _Engine:
             computed = value.detach().to(partial.device, partial.empty[key].dtype)
             set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
 
+    def values(self, folder: Path, unit: str) -> Tensors:
+        """A layer's trained tensors in float32 in a kept state, by state-dict key; the layer itself is read anew."""
+        partial = self.model.partial
+        layer = self.layers[unit]
+        partial.release(unit)
+        partial.load(layer.keys)
+        masters = kept_state(folder, unit, partial.device, moments=False).masters
+        values = layer.values(self.loaded(layer), masters)
+        partial.release(unit)
+        return values
+
 
 class InMemory(_Engine):
     """A model in training, whole, with the state of all its layers."""
@@ -358,11 +368,6 @@ class InMemory(_Engine):
     def load(self, folder: Path) -> None:
         self.states = {unit: kept_state(folder, unit, self.model.partial.device) for unit in self.layers}
 
-    def values(self, folder: Path, unit: str) -> Tensors:
-        """A layer's trained tensors in float32 in a kept state, by state-dict key."""
-        masters = kept_state(folder, unit, self.model.partial.device, moments=False).masters
-        return self.layers[unit].values(self.read, masters)
-
 
 class Streamed(_Engine):
     """The same with one layer loaded at a time; the present state of all layers is in the folder `now`."""
@@ -389,14 +394,6 @@ class Streamed(_Engine):
 
     def load(self, folder: Path) -> None:
         _linked(folder, self.now, self.layers)
-
-    def values(self, folder: Path, unit: str) -> Tensors:
-        layer, partial = self.layers[unit], self.model.partial
-        partial.load(layer.keys)
-        masters = kept_state(folder, unit, partial.device, moments=False).masters
-        values = layer.values(self.loaded(layer), masters)
-        partial.release(unit)
-        return values
 
 
 Engine = InMemory | Streamed

@@ -123,7 +123,8 @@ class Objective(ReverseVisitor):
 
     def loss(self, number: int, output: Any) -> Tensor:
         """A batch's share of the loss at the model's output. Raises `NotFiniteError` for what is no number."""
-        batch, logits = self.batches[number], output.logits
+        batch = self.batches[number]
+        logits = output.logits
         weights = batch.weights.to(logits.device)
         loss = logits.new_zeros((), dtype=torch.float32)
         if self.options.kl:

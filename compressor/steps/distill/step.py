@@ -60,7 +60,8 @@ class DistillStep(Step[Distill]):
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe what was trained for how long, KL before and after, and each evaluation with training losses."""
-        result, options = entry.get("result") or {}, self.options
+        options = self.options
+        result = entry.get("result") or {}
         training = f"{options.train}, at most {options.steps} steps of {options.tokens_per_step} tokens"
         outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
         if not changed(entry):
@@ -77,15 +78,12 @@ class DistillStep(Step[Distill]):
                     ", ".join(losses) or "-",
                 )
             )
-        return (
-            Text(f"Distillation ({training}): {outcome}."),
-            *([Text(f"Training ended: {ended}.")] if (ended := result.get("ended")) else []),
-            *(
-                [Table("Held-out text during the distillation", COLUMNS, tuple(rows), frozenset(COLUMNS[4:]))]
-                if rows
-                else []
-            ),
-        )
+        blocks: list[Block] = [Text(f"Distillation ({training}): {outcome}.")]
+        if result.get("ended"):
+            blocks.append(Text(f"Training ended: {result['ended']}."))
+        if rows:
+            blocks.append(Table("Held-out text during the distillation", COLUMNS, tuple(rows), frozenset(COLUMNS[4:])))
+        return blocks
 
 
 def curve(entry: Mapping[str, Any]) -> list[Evaluation]:

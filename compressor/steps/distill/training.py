@@ -5,7 +5,6 @@ steps, or early: when a loss is no number, when held-out text says that the rate
 several evaluations bring nothing better. The best state is taken where the evaluator accepts it.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -16,11 +15,10 @@ from typing import Any
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluator import Difference, Evaluator, require_enough
-from compressor.files import write_whole
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.progress import Progress
 from compressor.recipe.step import Result
-from compressor.records import finite, read_as, read_json
+from compressor.records import finite, read_as
 from compressor.steps.distill.engines import (
     Engine,
     InMemory,
@@ -35,7 +33,7 @@ from compressor.steps.distill.options import Distill
 from compressor.steps.state import State as Run
 
 FIGURES = "figures.safetensors"  # there once all new stored tensors are
-STATE = "state.json"
+STATE = "state.safetensors"
 DIVERGED = 2.0  # times the KL from the base before the first step
 NOT_A_NUMBER = "a loss was no number"
 APART = "the divergence from the base doubled"
@@ -117,8 +115,7 @@ class Training:
         while state.ended is None:
             state = self._next(state)
             if ranks().is_first:  # write how far it has come, then remove the states that are of no more use
-                self.place.mkdir(parents=True, exist_ok=True)
-                write_whole(self.place / STATE, json.dumps(asdict(state)))
+                keep_tensors(self.place / STATE, {}, asdict(state))
                 needed = (self.folder(state.best), self.folder(state.step))
                 for folder in self.place.glob("step-*"):
                     if folder not in needed:
@@ -130,10 +127,10 @@ class Training:
 
     def _kept(self) -> State | None:
         """Return the state of an earlier run that was killed, if there is one."""
-        try:
-            state = read_as(State, read_json(self.place / STATE, "run again"))
-        except (OSError, CompressionError):
+        figures = facts_of(self.place / STATE)
+        if figures is None:
             return None
+        state = read_as(State, figures)
         for step in {state.step, state.best} - {0}:
             for unit in self.engine.layers:
                 if facts_of(file_of(self.folder(step), unit)) is None:  # cut short by a loss of power
@@ -205,8 +202,12 @@ def _train(options: Distill, run: Run, place: Path, trained: Path) -> dict[str, 
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
     text = training_text(batches, answers, options, run.base, run.text.emphasis)
-    now, steps, seed = place / "now", place / "steps", run.seed
-    engine = Streamed(run.model, options, seed, now) if options.stream else InMemory(run.model, options, seed)
+    now = place / "now"
+    steps = place / "steps"
+    if options.stream:
+        engine: Engine = Streamed(run.model, options, run.seed, now)
+    else:
+        engine = InMemory(run.model, options, run.seed)
     try:
         training = Training(engine, text, evaluator, steps, run.progress)
         state = training.run()

@@ -120,8 +120,11 @@ class _Merge:
     """A plan's merged layer, and what is learned of it: logits of each group's coefficients, logarithm of its scale."""
 
     def __init__(self, stats: LayerStatistics, plan: LayerPlan) -> None:
-        self.inputs, self.experts, self.groups = stats.inputs, stats.weights.experts, plan.groups
-        self.logits, self.log_scales = list[Tensor](), list[Tensor]()
+        self.inputs = stats.inputs
+        self.experts = stats.weights.experts
+        self.groups = plan.groups
+        self.logits = list[Tensor]()
+        self.log_scales = list[Tensor]()
         for group in plan.groups:
             size = len(group.members)
             self.logits.append(torch.zeros(size, device=self.inputs.device, requires_grad=size > 1))
@@ -179,10 +182,12 @@ def learn_coefficients(
         target = observed_forward(wide, stats.inputs, stats.top_k_index, stats.top_k_weights, lambda *seen: None)
     size = float(target.square().sum()) or 1.0
     stats = stats.adding(weights=replace(stats.weights, experts=aligned_experts(stats.weights.experts, plan.groups)))
-    merge, router = _Merge(stats, plan), SmallerRouter(stats)
+    merge = _Merge(stats, plan)
+    router = SmallerRouter(stats)
     learned = [*merge.logits, *merge.log_scales]
     optimizer = torch.optim.Adam([tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE)
-    losses, states = list[float](), list[list[Tensor]]()
+    losses = list[float]()
+    states = list[list[Tensor]]()
     for step in range(steps + 1):
         optimizer.zero_grad()
         shares = [logits.softmax(0) for logits in merge.logits] if merge_routers else None

@@ -31,9 +31,15 @@ class Entry:
     module: str | None = None
 
 
-def _entries(protect: str | Path | Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Those of a list, or of a JSON file of one such as `moe-compress attribute` writes, whose further fields go."""
-    where, content = "protect", protect
+def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
+    """Those of a list, or of a JSON file of one such as `moe-compress attribute` writes, whose further fields go.
+
+    None of them for None, and for the name of a protector.
+    """
+    if protect is None or protector_of(protect) is not None:
+        return []
+    where = "protect"
+    content = protect
     if isinstance(protect, str | Path):
         path = Path(protect)
         if not path.is_file():
@@ -41,7 +47,8 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]]) -> list[Entry]:
                 f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a JSON list of experts "
                 "such as the hubs.json of moe-compress attribute"
             )
-        where, content = str(path), read_json(path, "mend it")
+        where = str(path)
+        content = read_json(path, "mend it")
     if not isinstance(content, list | tuple):
         raise CompressionError(f'{where} should hold a JSON list of experts, such as [{{"layer": 3, "expert": 5}}]')
     return [read_as(Entry, entry, f"{where}, entry {number}") for number, entry in enumerate(content, start=1)]
@@ -49,7 +56,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]]) -> list[Entry]:
 
 def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
     """The same, a file's list in place of its name, so that the options of a run do not depend on the file."""
-    if protect is None or protector_of(protect) is not None:
+    if protector_of(protect) is not None:
         return protect
     entries = list[dict[str, Any]]()
     for entry in _entries(protect):
@@ -64,8 +71,6 @@ def given_protected(
 
     Refuses entries that fit no expert, and more experts than the `keep` that stay leave places for.
     """
-    if protect is None or protector_of(protect) is not None:
-        return {}
     protected: dict[str, frozenset[int]] = {layer.name: frozenset() for layer in layers}
     for number, entry in enumerate(_entries(protect), start=1):
         layer, experts = _experts_of(entry, layers, f"protect, entry {number}")

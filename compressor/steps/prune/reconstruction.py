@@ -38,8 +38,11 @@ class SmallerRouter:
     """
 
     def __init__(self, stats: LayerStatistics) -> None:
-        layer, weights = stats.layer, stats.weights
-        self.layer, self.tokens, self.device = layer, len(stats.inputs), stats.inputs.device
+        layer = stats.layer
+        weights = stats.weights
+        self.layer = layer
+        self.tokens = len(stats.inputs)
+        self.device = stats.inputs.device
         self._build = weights.smaller_router
         self._tensors = dict[str, tuple[Tensor, ExpertTensor | None]]()  # by name; how they count experts, if they do
         self._tables = dict[str, Tensor]()
@@ -155,7 +158,8 @@ def reconstruct(stats: LayerStatistics, plan: LayerPlan) -> Tensor:
     Untouched experts' outputs are taken from the statistic; merged experts run on the tokens that are routed to them,
     one at a time.
     """
-    outputs, experts = stats.expert_outputs, stats.weights.experts
+    outputs = stats.expert_outputs
+    experts = stats.weights.experts
     weights, slots = SmallerRouter(stats).planned(plan)
     result = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
     for slot, rows, places in routed(weights, slots):
@@ -193,7 +197,8 @@ class KeptErrors:
 
     @torch.no_grad()
     def __init__(self, stats: LayerStatistics) -> None:
-        outputs, self._router = stats.expert_outputs, SmallerRouter(stats)
+        outputs = stats.expert_outputs
+        self._router = SmallerRouter(stats)
         experts, tokens = outputs.shape[:2]
         weights = torch.zeros(tokens, experts, dtype=torch.float64, device=float64_device(outputs.device))
         weights.scatter_add_(1, stats.top_k_index.to(weights.device), as_float64(stats.top_k_weights))

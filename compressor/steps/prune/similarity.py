@@ -41,11 +41,15 @@ def rbf_cka(outputs: Tensor, sigma: float = 0.8) -> Tensor:
     """
     centred = _centred(outputs)
     experts, tokens = outputs.shape[:2]
-    floors, bandwidths, means = list[Tensor](), list[Tensor](), list[Tensor]()
+    floors = list[Tensor]()
+    bandwidths = list[Tensor]()
+    means = list[Tensor]()
 
     def squared_distances(expert: int, rows: slice, columns: slice) -> Tensor:
-        left, right = centred(expert, rows), centred(expert, columns)
-        left_norms, right_norms = left.square().sum(dim=1), right.square().sum(dim=1)
+        left = centred(expert, rows)
+        right = centred(expert, columns)
+        left_norms = left.square().sum(dim=1)
+        right_norms = right.square().sum(dim=1)
         norms = left_norms[:, None] + right_norms
         return norms.addmm_(left, right.T, alpha=-2).clamp_(min=0)
 
@@ -90,7 +94,8 @@ def fast_squared_distances(features: Tensor) -> Tensor:
             distances, close = _from_products(part - part.mean(dim=0))
         first, second = close.triu_(1).nonzero(as_tuple=True)
         for pairs in _slices(len(first), experts):
-            left, right = first[pairs], second[pairs]
+            left = first[pairs]
+            right = second[pairs]
             exact = as_float64((part[left] - part[right]).square_()).sum(dim=1)
             distances[left, right] = distances[right, left] = exact
         squared += distances

@@ -41,7 +41,8 @@ class PruneStep(Step[Prune]):
 
         An attribution takes a pass of its own.
         """
-        prune, layers = self.options, model.architecture.layers
+        prune = self.options
+        layers = model.architecture.layers
         parts = layers[0].parts
         if prune.sequential:
             refuse_shared_experts(model)
@@ -65,7 +66,8 @@ class PruneStep(Step[Prune]):
 
     def decide(self, state: State) -> ExpertPlan:
         """Decide from one pass over the model, or in order where each layer sees the compressed ones."""
-        prune, planner = self.options, planner_of(state)
+        prune = self.options
+        planner = planner_of(state)
         spec = spec_of(prune, state.model, state.parts)
         protected = protected_experts(prune.protect, spec.experts, planner)
         correct = state.options_of(Correct)

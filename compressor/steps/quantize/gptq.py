@@ -42,7 +42,8 @@ def gptq(scheme: Scheme, weight: Tensor, scales: Scales, upper: Tensor) -> Tenso
 def inverse_factor(hessian: Tensor) -> Tensor:
     """Upper Cholesky factors U [B, I, I] of the damped Hessians' inverses: H^-1 = U^T U; more damping where needed."""
     diagonal = hessian.diagonal(dim1=1, dim2=2)
-    unused, damping = diagonal == 0, DAMPING
+    unused = diagonal == 0
+    damping = DAMPING
     while True:
         damped = hessian.clone()
         mean = diagonal.mean(1, keepdim=True)

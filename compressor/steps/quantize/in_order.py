@@ -44,10 +44,10 @@ class Routed:
         self.hidden.append(hidden)
         self.index.append(index.masked_fill(weights == 0, -1))
 
-    def to(self, expert: int) -> Tensor:
-        """Hidden states [n, H] of an expert's tokens, in float32."""
+    def to(self, expert: int) -> Sequence[Tensor]:
+        """Hidden states of an expert's tokens, in chunks [n, H] in float32."""
         rows = (self.index.value == expert).any(1).nonzero().flatten()
-        return self.hidden.value.index_select(0, rows).float()
+        return self.hidden.value.index_select(0, rows).float().split(CHUNK) if len(rows) else ()
 
 
 def hessian_of(inputs: Iterable[Tensor], matrix: Matrix, device: torch.device) -> Tensor:
@@ -60,9 +60,8 @@ def hessian_of(inputs: Iterable[Tensor], matrix: Matrix, device: torch.device) -
 
 def _add_products(total: Tensor, inputs: Tensor) -> None:
     """Add X^T X of inputs [n, I] to the sum [I, I]."""
-    if len(inputs):
-        for chunk in inputs.float().split(CHUNK):
-            total.addmm_(chunk.T, chunk)
+    for chunk in inputs.float().split(CHUNK):
+        total.addmm_(chunk.T, chunk)
 
 
 def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
@@ -86,7 +85,8 @@ class Quantizing(LayerVisitor):
     largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
 
     def before_layer(self, unit: str, replay: Replay) -> None:
-        live, scheme = self.at.model, self.writer.scheme
+        live = self.at.model
+        scheme = self.writer.scheme
         matrices = self.writer.matrices.of(unit)
         if not matrices:
             return
@@ -105,7 +105,8 @@ class Quantizing(LayerVisitor):
     def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
         """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
         live = self.at.model
-        self.tensors, self.sums = {}, {}
+        self.tensors = {}
+        self.sums = {}
         self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
@@ -155,7 +156,7 @@ class Quantizing(LayerVisitor):
             for parts in (inner, ("down",)):
                 hessians = list[Tensor]()
                 for expert in batch:  # whose inputs are taken one expert's at a time
-                    inputs: Iterable[Tensor] = routed.to(expert).split(CHUNK)
+                    inputs: Iterable[Tensor] = routed.to(expert)
                     if parts is not inner:
                         inputs = map(partial(_inner, experts, expert_parameters(experts, expert)), inputs)
                     hessians.append(hessian_of(inputs, by_part[expert, parts[-1]], device))
@@ -165,7 +166,8 @@ class Quantizing(LayerVisitor):
 
     def _round(self, batch: Sequence[Matrix], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored."""
-        scheme, dtype = self.writer.scheme, self.writer.dtype
+        scheme = self.writer.scheme
+        dtype = self.writer.dtype
         weight = torch.stack([matrix.of(self.at.model).float() for matrix in batch])
         shared = torch.cat([self.largest[matrix.together] for matrix in batch]) if self.largest else None
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)

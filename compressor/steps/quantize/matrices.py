@@ -51,7 +51,8 @@ class Matrix:
         """The matrix [rows, columns] in a live model: a view, which can be written into."""
         if self.expert is None:
             return getattr(*parent_and_name(model, self.key))  # type: ignore[no-any-return]
-        experts, name = model.get_submodule(self.owner), self.key.rpartition(".")[2]
+        experts = model.get_submodule(self.owner)
+        name = self.key.rpartition(".")[2]
         return matrix_of(experts, name, getattr(experts, name)[self.expert], self.part)
 
 
@@ -74,7 +75,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
 
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by itself stay.
     """
-    partial, architecture = model.partial, model.architecture
+    partial = model.partial
+    architecture = model.architecture
     experts = _experts_keys(partial.model, architecture.layers)
     in_experts = {key: layer for key, layer in experts.items() if key not in partial.tied}
     by_itself = model.layout.regular and not model.layout.quantized

@@ -9,7 +9,6 @@ from compressor.formatting import joined
 from compressor.model.opened import OpenModel
 from compressor.model.serving import loaders
 from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions
-from compressor.steps.job import stored_partial
 from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
 from compressor.steps.quantize.options import Quantize
@@ -44,12 +43,13 @@ class QuantizeStep(Step[Quantize]):
     def decide(self, state: State) -> Mapping[str, Any]:
         """Return the format and its effective bits; of a source that was quantised, that it's dequantised first."""
         writer = self._writer(state)
-        dtype, every = stored_partial(state.model).dtype, writer.matrices.every
+        scheme = writer.scheme
+        every = writer.matrices.every
         weights = sum(matrix.rows * matrix.columns for matrix in every)
-        nbytes = sum(writer.scheme.nbytes(matrix.rows, matrix.columns, dtype) for matrix in every)
+        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in every)
         return {
-            "format": writer.scheme.format,
-            "group_size": writer.scheme.group_size,
+            "format": scheme.format,
+            "group_size": scheme.group_size,
             "matrices": len(every),
             "weights": weights,
             "bits": round(8 * nbytes / weights, 4),
@@ -71,7 +71,8 @@ class QuantizeStep(Step[Quantize]):
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe scheme, groups, effective bits, and which servers load it."""
-        plan, options = entry.get("plan"), self.options
+        plan = entry.get("plan")
+        options = self.options
         if not plan:
             return ()
         groups = "one scale a row" if plan["group_size"] == -1 else f"groups of {plan['group_size']}"

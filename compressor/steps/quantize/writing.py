@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from functools import partial as bind
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
 from compressor.kept import facts_of, keep_tensors, kept_tensors
 from compressor.model.experts import matrix_of
+from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import ExpertPlan
 from compressor.steps.job import files_with, make_job, output_size, stored_partial
@@ -95,7 +96,7 @@ def packed_size(
     return Size(size.parameters, size.bytes - plain + packed), packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Writer:
     """Writes a model with these matrices quantised.
 
@@ -108,24 +109,27 @@ class Writer:
     matrices: Matrices
     kept: Path
 
+    @cached_property
+    def partial(self) -> PartialModel:
+        """The model in the dtype that is written."""
+        return stored_partial(self.model)
+
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that is written."""
-        return stored_partial(self.model).dtype
+        return self.partial.dtype
 
     def kept_file(self, unit: str) -> Path:
         return self.kept / f"{unit}.safetensors"
 
     def job(self, plan: ExpertPlan) -> OutputJob:
         units = self.model.architecture.units
-        partial = stored_partial(self.model)
-        inner = make_job(self.model, plan, through=None if self.matrices.stored else partial)
+        inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
         outputs = [output for output in inner.outputs if output.name not in self.matrices.replaced]
         heads = [output for output in outputs if output.unit and output.unit not in units]  # of further tokens
         dense = [output.name for output in heads if output.name.endswith(".weight") and len(output.shape) == 2]
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
-            tensors = self.scheme.stored(matrix.rows, matrix.columns, partial.dtype)
+            tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
             for name, (dtype, shape) in tensors.items():
                 each = Fraction(weights, math.prod(shape))
                 outputs.append(OutputTensor(f"{matrix.module}.{name}", dtype, shape, matrix.unit, each=each))
@@ -136,19 +140,19 @@ class Writer:
         return replace(
             inner,
             outputs=tuple(in_order_of([*units, *dict.fromkeys(output.unit for output in heads)], outputs)),
-            produce=bind(self._produce, inner, partial),
+            produce=bind(self._produce, inner),
             files={**inner.files, "config.json": files_with(self.model, config)["config.json"]},
-            verify=bind(self._verify, inner, partial),
+            verify=bind(self._verify, inner),
         )
 
-    def _produce(self, inner: OutputJob, partial: Any, unit: str) -> Named:
+    def _produce(self, inner: OutputJob, unit: str) -> Named:
         file = self.kept_file(unit)
         tensors = {} if facts_of(file) is None else kept_tensors(file)
         for name, value in tensors.items():
             yield name, iter([tensor_bytes_view(value)])
         if not tensors and self.matrices.of(unit):
             sums = dict[str, int]()
-            for matrix, stored, total in self._rounded(partial, unit):
+            for matrix, stored, total in self._rounded(unit):
                 sums[matrix.module] = total
                 for name, value in stored.items():
                     yield f"{matrix.module}.{name}", iter([tensor_bytes_view(value)])
@@ -157,45 +161,44 @@ class Writer:
             if name not in self.matrices.replaced:
                 yield name, pieces
 
-    def _rounded(self, partial: Any, unit: str) -> Iterator[tuple[Matrix, dict[str, Tensor], int]]:
+    def _rounded(self, unit: str) -> Iterator[tuple[Matrix, dict[str, Tensor], int]]:
         """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
         if not self.matrices.stored:
-            partial.load(partial.keys_under(unit))
+            self.partial.load(self.partial.keys_under(unit))
         matrices = self.matrices.of(unit)
-        read = bind(self._read, partial)
-        largest = largest_weights(self.scheme, matrices, read)
+        largest = largest_weights(self.scheme, matrices, self._read)
 
         def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
-            return round_to_nearest(self.scheme, read(matrix), partial.dtype, largest.get(matrix.together))
+            return round_to_nearest(self.scheme, self._read(matrix), self.dtype, largest.get(matrix.together))
 
         with one_thread_each() as pool:
             for matrix, (tensors, total) in zip(matrices, pool.map(packed, matrices), strict=True):
                 yield matrix, tensors, total
 
-    def _read(self, partial: Any, matrix: Matrix) -> Tensor:
+    def _read(self, matrix: Matrix) -> Tensor:
         """A matrix of the stage before: of its stored tensor, or of the loaded layer."""
         if not self.matrices.stored:
-            return matrix.of(partial.model)
+            return matrix.of(self.partial.model)
         checkpoint = self.model.checkpoint
-        if partial.plain_keys.targets.get(f"{matrix.module}.weight") == matrix.key:
+        if self.partial.plain_keys.targets.get(f"{matrix.module}.weight") == matrix.key:
             return checkpoint.read_checked(f"{matrix.module}.weight")
         name = self.matrices.names[matrix.key]
         weight = checkpoint.read(name)[matrix.expert]
         refuse_nan(name, checkpoint.tensors[name].file, weight)  # this expert's alone
-        experts = partial.model.get_submodule(matrix.owner)
+        experts = self.partial.model.get_submodule(matrix.owner)
         return matrix_of(experts, matrix.key.rpartition(".")[2], weight, matrix.part)
 
-    def _verify(self, inner: OutputJob, partial: Any, folder: Path) -> None:
+    def _verify(self, inner: OutputJob, folder: Path) -> None:
         """Load the written folder layer by layer; raises `CompressionError` for a matrix that is not what was made."""
         inner.verify(folder)
         source = ModelSource(str(folder), None, folder)
-        written = open_model(source, str(partial.dtype).removeprefix("torch."), "cpu")
+        written = open_model(source, str(self.dtype).removeprefix("torch."), "cpu")
         live = written.partial.model
         for unit in self.model.architecture.units:
             matrices = self.matrices.of(unit)
             sums = facts_of(self.kept_file(unit))
             if sums is None:  # lost with power, before it was on disk like the layer
-                sums = {matrix.module: total for matrix, _, total in self._rounded(partial, unit)}
+                sums = {matrix.module: total for matrix, _, total in self._rounded(unit)}
             written.partial.load({matrix.key for matrix in matrices})
             with one_thread_each() as pool:
                 totals = pool.map(lambda matrix: checksum(matrix.of(live).detach()), matrices)

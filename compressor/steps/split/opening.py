@@ -24,7 +24,6 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.memory import give_back
-from compressor.model.architecture import build_meta
 from compressor.model.experts import Watch, expert_parameters, intermediate, projections, routed, width_of
 from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
@@ -77,18 +76,10 @@ class Metering(LayerVisitor):
         for layer in self.at.moe_layers:
             experts = self.at.model.get_submodule(layer.name)
             device = float64_device(experts.down_proj.device)
-            shape = (layer.experts, width_of(experts))
-            self.energies[layer.name] = torch.zeros(shape, dtype=torch.float64, device=device)
-            watch = Watch(self.at.model, layer, on_experts=partial(self._called, layer.name))
+            energy = torch.zeros(layer.experts, width_of(experts), dtype=torch.float64, device=device)
+            self.energies[layer.name] = energy
+            watch = Watch(self.at.model, layer, on_experts=partial(_add_energy, energy, experts))
             self.watches.append(watch.attach())
-
-    @torch.no_grad()
-    def _called(self, name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        experts = self.at.model.get_submodule(name)
-        for expert, rows, slots in routed(weights, index):
-            inner = intermediate(experts, expert_parameters(experts, expert), hidden[rows])
-            gated = as_float64(inner) * as_float64(weights[rows, slots, None])
-            self.energies[name][expert] += gated.square().sum(0)
 
     @torch.no_grad()
     def on_layer_end(self, unit: str) -> None:
@@ -103,6 +94,15 @@ class Metering(LayerVisitor):
                 energy[expert] *= down.norm(dim=0).cpu().square()
             reached = energy.sum(1, keepdim=True) > 0
             self.energies[layer.name] = torch.where(reached, energy, energy_of_weights(experts))
+
+
+@torch.no_grad()
+def _add_energy(energy: Tensor, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Add g^2 z_i^2 of a call's tokens to the energies [E, I]."""
+    for expert, rows, slots in routed(weights, index):
+        inner = intermediate(experts, expert_parameters(experts, expert), hidden[rows])
+        gated = as_float64(inner) * as_float64(weights[rows, slots, None])
+        energy[expert] += gated.square().sum(0)
 
 
 def measured(
@@ -219,7 +219,7 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
     servers = [server for server in SERVERS if server != LLAMA_CPP or GGUF in model.formats]
     unsplit = replace(served_model(model), experts=kept)
     broken_already = {(rule.server, rule.needs.words) for rule in broken(unsplit)}
-    all_widths = sorted(set(widths(build_meta(model.config)).values()))
+    all_widths = sorted(set(widths(model.partial.model).values()))
     uneven = dict[int, list[str]]()  # numbers of parts that a width of experts does not make
     worse_in = dict[Rule, str]()  # the first number of parts that breaks a rule
     chosen = 1
@@ -232,15 +232,12 @@ def chosen_parts(model: OpenModel, steps: Sequence[StepOptions]) -> tuple[int, s
             served = replace(served_model(seen_as(model, parts)), experts=parts * kept)
         except CompressionError as error:
             return 1, str(error)
-        worse = [
-            rule
-            for rule in broken(served)
-            if rule.server in servers and (rule.server, rule.needs.words) not in broken_already
-        ]
-        if not worse:
+        candidates = (rule for rule in broken(served) if rule.server in servers)
+        worse = next((rule for rule in candidates if (rule.server, rule.needs.words) not in broken_already), None)
+        if worse is None:
             chosen = parts
             break
-        worse_in.setdefault(worse[0], f"with {parts} parts {worse[0].server} {said(worse[0], served)}")
+        worse_in.setdefault(worse, f"with {parts} parts {worse.server} {said(worse, served)}")
     reasons = [
         f"{width} neurons do not make {joined(numbers, 'or')} parts of a multiple of {WIDTH}"
         for width, numbers in uneven.items()
@@ -266,12 +263,12 @@ def partitioned(
     batches = None if text is None else [text.batches[number] for number in text.fit]
 
     def orders() -> Mapping[str, Tensor]:
+        """Return the order of each layer's neurons, layer by layer of the model."""
         energies = measured(whole, batches, progress, seed)
-        return {name: order_of(energy, parts, block) for name, energy in energies.items()}
+        return {layer.name: order_of(energies[layer.name], parts, block) for layer in whole.architecture.layers}
 
-    by_layer = ranks().broadcast(orders)
     facts = {"calibration": None if text is None else text.identity}
-    return in_order(model, {layer.name: by_layer[layer.name] for layer in whole.architecture.layers}, facts)
+    return in_order(model, ranks().broadcast(orders), facts)
 
 
 def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
@@ -293,12 +290,11 @@ def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str,
     """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
     factors = model.partial.factors
-    entry = shapes(model.whole, factors.parts)
+    parts = factors.parts
+    entry = shapes(model.whole, parts)
     if model.stored_parts:
         entry["block"] = model.stored_parts.block
-    neurons = dict[str, str]()
-    for name, order in orders.items():
-        neurons[name] = packed(parts_of(order, factors.parts), factors.parts)
+    neurons = {name: packed(parts_of(order, parts), parts) for name, order in orders.items()}
     entry |= {"output_factor": factors.output, "selection_factor": factors.selection, **facts, "neurons": neurons}
     return replace(model, partial=model.partial.ordered(orders), split=entry)
 
@@ -316,11 +312,10 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
     if "block" not in split:
         seen = replace(seen, stored_parts=None)
     orders = dict[str, Tensor]()
-    width_by_name = widths(build_meta(stored.config))
     for layer in stored.architecture.layers:
-        text = split["neurons"].get(layer.name)
-        width = width_by_name[layer.name]
-        orders[layer.name] = order_of_parts(unpacked(text, layer.experts, width, parts, layer.name))
+        width = width_of(stored.partial.model.get_submodule(layer.name))
+        neurons = unpacked(split["neurons"].get(layer.name), layer.experts, width, parts, layer.name)
+        orders[layer.name] = order_of_parts(neurons)
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
     return in_order(seen, orders, facts)
 

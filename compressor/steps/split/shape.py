@@ -130,7 +130,8 @@ def _outside(model: nn.Module) -> dict[str, torch.Size]:
 
 def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fields:
     """The field that sets the experts' width, and one that keeps shared experts whole where it counts them by it."""
-    before, outside = widths(model), _outside(model)
+    before = widths(model)
+    outside = _outside(model)
     wanted = {name: width // parts for name, width in before.items()}
 
     def changed_by(fields: Fields) -> list[str] | None:

@@ -38,7 +38,8 @@ class SplitStep(Step[Split]):
         """Return the need of text of its own; else neurons are measured on what others read, or on their weights."""
         own_text = self.options.calibration is not None
         notes = () if planned else (f"{sentence(self._shapes(model))}.",)
-        reads, passes = own_text and not planned, int(self.parts != 1)
+        reads = own_text and not planned
+        passes = int(self.parts != 1)
         return Requirements(text=reads, passes=passes, notes=notes, notes_are_described=True)
 
     def decide(self, state: State) -> Mapping[str, Any]:
@@ -67,7 +68,8 @@ class SplitStep(Step[Split]):
 
 def sentence(split: Mapping[str, Any]) -> str:
     """Say what becomes of every expert, and why if that was not asked for; `split` is the entry in the plan."""
-    parts, why = split["parts"], split.get("why")
+    parts = split["parts"]
+    why = split.get("why")
     if parts == 1:
         return f"Experts stay whole: {why}"
     numbers = {

@@ -78,8 +78,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """The cuts of every expert's stored tensors; `block` neighbouring neurons stay together."""
+    """The cuts of every expert's stored tensors of the `whole` model; `block` neighbouring neurons stay together."""
 
+    whole: OpenModel
     factors: Factors
     block: int
     cuts: Mapping[str, Cut]
@@ -89,10 +90,7 @@ class StoredParts:
         roles = model.layout.roles
         plans = {layer_plan.module: layer_plan for layer_plan in plan.layers}
         layers = {layer.name: layer for layer in model.architecture.layers}
-        single = dict[str, dict[str, list[str]]]()  # tensors of single experts, by layer and family
-        for name, role in roles.items():
-            if role.kind == "expert":
-                single.setdefault(role.layer, {}).setdefault(role.family, []).append(name)
+        finished = set[str]()  # layers whose experts are stored by themselves
         outputs = list[OutputTensor]()
         for name, role in roles.items():
             output = OutputTensor.copy(model.checkpoint, name, role.unit)
@@ -104,9 +102,9 @@ class StoredParts:
                 members = [(name, group.members[0]) for group in plans[role.layer].groups]
                 shape = (len(members), *self.cuts[name].shape(output.shape[1:], self.factors.parts))
                 outputs.append(replace(output, shape=shape, content=partial(self._parts, model, role, members)))
-            elif role.layer in single:
-                families = single.pop(role.layer)
-                outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer], families.values())
+            elif role.layer not in finished:
+                finished.add(role.layer)
+                outputs += self._of_single_experts(model, layers[role.layer], plans[role.layer])
         return in_order_of(model.architecture.units, outputs)
 
     def _beside(self, model: OpenModel, output: OutputTensor, layer: MoeLayer, plan: LayerPlan) -> OutputTensor:
@@ -119,8 +117,7 @@ class StoredParts:
             shape[role.dim] = len(plan.groups) + role.extra
 
         def content() -> Iterator[Piece]:
-            assert model.whole is not None
-            whole = next(whole for whole in model.whole.architecture.layers if whole.name == layer.name)
+            whole = next(whole for whole in self.whole.architecture.layers if whole.name == layer.name)
             key = model.partial.plain_keys.targets[output.name]
             split = split_beside(key, model.checkpoint.read_checked(output.name), whole, self.factors)
             if role.kind == "table":
@@ -130,16 +127,17 @@ class StoredParts:
 
         return replace(output, shape=tuple(shape), content=content)
 
-    def _of_single_experts(
-        self, model: OpenModel, layer: MoeLayer, plan: LayerPlan, families: Iterable[list[str]]
-    ) -> Iterator[OutputTensor]:
+    def _of_single_experts(self, model: OpenModel, layer: MoeLayer, plan: LayerPlan) -> Iterator[OutputTensor]:
         """The parts that stay of experts whose tensors are their own; a family has one of each expert."""
         roles = model.layout.roles
-        by_expert = [sorted(names, key=lambda name: roles[name].expert) for names in families]
+        families = dict[str, dict[int, str]]()  # names by expert
+        for name, role in roles.items():
+            if role.layer == layer.name and role.kind == "expert":
+                families.setdefault(role.family, {})[role.expert] = name
         prefix = expert_prefixes(model.layout, layer)[0]
         for slot, group in enumerate(plan.groups):
             member = group.members[0]
-            for names in by_expert:
+            for names in families.values():
                 stored = model.checkpoint.tensors[names[member // self.factors.parts]]
                 renamed = f"{prefix.rpartition('.')[0]}.{slot}{names[0].removeprefix(prefix)}"
                 shape = self.cuts[stored.name].shape(stored.shape, self.factors.parts)
@@ -201,7 +199,7 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
         width = width_of(whole.partial.model.get_submodule(layer.name)) // factors.parts
         if width % block:
             raise CompressionError(f"parts of {width} neurons are not made of whole blocks of {block}")
-    return StoredParts(factors, block, cuts)
+    return StoredParts(whole, factors, block, cuts)
 
 
 def _block_sizes(node: Any) -> Iterator[int]:

@@ -114,9 +114,9 @@ class SplitModel(PartialModel):
 
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
         """The same model, empty, in another dtype or on another device; itself if it is in both."""
-        if (self.dtype, self.device) == (dtype, device):
-            return self
         stored = self.stored.computing_in(dtype, device)
+        if stored is self.stored:
+            return self
         return SplitModel(stored, self.layers.values(), self.config, self.factors, self.orders)
 
     def load(self, keys: Iterable[str]) -> None:
