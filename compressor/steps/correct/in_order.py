@@ -46,10 +46,10 @@ from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.correct.streams import BaseStream
-from compressor.steps.cutting import CutFiles, cut_keys, cut_layers
+from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 
 Decide = Callable[[LayerStatistics], LayerPlan]
-TensorsOf = Callable[[Sequence[MoeLayer]], Mapping[str, Tensor]]
+TensorsOf = Callable[[Sequence[MoeLayer]], Tensors]
 UNCORRECTED = Correct(method="none")
 COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
 EVALUATED = "evaluated.json"  # beside the cut layers: what was measured, so that a run that goes on need not again
@@ -133,7 +133,7 @@ class _InOrder(LayerVisitor):
     def on_layer_end(self, unit: str) -> None:
         self.smaller.release()
 
-    def _finished(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor] | None:
+    def _finished(self, layers: Sequence[MoeLayer]) -> Tensors | None:
         """Return what an earlier run has made of these layers, if it has finished all of them."""
         files = self.files
         if files is None:
@@ -144,7 +144,7 @@ class _InOrder(LayerVisitor):
         self.plans |= {plan.module: plan for plan in plans}
         return _tensors_in(files, self.model.partial.device, layers)
 
-    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> dict[str, Tensor]:
+    def _compress(self, unit: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they have any, by key."""
         recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
@@ -192,7 +192,7 @@ class _InOrder(LayerVisitor):
             self.plans[layer.name] = work.decide(measured)
         return recordings
 
-    def _correct(self, layer: MoeLayer, recording: Recording) -> dict[str, Tensor]:
+    def _correct(self, layer: MoeLayer, recording: Recording) -> Tensors:
         """Correct a layer in the smaller model; returns its constants, if it has any, by key."""
         writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
         plan = self.plans[layer.name]
@@ -210,7 +210,7 @@ class _InOrder(LayerVisitor):
         self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         return {} if constants is None else {constants_key(layer): constants.best}
 
-    def _fill(self, unit: str, layers: Sequence[MoeLayer], tensors: Mapping[str, Tensor]) -> None:
+    def _fill(self, unit: str, layers: Sequence[MoeLayer], tensors: Tensors) -> None:
         self.smaller.fill(unit, tensors)
         for layer in layers:
             self.model.partial.release(layer.name)
@@ -226,7 +226,7 @@ def _kept(plan: LayerPlan) -> list[int]:
 
 
 def refitted_constants(
-    layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Mapping[str, Tensor]
+    layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Tensors
 ) -> dict[str, Substitutes]:
     """Return the constants among the tensors of refitted layers, by experts module."""
     constants = dict[str, Substitutes]()
@@ -255,7 +255,7 @@ def _by_decoder_layer(layers: Iterable[MoeLayer], tensors: TensorsOf) -> LayerTe
     return lambda decoder_layer: tensors(by_unit[decoder_layer]) if decoder_layer in by_unit else None
 
 
-def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
+def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer]) -> Tensors:
     tensors = dict[str, Tensor]()
     for layer in layers:
         tensors |= {key: value.to(device) for key, value in files.tensors(layer).items()}

@@ -69,7 +69,7 @@ class TrainedLayer:
                 masters[name] = factor.to(stored[key].device)
         return masters
 
-    def values(self, stored: Tensors, masters: Tensors) -> dict[str, Tensor]:
+    def values(self, stored: Tensors, masters: Tensors) -> Tensors:
         """The layer's tensors in float32 that these masters stand for; `stored` are those that it was read with."""
         values = {key: masters[key] for key in self.whole}
         for key in self.factored:
@@ -77,7 +77,7 @@ class TrainedLayer:
             values[key] = merged(stored[key], masters[first], masters[second])
         return values
 
-    def gradients(self, model: nn.Module, masters: Tensors) -> dict[str, Tensor]:
+    def gradients(self, model: nn.Module, masters: Tensors) -> Tensors:
         """The masters' gradients, from those of the layer's tensors in the live `model`."""
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         for key in self.keys:
@@ -172,7 +172,7 @@ def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str,
     return dtypes
 
 
-def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch.dtype]) -> Tensors:
     """A decoder layer's trained tensors by the names and in the dtypes of the checkpoint."""
     rounded = {key: refuse_overflow(key, value.to(dtypes[key])) for key, value in values.items()}
     direct, converted = _stored(model, rounded)
@@ -181,7 +181,7 @@ def stored_tensors(model: OpenModel, values: Tensors, dtypes: Mapping[str, torch
     return tensors
 
 
-def _stored(model: OpenModel, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[tuple[str, Tensor]]]:
+def _stored(model: OpenModel, tensors: Tensors) -> tuple[dict[str, str], list[tuple[str, Tensor]]]:
     """The stored name of each tensor that is stored as the model has it, and all that the others are stored as."""
     keys = model.partial.keys
     direct = {key: name for name, key in keys.targets.items() if key in tensors and keys.patterns[name] is None}
@@ -221,7 +221,7 @@ class LayerState:
     moments: Moments = field(default_factory=dict)
 
 
-def update(state: LayerState, gradients: Mapping[str, Tensor], optimizer: str, rate: float) -> None:
+def update(state: LayerState, gradients: Tensors, optimizer: str, rate: float) -> None:
     """Clip the gradients and take a step, in place. Raises `NotFiniteError` for gradients that are no numbers.
 
     Adafactor (Shazeer and Stern 2018) keeps a row and a column of a matrix's second moments. Its steps are as long as
@@ -280,7 +280,7 @@ class _Engine:
         self.layers: Mapping[str, TrainedLayer] = {layer.unit: layer for layer in layers}  # by decoder layer
         self.stored = stored_dtypes(model, layers)
 
-    def loaded(self, layer: TrainedLayer) -> dict[str, Tensor]:
+    def loaded(self, layer: TrainedLayer) -> Tensors:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
     def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:

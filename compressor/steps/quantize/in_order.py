@@ -7,7 +7,7 @@ they are, so that one expert's Hessians exist at a time.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,15 +74,11 @@ def summed(hessian: Tensor, matrix: Matrix) -> Tensor:
     return total
 
 
-@dataclass(slots=True)
 class Quantizing(LayerVisitor):
     """Quantises each layer before the batches pass it."""
 
-    writer: Writer
-    calibration: Calibration
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # of the layer that is being quantised
-    sums: dict[str, int] = field(default_factory=dict)
-    largest: dict[str, Tensor] = field(default_factory=dict)  # of matrices that share a scale, where a scheme has one
+    def __init__(self, writer: Writer, calibration: Calibration) -> None:
+        self.writer, self.calibration = writer, calibration
 
     def before_layer(self, unit: str, replay: Replay) -> None:
         live = self.at.model
@@ -105,8 +101,8 @@ class Quantizing(LayerVisitor):
     def _quantize(self, unit: str, matrices: Sequence[Matrix], run: Callable[[], None]) -> None:
         """Quantise a layer: dense matrices first, and then experts on what the rounded ones give them."""
         live = self.at.model
-        self.tensors = {}
-        self.sums = {}
+        self.tensors = dict[str, Tensor]()  # of this layer
+        self.sums = dict[str, int]()
         self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:
@@ -126,7 +122,7 @@ class Quantizing(LayerVisitor):
         if ranks().is_first:
             keep_tensors(self.writer.kept_file(unit), self.tensors, self.sums)
         ranks().barrier()
-        self.tensors = {}
+        self.tensors.clear()
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device

@@ -26,6 +26,7 @@ from compressor.model.experts import matrix_of
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import ExpertPlan
+from compressor.steps.cutting import Tensors
 from compressor.steps.job import files_with, make_job, output_size, stored_partial
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme
@@ -40,7 +41,7 @@ def checksum(value: Tensor, before: int = 0) -> int:
     return zlib.crc32(tensor_bytes_view(value + 0), before)
 
 
-def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> dict[str, Tensor]:
+def largest_weights(scheme: Scheme, matrices: Sequence[Matrix], read: Callable[[Matrix], Tensor]) -> Tensors:
     """Largest absolute weight among those that servers fuse, by `Matrix.together`; none but for NVFP4."""
     largest = dict[str, Tensor]()
     for matrix in matrices if scheme.name == "nvfp4" else ():
@@ -61,7 +62,7 @@ def rounded(
 
 def round_to_nearest(
     scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
-) -> tuple[dict[str, Tensor], int]:
+) -> tuple[Tensors, int]:
     """Stored tensors of a matrix [O, I], by the last part of their names, and the checksum of its values."""
     pieces = dict[str, list[Tensor]]()
     total = 0
@@ -161,14 +162,14 @@ class Writer:
             if name not in self.matrices.replaced:
                 yield name, pieces
 
-    def _rounded(self, unit: str) -> Iterator[tuple[Matrix, dict[str, Tensor], int]]:
+    def _rounded(self, unit: str) -> Iterator[tuple[Matrix, Tensors, int]]:
         """A layer's matrices rounded to nearest: what is stored of each, and the checksum of its values."""
         if not self.matrices.stored:
             self.partial.load(self.partial.keys_under(unit))
         matrices = self.matrices.of(unit)
         largest = largest_weights(self.scheme, matrices, self._read)
 
-        def packed(matrix: Matrix) -> tuple[dict[str, Tensor], int]:
+        def packed(matrix: Matrix) -> tuple[Tensors, int]:
             return round_to_nearest(self.scheme, self._read(matrix), self.dtype, largest.get(matrix.together))
 
         with one_thread_each() as pool:

@@ -33,6 +33,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
 from compressor.recipe.step import StepOptions
 from compressor.steps.configuration import fields_set
+from compressor.steps.cutting import Tensors
 from compressor.steps.prune.options import Prune
 from compressor.steps.split.shape import SplitShape, split_shape, top_k_fields, widths
 from compressor.steps.split.stored import stored_parts
@@ -105,9 +106,7 @@ def _add_energy(energy: Tensor, experts: Any, hidden: Tensor, index: Tensor, wei
         energy[expert] += gated.square().sum(0)
 
 
-def measured(
-    model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0
-) -> dict[str, Tensor]:
+def measured(model: OpenModel, batches: Sequence[Tensor] | None, progress: Progress, seed: int = 0) -> Tensors:
     """The energies [E, I] of every MoE layer's neurons, a layer in memory at a time; without text, of weights alone."""
     if batches is not None:
         metering = Metering()
@@ -262,7 +261,7 @@ def partitioned(
     block = model.stored_parts.block if model.stored_parts else 1
     batches = None if text is None else [text.batches[number] for number in text.fit]
 
-    def orders() -> Mapping[str, Tensor]:
+    def orders() -> Tensors:
         """Return the order of each layer's neurons, layer by layer of the model."""
         energies = measured(whole, batches, progress, seed)
         return {layer.name: order_of(energies[layer.name], parts, block) for layer in whole.architecture.layers}
@@ -286,7 +285,7 @@ def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
     return replace(model, stored_parts=None)
 
 
-def in_order(model: OpenModel, orders: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OpenModel:
+def in_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
     """The split model with the order [E, I] of each layer's neurons, by its name; `facts` join the plan's entry."""
     assert isinstance(model.partial, SplitModel) and model.whole is not None
     factors = model.partial.factors

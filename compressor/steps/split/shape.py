@@ -197,7 +197,7 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     # the factors that routers are known to need, the plainest first
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
         factors = Factors(parts, output, selection)
-        split = state | split_experts(experts, layer, torch.stack(orders), factors)
+        split = {**state, **split_experts(experts, layer, torch.stack(orders), factors)}
         split |= {key: split_beside(key, state[key], layer, factors) for key in keys_beside(layer)}
         other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
         for name, value in other.named_buffers():

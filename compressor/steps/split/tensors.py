@@ -8,7 +8,7 @@ E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S -
 neighbours stay together.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from compressor.model.architecture import build_meta
 from compressor.model.experts import expert_parameters, parameter_names
 from compressor.model.loading import PartialModel, set_tensor
 from compressor.model.moe_layer import MoeLayer
-from compressor.steps.cutting import cut_keys, reordered
+from compressor.steps.cutting import Tensors, cut_keys, reordered
 from compressor.steps.tensors import refuse_overflow
 
 
@@ -33,7 +33,7 @@ class Factors:
 
 
 @torch.no_grad()
-def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> dict[str, Tensor]:
+def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors) -> Tensors:
     """The fused parameters of an experts module, [E * S, ...] by state-dict key, filled one part at a time.
 
     `order` [E, I] lists each expert's neurons, which its parts take in equal runs. A bias of the down projection is
@@ -87,7 +87,7 @@ class SplitModel(PartialModel):
         layers: Iterable[MoeLayer],
         config: Any,
         factors: Factors,
-        orders: Mapping[str, Tensor] | None = None,
+        orders: Tensors | None = None,
     ) -> None:
         """`layers` are those of the `stored` model, and `config` that of the split one."""
         vars(self).update(vars(stored))  # what follows is its own
@@ -108,7 +108,7 @@ class SplitModel(PartialModel):
         """Have the stored model kept no more; its parts are cut again in each pass."""
         self.stored.stream()
 
-    def ordered(self, orders: Mapping[str, Tensor]) -> "SplitModel":
+    def ordered(self, orders: Tensors) -> "SplitModel":
         """The same with the order of all neurons known, so that experts can be loaded."""
         return SplitModel(self.stored, self.layers.values(), self.config, self.factors, orders)
 
@@ -149,7 +149,7 @@ class SplitModel(PartialModel):
         """Have a thread read what `load` of these entries will need of the stored model."""
         self.stored.read_ahead(key for key in keys if key not in self._loaded)
 
-    def _read(self, keys: list[str]) -> dict[str, Tensor]:
+    def _read(self, keys: list[str]) -> Tensors:
         if not keys:
             return {}
         self.stored.load(keys)
@@ -159,6 +159,6 @@ class SplitModel(PartialModel):
             self.stored.release(module)
         return tensors
 
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+    def _put(self, tensors: Tensors) -> None:
         for key, value in tensors.items():
             set_tensor(self.model, key, value)
