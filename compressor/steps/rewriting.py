@@ -1,7 +1,7 @@
 """Checkpoints whose tensors are stored in other shapes or dtypes, for steps with a `writer`."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import OutputSize
 from compressor.steps.job import make_job, stored_partial
 from compressor.steps.state import State
-from compressor.steps.tensors import FileRange, Named, OutputJob, OutputTensor, Piece, tensor_bytes_view
+from compressor.steps.tensors import Named, OutputJob, OutputTensor, tensor_bytes_view
 
 Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it is to be stored
 
@@ -34,11 +34,13 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
 
     def produce(unit: str) -> Named:
         for name, pieces in job.produce(unit):
-            changed = change(name, _tensor_of(stored[name], pieces))
-            yield name, iter((tensor_bytes_view(changed),))
+            output = stored[name]
+            data = torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[output.dtype])
+            yield name, iter((tensor_bytes_view(change(name, data.view(output.shape))),))
 
-    content = json.loads(bytes(_content(job.files["config.json"])))
-    files = {**job.files, "config.json": json_bytes({**content, **(config or {})})}
+    stated = job.files["config.json"]
+    assert isinstance(stated, bytes)
+    files = {**job.files, "config.json": json_bytes({**json.loads(stated), **(config or {})})}
     outputs = tuple(_changed(output, change) for output in job.outputs)
     return replace(job, outputs=outputs, produce=produce, files=files)
 
@@ -59,22 +61,3 @@ def _changed(output: OutputTensor, change: Change) -> OutputTensor:
     empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
     value = change(output.name, empty)
     return replace(output, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape), content=None)
-
-
-def _tensor_of(output: OutputTensor, pieces: Iterable[Piece]) -> Tensor:
-    data = bytearray()
-    for piece in pieces:
-        data += _content(piece)
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[output.dtype]).view(output.shape)
-
-
-def _content(piece: Any) -> bytes | memoryview:
-    """Bytes of a piece, or of a file that is copied."""
-    if isinstance(piece, bytes | memoryview):
-        return piece
-    if not isinstance(piece, FileRange):
-        content: bytes = piece.read_bytes()
-        return content
-    with piece.path.open("rb") as file:
-        file.seek(piece.offset)
-        return file.read(piece.length)

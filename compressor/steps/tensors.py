@@ -25,16 +25,7 @@ STEP = 2.0**-7  # by which each further one of equal router rows is shorter: the
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Bytes to copy from a file as they are."""
-
-    path: Path
-    offset: int
-    length: int
-
-
-Piece = FileRange | bytes | memoryview
+Piece = bytes | memoryview
 Weighted = Sequence[tuple[Tensor, float]]  # (member, coefficient)
 Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
 
@@ -57,7 +48,7 @@ class OutputTensor:
     def copy(cls, checkpoint: Checkpoint, name: str, unit: str) -> Self:
         """A stored tensor as it is."""
         info = checkpoint.tensors[name]
-        return cls(name, info.dtype, info.shape, unit, partial(_copied, checkpoint, info), info.each)
+        return cls(name, info.dtype, info.shape, unit, partial(_mixed, checkpoint, name, [(name, 1.0)]), info.each)
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +159,7 @@ def plan_outputs(
             groups = groups[role.expert : role.expert + 1]
             members = weighted_members(groups[0], role.is_router)
             names = families[role.family]
-            content = partial(_single, checkpoint, info, [(names[expert], share) for expert, share in members])
+            content = partial(_mixed, checkpoint, name, [(names[expert], share) for expert, share in members])
         else:
             continue
         is_mixed = not all(_is_picked(weighted_members(group, role.is_router)) for group in groups)
@@ -191,21 +182,14 @@ def stored_unit(outputs: Iterable[OutputTensor], unit: str) -> Named:
             yield output.name, output.content()
 
 
-def _copied(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Piece]:
-    checkpoint.read_checked(info.name)
-    yield FileRange(checkpoint.path(info.name), info.begin, info.nbytes)
-
-
 def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iterator[Piece]:
     yield tensor_bytes_view(remap_table(checkpoint.read(info.name), plan.remap()))
 
 
-def _single(checkpoint: Checkpoint, info: TensorInfo, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
-    if _is_picked(members):
-        yield from _copied(checkpoint, checkpoint.tensors[members[0][0]])
-    else:
-        rows = [(checkpoint.read_checked(name), share) for name, share in members]
-        yield tensor_bytes_view(mixed(info.name, rows))
+def _mixed(checkpoint: Checkpoint, name: str, members: Sequence[tuple[str, float]]) -> Iterator[Piece]:
+    """The bytes of a mean of stored tensors, or of a single one as it lies in its mapped file."""
+    rows = [(checkpoint.read_checked(member), share) for member, share in members]
+    yield tensor_bytes_view(mixed(name, rows))
 
 
 def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan) -> Iterator[Piece]:
@@ -217,18 +201,13 @@ def _fused(checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
         rows = mixed_rows(info.name, value, dim, plan, role.is_router)
         yield tensor_bytes_view(told_apart(rows, dim, len(plan.groups)) if apart else rows)
         return
-    nbytes = tensor_bytes(info.dtype, info.shape[dim + 1 :])
     row_members = [weighted_members(group, role.is_router) for group in plan.groups]
     row_members += [[(plan.experts + extra, 1.0)] for extra in range(role.extra)]
     for members in row_members:
         slices = [(value.select(dim, expert), share) for expert, share in members]
         for part, _ in slices:
             refuse_nan(info.name, info.file, part)
-        if _is_picked(members):
-            begin = info.begin + members[0][0] * nbytes
-            yield FileRange(checkpoint.path(info.name), begin, nbytes)
-        else:
-            yield tensor_bytes_view(mixed(info.name, slices))
+        yield tensor_bytes_view(mixed(info.name, slices))
 
 
 def refuse_overflow(name: str, made: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ from compressor.files import (
 from compressor.records import read_object
 from compressor.steps.tensors import (
     MAX_SHARD_BYTES,
-    FileRange,
     Named,
     OutputJob,
     OutputTensor,
@@ -58,7 +57,6 @@ JOURNAL = "journal.json"
 SMALL = 2**25  # bytes of a layer's file that is joined with others, which writes it a second time
 SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
-COPY_BYTES = 64 * 2**20
 WRITERS = 2  # tensors in work at once: checking one for NaN and copying another keep two cores busy
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
 
@@ -188,28 +186,28 @@ def write_stage(job: OutputJob, folder: Path, steps: Sequence[str], advance: Adv
 
 def put_tensors(folder: Path, tensors: Mapping[str, Tensor], step: str) -> None:
     """Write the layer files of a stage anew with other values for some tensors, by stored name, of the same dtype."""
-    stored = Checkpoint(folder).tensors
+    stored = Checkpoint(folder)
     with LayerWriter() as writer:
-        for file in sorted({stored[name].file for name in tensors}):
+        for file in sorted({stored.tensors[name].file for name in tensors}):
             steps = made_by(folder / file) or ()
             if step not in steps:
-                infos = [info for info in stored.values() if info.file == file]
-                writer.write(folder / file, infos, _changed(folder, infos, tensors), (*steps, step))
+                infos = [info for info in stored.tensors.values() if info.file == file]
+                writer.write(folder / file, infos, _changed(stored, infos, tensors), (*steps, step))
 
 
-def _changed(folder: Path, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]) -> Named:
+def _changed(stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[str, Tensor]) -> Named:
     for info in infos:
-        piece: Piece = FileRange(folder / info.file, info.begin, info.nbytes)
-        if info.name in tensors:
-            piece = tensor_bytes_view(refuse_overflow(info.name, tensors[info.name]))
-        yield info.name, iter([piece])
+        value = tensors.get(info.name)
+        value = stored.read(info.name) if value is None else refuse_overflow(info.name, value)
+        yield info.name, iter([tensor_bytes_view(value)])
 
 
 def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None = None) -> None:
     """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    shard_files = _shard_files(stage, max_shard_bytes)
+    stored = Checkpoint(stage)
+    shard_files = _shard_files(stored, max_shard_bytes)
     places = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
         for number, infos in enumerate(shard_files, start=1):
@@ -225,7 +223,7 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
             steps = dict[str, None]()
             for source in sources:
                 steps |= dict.fromkeys(made_by(stage / source) or ())
-            writer.write(output / shard, infos, _changed(stage, infos, {}), [*steps])
+            writer.write(output / shard, infos, _changed(stored, infos, {}), [*steps])
     if len(shard_files) > 1:
         write_index(output, places)
     for path in stage.rglob("*"):
@@ -235,11 +233,11 @@ def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_by
         write_file(output / name, content)
 
 
-def _shard_files(stage: Path, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
+def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
     """The tensors of each file of the output, in the order of a stage's files; one tensor may be larger than a file."""
     parts, sizes = list[list[TensorInfo]](), list[int]()
-    for name in dict.fromkeys(info.file for info in Checkpoint(stage).tensors.values()):
-        infos = [*read_header(stage / name).values()]
+    for name in dict.fromkeys(info.file for info in stored.tensors.values()):
+        infos = [*read_header(stored.folder / name).values()]
         for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
             parts.append([infos[number] for number in numbers])
             sizes.append(sum(infos[number].nbytes for number in numbers))
@@ -354,32 +352,20 @@ class LayerWriter:
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
-    written = 0
+    end = offset + nbytes
     for piece in content:
-        written += put(piece, file, offset + written)
-    assert written == nbytes, f"tensor {name!r} came out with {written} bytes instead of {nbytes}"
+        offset = put(piece, file, offset)
+    assert offset == end, f"tensor {name!r} came out {end - offset} bytes short"
 
 
 def put(piece: Piece, target: int, offset: int) -> int:
-    """Write bytes, or a range of another file, at an offset of an open file; returns how many bytes they are."""
-    done = 0
-    if not isinstance(piece, FileRange):
-        view = memoryview(piece)
-        while done < len(view):
-            done += os.pwrite(target, view[done : done + COPY_BYTES], offset + done)
-        return done
-    with piece.path.open("rb", buffering=0) as source:
-        while done < piece.length:
-            size = min(piece.length - done, COPY_BYTES)
-            begin = piece.offset + done
-            copied = 0
-            with suppress(OSError):  # between file systems, or one that cannot: it is read and written instead
-                copied = os.copy_file_range(source.fileno(), target, size, begin, offset + done)
-            copied = copied or os.pwrite(target, os.pread(source.fileno(), size, begin), offset + done)
-            if not copied:
-                raise CompressionError(f"{piece.path} ended while it was copied; it was changed or cut off meanwhile")
-            done += copied
-    return done
+    """Write bytes at an offset of an open file; returns where they end."""
+    view = memoryview(piece)
+    while view:  # a call writes 2 GiB at most
+        written = os.pwrite(target, view, offset)
+        view = view[written:]
+        offset += written
+    return offset
 
 
 def shards(sizes: Sequence[int], most: float, small: float = math.inf) -> list[list[int]]:

@@ -28,7 +28,7 @@ from compressor.files import work_folder
 from compressor.report.comparison_report import NAMES as COMPARISON
 from compressor.report.page import FIGURES, MADE_BY
 from compressor.steps import workdir
-from compressor.steps.tensors import FileRange, OutputJob, OutputTensor, Piece
+from compressor.steps.tensors import OutputJob, OutputTensor, Piece
 from compressor.steps.workdir import header_of, shards
 from tests.small import tree
 
@@ -154,19 +154,6 @@ def test_the_safetensors_library_reads_every_tensor_back(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     write(a_job(), tmp_path / "one", shard_bytes=10**9)  # one shard has the plain name, and no index
     assert sorted(tree(tmp_path / "one")) == [TEMPLATE, "compression.json", "config.json", "model.safetensors"]
-
-
-def test_bytes_are_copied_out_of_another_file_unless_it_was_cut_off(tmp_path: Path) -> None:
-    source, data = tmp_path / "source", content("x", 5000)
-    source.write_bytes(data)
-    one = OutputTensor("x", "U8", (3000,), "")
-    job = OutputJob((one,), ("",), lambda unit: [("x", iter([FileRange(source, 900, 3000)]))], CONFIG, good)
-    write(job, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes()[-3000:] == data[900:3900]
-    source.write_bytes(data[:1000])
-    with pytest.raises(CompressionError, match="source ended while it was copied"):
-        write(job, tmp_path / "cut")
-    assert not (tmp_path / "cut").exists() and not work_folder(tmp_path / "cut").exists()
 
 
 # --- killed and run again ---------------------------------------------------------------------------------------------
