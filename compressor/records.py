@@ -110,7 +110,7 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return read_as(hint, value, where, closed)  # type: ignore[arg-type]
+        return value if isinstance(value, hint) else read_as(hint, value, where, closed)  # type: ignore[arg-type]
     if origin in (Union, UnionType):
         (kind,) = (option for option in inner if option is not NoneType)
         return None if value is None else value_as(value, kind, where, closed)

@@ -6,7 +6,7 @@ A plan and its source checkpoint are enough to rebuild the output bit for bit.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,6 @@ from compressor.records import plain_json, read_as, read_json, readable_json, va
 
 FORMAT = "moe-compressor-plan/2"
 SPLIT, PRUNE, CONSTANTS, CORRECT, QUANTIZE = "split", "prune", "constants", "correct", "quantize"
-MOST_EXPERTS = 2**12  # of a layer: more than any has
 NOT_DECISIVE = ("neurons", "calibration")  # of a split: the digest of the order stands for both
 Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
 
@@ -54,11 +53,9 @@ class PlannedStep:
     @classmethod
     def from_dict(cls, content: Any, where: str = "steps") -> Self:
         """Read a step back; raises `CompressionError` saying what is missing, unknown or impossible."""
-        if not isinstance(content, dict):
-            raise CompressionError(f"{where}: {content!r} stands where an object should")
-        plain = {name: value for name, value in content.items() if name != "plan"}
-        step = read_as(cls, plain, where, closed=True)
-        decided = content.get("plan")
+        fields = value_as(content, Mapping[str, Any], where)
+        decided = fields.pop("plan", None)
+        step = read_as(cls, fields, where, closed=True)
         return step if decided is None else replace(step, decision=decision_from_dict(decided, step.name))
 
 
@@ -190,10 +187,8 @@ class Plan:
         if content.get("format") != FORMAT:
             raise CompressionError(f"{where}: format is {content.get('format')!r}, this version reads {FORMAT!r}")
         try:
-            steps = content.get("steps")
-            if not isinstance(steps, list):
-                raise CompressionError("steps should be a list; restore it")
-            others = {name: value for name, value in content.items() if name not in ("format", "steps")}
+            steps = value_as(content.get("steps"), tuple[Any, ...], "steps")
+            others = {name: value for name, value in content.items() if name != "format"}
             plan = read_as(cls, {**others, "steps": []}, closed=True)
             sources = (plan.calibration or {}).get("sources", [])
             for source in value_as(sources, tuple[Mapping[str, Any], ...], "calibration's sources"):
@@ -231,27 +226,13 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
 def decision_from_dict(content: Any, name: str) -> Decision:
     """The decision of the step of that name from JSON; one with layers is on experts."""
     where = f"the plan of {name}"
-    if not isinstance(content, dict):
-        raise CompressionError(f"{where}: {content!r} stands where an object should")
-    if "layers" not in content and name not in (PRUNE, CONSTANTS):
-        return content
-    known = [each.name for each in fields(ExpertPlan)]
-    unknown = sorted(content.keys() - set(known))
-    if unknown:
-        raise CompressionError(f"{where} has an unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    missing = sorted({"experts", "layers"} - content.keys())
-    if missing:
-        raise CompressionError(f"{where} has no {missing[0]!r}; restore it or plan again")
-    if not isinstance(content["layers"], list):
-        raise CompressionError(f"{where}: layers should be a list; restore it")
-    protected = value_as(content.get("protected", {}), Mapping[str, tuple[int, ...]], "protected")
-    others = {name: value for name, value in content.items() if name not in ("layers", "protected")}
-    return ExpertPlan(
-        experts=value_as(others.pop("experts"), int, "experts"),
-        layers=tuple(layer_from_dict(entry) for entry in content["layers"]),
-        protected={module: tuple(sorted(set(experts))) for module, experts in protected.items()},
-        **others,
-    )
+    decision: Mapping[str, Any] = value_as(content, Mapping[str, Any], where)
+    layers = decision.get("layers")
+    if isinstance(layers, list):
+        decision = {**decision, "layers": [layer_from_dict(entry) for entry in layers]}
+    elif layers is None and name not in (PRUNE, CONSTANTS):
+        return decision
+    return read_as(ExpertPlan, decision, where, closed=True)
 
 
 def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
@@ -274,25 +255,18 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 
 def layer_from_dict(entry: Any) -> LayerPlan:
     """A layer's plan from JSON; raises `CompressionError` naming the layer and what is wrong."""
-    if not isinstance(entry, dict):
-        raise CompressionError(f"layers: {entry!r} stands where an object should")
-    module = str(entry.get("module", "layers"))
-    if value_as(entry.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
-        raise CompressionError(f"{module}: {entry['experts']} experts are more than any layer has; restore it")
-    content = {name: value for name, value in entry.items() if name != "dropped"}
-    if isinstance(entry.get("constants"), list):
-        content["constants"] = sorted(set(entry["constants"]))
-    if isinstance(groups := entry.get("groups"), list):  # routers merge like weights unless the plan says otherwise
-        content["groups"] = [
-            {"router_coefficients": group.get("coefficients"), **group} if isinstance(group, dict) else group
-            for group in groups
-        ]
+    content = value_as(entry, Mapping[str, Any], "layers")
+    module = str(content.get("module", "layers"))
+    dropped = content.pop("dropped", None) or ()
+    for group in content.get("groups") or ():
+        if isinstance(group, dict):  # routers merge like weights unless the plan says otherwise
+            group.setdefault("router_coefficients", group.get("coefficients"))
     try:
         plan = read_as(LayerPlan, content, closed=True)
     except CompressionError as error:
         raise CompressionError(str(error) if str(error).startswith(module) else f"{module}: {error}") from error
     grouped = plan.slots()
-    for expert in entry.get("dropped") or ():
+    for expert in dropped:
         if expert in grouped:
             fault = "is in a group and in 'dropped'; take it out of one of them"
             raise CompressionError(f"{module}: expert {expert} {fault}")
@@ -308,15 +282,12 @@ def _composed(first: ExpertPlan, second: ExpertPlan) -> ExpertPlan:
     for layer in second.layers:
         earlier = before.get(layer.module)
         if earlier is not None:
-            groups = sorted((_composed_group(earlier, group) for group in layer.groups), key=_first_member)
+            groups = [_composed_group(earlier, group) for group in layer.groups]
+            groups.sort(key=lambda group: min(group.members))
             later = {name: getattr(layer, name) for name in ("upstream", "decided_by", "figures")}
             layer = replace(earlier, groups=tuple(groups), constants=(), **later)
         layers.append(layer)
     return replace(second, layers=tuple(layers), protected=first.protected)
-
-
-def _first_member(group: Group) -> int:
-    return min(group.members)
 
 
 def _composed_group(earlier: LayerPlan, group: Group) -> Group:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
 Accepted = Mapping[str, Mapping[str, Any]]  # by experts module: shares before and after, positions, held out or not
-KEEP_HEADS, DROP_HEADS = "keep", "drop"
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
@@ -34,9 +33,9 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
             "and SGLang 0.5.23 have one number for both (except interns2_mobius and nemotron_h_puzzle, which stock "
             "transformers does not have); pass --mtp keep or drop"
         )
-    if choice not in (None, DROP_HEADS) and model.whole is not None:
+    if choice not in (None, "drop") and model.whole is not None:
         raise CompressionError("--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp")
-    if choice == DROP_HEADS or model.whole is not None:
+    if choice == "drop" or model.whole is not None:
         return ()
     if choice is None:
         return fitting_heads(model, experts, cut=True)
@@ -54,12 +53,12 @@ def chosen_heads(model: OpenModel, choice: str | int | None, experts: int) -> tu
     return heads
 
 
-def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> str | None:
+def said_of_heads(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
     """What a plan says of a model's heads; None where it has none that are understood."""
     if heads:
-        return KEEP_HEADS
+        return "keep"
     try:
-        return DROP_HEADS if names_of(model) else None
+        return "drop" if names_of(model) else None
     except CompressionError:
         return None
 
