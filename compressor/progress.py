@@ -1,13 +1,10 @@
 """How far a long job is, silent unless somebody listens, and how long its phases took; transformers, silenced."""
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
-
-logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
@@ -24,22 +21,6 @@ class Silent:
     def start(self, phase: str, total: int) -> None: ...
 
     def advance(self, detail: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Announced:
-    """Logs some lines once work begins, so that an error before that stands alone; then another listener."""
-
-    lines: list[str]
-    listener: Progress
-
-    def start(self, phase: str, total: int) -> None:
-        while self.lines:
-            logger.info("%s", self.lines.pop(0))
-        self.listener.start(phase, total)
-
-    def advance(self, detail: str) -> None:
-        self.listener.advance(detail)
 
 
 @dataclass(slots=True)

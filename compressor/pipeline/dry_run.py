@@ -117,7 +117,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         of_base, headers = read_headers(recipe.base, recipe.base_revision)
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     resolved = prepare(recipe, model, base, earlier_plan(model))
-    experts, changed = resolved.experts_at_end, any(WEIGHTS in step.changes for step in resolved.options)
+    experts, changed = resolved.counts[-1], any(WEIGHTS in step.changes for step in resolved.options)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
     after = _shape(resolved.seen, experts, lambda count: resolved.output_size(resolved.steps, count, changed).size)
     names = {part_name(number): step.name for number, step in enumerate(resolved.steps)}
@@ -154,7 +154,7 @@ def dry_run(recipe: Recipe) -> DryRun:
 
 def servers_after(resolved: ResolvedRecipe) -> Advice:
     """What servers make of the model at the end."""
-    return advice_on(served_model(resolved.seen), resolved.seen.architecture.layers, resolved.experts_at_end)
+    return advice_on(served_model(resolved.seen), resolved.seen.architecture.layers, resolved.counts[-1])
 
 
 def _shape(model: OpenModel, experts: int, sized: Callable[[int], Size]) -> Shape:

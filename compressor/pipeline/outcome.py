@@ -19,6 +19,7 @@ from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judged import Judged
 from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
+from compressor.model.architecture import discover, load_config
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
@@ -301,8 +302,5 @@ def _experts_of(folder: Path, plan: Plan) -> tuple[int, int]:
     decided = plan.expert_plan
     if decided.layers:
         return max(layer.experts for layer in decided.layers), decided.experts
-    config = read_json(folder / "config.json", "restore it", "restore it")
-    inner = [config, *(value for value in config.values() if isinstance(value, dict))]
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    after = next((entry[name] for entry in inner for name in names if isinstance(entry.get(name), int)), 0)
+    after = discover(load_config(folder)).experts
     return after // parts_of(plan.split), after

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +35,7 @@ from compressor.model.in_memory import opened
 from compressor.model.loaded import LoadedModel
 from compressor.model.opened import OpenModel, how_resident
 from compressor.model.tokenizer import thinking_end
-from compressor.progress import Announced, Clock, Progress, Silent
+from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions, TextOptions
@@ -43,6 +44,8 @@ from compressor.run_record import versions
 from compressor.steps.job import output_size
 from compressor.steps.state import OWN, State, Texts, part_name
 from compressor.steps.workdir import Workdir
+
+logger = logging.getLogger(__name__)
 
 LAST = 3  # rank of layerwise steps that only change tensors: any number of them may end a stage; above, each is alone
 HELDOUT = 0.125  # share of the calibration sequences that evaluate and fit nothing
@@ -100,24 +103,17 @@ class ResolvedRecipe:
     plan: Plan | None = None  # decisions to carry out
 
     @property
-    def experts(self) -> int:
-        """Experts that each layer keeps in the first stage that decides that."""
-        return next(self.counts(), self.seen.architecture.experts)
-
-    @property
-    def experts_at_end(self) -> int:
-        """Experts of a layer at the end, of whatever stages; sub-experts where experts are split."""
-        return [self.seen.architecture.experts, *self.counts()][-1]
-
-    def counts(self) -> Iterator[int]:
-        """Experts of a layer after each step that decides how many stay."""
+    def counts(self) -> list[int]:
+        """Experts of a layer after each step that decides how many stay, or as many as there are if none does."""
         layers = self.seen.architecture.layers
         parts = layers[0].parts
+        counts = list[int]()
         for step in self.steps:
             count = step.experts_left(layers, parts)
             if count is not None:
-                yield count
+                counts.append(count)
                 layers = tuple(replace(layer, experts=count) for layer in layers)
+        return counts or [self.seen.architecture.experts]
 
     @property
     def options(self) -> tuple[StepOptions, ...]:
@@ -148,7 +144,7 @@ class ResolvedRecipe:
             steps = [self.steps[place] for place in places]
             if before and steps[0].options.order is None:
                 continue
-            written = self.output_size(steps, self.experts)
+            written = self.output_size(steps, self.counts[0])
             waiting = written.waiting
             if any(self.requirements[place].waits_on_disk for place in places):
                 waiting += written.size.bytes
@@ -352,12 +348,23 @@ def first_state(resolved: ResolvedRecipe, session: Session, work: Workdir | None
         texts = read_texts(resolved)
     plan = first_plan(resolved, texts[0])
     first = len(plan.steps) - len(resolved.steps)
-    lines = list[str]()
     for needed in resolved.requirements:
-        lines += () if needed.notes_are_described else needed.notes
-    lines.append(how_resident(resolved.model))
-    own = Announced(lines, session.progress), session.clock, texts, work
-    return State(resolved.model, resolved.base, resolved.model, resolved.steps, plan, *own, number=first, first=first)
+        for note in () if needed.notes_are_described else needed.notes:
+            logger.info("%s", note)
+    logger.info("%s", how_resident(resolved.model))
+    return State(
+        resolved.model,
+        resolved.base,
+        resolved.model,
+        resolved.steps,
+        plan,
+        session.progress,
+        session.clock,
+        texts,
+        work,
+        number=first,
+        first=first,
+    )
 
 
 def read_texts(resolved: ResolvedRecipe) -> Texts:
@@ -435,7 +442,7 @@ def read_calibration(
     )
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     ranks().assert_same_on_all(data.identity["sha256"], "calibration text")
-    session.progress = Announced([how_resident(model)], session.progress)
+    logger.info("%s", how_resident(model))
     return data
 
 

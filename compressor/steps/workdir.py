@@ -301,15 +301,16 @@ class LayerWriter:
     """Writes files one after another; the disk flushes one while the next is computed."""
 
     def __init__(self) -> None:
-        self._flusher, self._pending = ThreadPoolExecutor(1), deque[Future[None]]()
+        self._flusher = ThreadPoolExecutor(1)
+        self._flushed: Future[None] | None = None
 
     def __enter__(self) -> "LayerWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            while self._pending and kind is None:
-                self._pending.popleft().result()
+            if self._flushed is not None and kind is None:
+                self._flushed.result()
         finally:
             self._flusher.shutdown(cancel_futures=True)
 
@@ -346,9 +347,10 @@ class LayerWriter:
             os.close(file)
             fresh.unlink(missing_ok=True)
             raise
-        self._pending.append(self._flusher.submit(flush))
-        while len(self._pending) > 1:  # one file at most waits for the disk
-            self._pending.popleft().result()
+        before = self._flushed
+        self._flushed = self._flusher.submit(flush)
+        if before is not None:  # one file at most waits for the disk
+            before.result()
 
 
 def _write_tensor(content: Iterator[Piece], file: int, offset: int, nbytes: int, name: str) -> None:
