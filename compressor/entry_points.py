@@ -68,14 +68,6 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def optional(module: Any, name: str, what: str) -> Callable[..., Any] | None:
-    """An optional function of a plugin; one that cannot be called is refused."""
-    function = getattr(module, name, None)
-    if function is not None and not callable(function):
-        raise CompressionError(f"{what} is no plugin: {name} should be a function, not {type(function).__name__}")
-    return function
-
-
 def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
     """What can be loaded of a group, by name; anything else is named in a warning and left out."""
     for name in names(group):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compressor.entry_points import EXPORTERS, STRATEGIES, defaults, load, make_options, working
+from compressor.entry_points import EXPORTERS, STRATEGIES, load, make_options, working
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from compressor.recipe.plan import LayerPlan
@@ -78,11 +78,6 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
 def working_strategies() -> Iterator[Strategy]:
     """Every strategy that can be loaded, by name; another is named in a warning and left out."""
     return working(STRATEGIES, load_strategy)
-
-
-def option_fields(name: str) -> Mapping[str, Any]:
-    """The options of a strategy with their defaults; empty if it has none."""
-    return defaults(getattr(load(STRATEGIES, name), "Options", None))
 
 
 class Exporter(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.model.moe_layer import MoeLayer
 from compressor.progress import Silent
-from compressor.recipe.registry import load_strategy, option_fields
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.ranked import Aimer, size_ratios
 from tests.opened import batches, calibration, opened
@@ -36,7 +36,7 @@ def test_a_whole_model_against_numpy(name: str, tmp_path: Path) -> None:
     """All matrices of an expert end to end, biases left out: the order of weights does not matter to the ratio."""
     stock, model = opened(name, tmp_path)
     strategy = load_strategy("aimer")
-    assert strategy.needs == {"weights"} and option_fields("aimer") == {}
+    assert strategy.needs == {"weights"} and load_strategy("aimer").options is None
     made = make_plan(model, strategy, 4, {}, calibration(batches(stock)), Silent())
     for layer, planned in zip(model.architecture.layers, made.layers, strict=True):
         tensors = {n: p for n, p in stock.get_submodule(layer.name).named_parameters() if not n.endswith("bias")}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compressor.progress import Silent
-from compressor.recipe.registry import load_strategy, option_fields
+from compressor.recipe.registry import load_strategy
 from tests.opened import batches, calibration, opened
 from tests.plans import make_plan
 
@@ -18,5 +18,5 @@ def test_every_layer_is_planned_by_energy(tmp_path: Path) -> None:
 
 def test_needs_and_correction() -> None:
     strategy = load_strategy("auto")
-    assert strategy.correction == "tune" and option_fields("auto") == {}
+    assert strategy.correction == "tune" and load_strategy("auto").options is None
     assert strategy.needs == load_strategy("energy").needs

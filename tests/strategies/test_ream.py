@@ -1,6 +1,7 @@
 """REAM: a whole model and made-up layers against plain loops, a case by hand, protection, room, refusals."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.plugins import check_strategy
 from compressor.progress import Silent
 from compressor.recipe.plan import Group
-from compressor.recipe.registry import load_strategy, option_fields
+from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies import ream
 from strategies.ranked import Reap
@@ -187,7 +188,7 @@ def test_a_layer_without_tokens_is_planned_by_its_lowest_experts() -> None:
 def test_the_contract_options_and_refusals() -> None:
     for settings_of in ({"group_size": 0}, {"align": False, "merge_routers": True}):
         check_strategy(ream, settings_of)
-    assert option_fields("ream") == {"group_size": 16, "align": True, "merge_routers": False}
+    assert asdict(load_strategy("ream").options) == {"group_size": 16, "align": True, "merge_routers": False}
     with pytest.raises(CompressionError, match="2 groups of at most 2 have no room for 6 experts; raise group_size"):
         ream.plan(stats(SUMS, COUNTS, LOGITS, OUTPUTS), 2, options=Options(2))
     with pytest.raises(CompressionError, match="group_size is 1; it must be 2 or more, or 0"):
