@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from transformers import PreTrainedModel
 
@@ -45,6 +45,7 @@ from compressor.pipeline.dry_run import servers_after
 from compressor.pipeline.outcome import Outcome
 from compressor.pipeline.resolve import (
     HELDOUT,
+    Computing,
     Session,
     first_state,
     open_run,
@@ -242,11 +243,7 @@ def compare(
     protect: Any = None,
     calibration: Calibrating = None,
     seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    resident: str = "auto",
-    revision: str | None = None,
-    progress: Progress | None = None,
+    **computing: Unpack[Computing],
 ) -> Comparison:
     """What each strategy costs on this model and data.
 
@@ -268,7 +265,7 @@ def compare(
         )
     contenders = _contenders(strategies, corrections, random_seeds)
     methods = tuple(correction(method) for method in corrections or ("none",)) if constants else ()
-    with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
+    with open_run(given(model, tokenizer), **computing) as run:
         opened = run.model
         views = [seen_as(opened, parts) for parts in dict.fromkeys(splits)]
         wanted = list[int | None](dict.fromkeys(top_ks)) or [None]
@@ -386,11 +383,7 @@ def attribute(
     top: int = 10,
     edges_kept: int = 0,
     seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    resident: str = "auto",
-    revision: str | None = None,
-    progress: Progress | None = None,
+    **computing: Unpack[Computing],
 ) -> Attribution:
     """How every component shapes the routing of later layers.
 
@@ -398,7 +391,7 @@ def attribute(
     `edges_kept` strongest edges to single experts' scores are kept.
     """
     text = _text_options(calibration)
-    with open_run(given(model, tokenizer), revision, dtype, device, progress, resident) as run:
+    with open_run(given(model, tokenizer), **computing) as run:
         data = read_calibration(run, text, seed)
         return measure.attribute(run.model, data, run.progress, seed, keys, top, edges_kept)
 

@@ -18,8 +18,8 @@ from compressor.entry_points import EXPORTERS
 from compressor.evaluation import evaluate as evaluating
 from compressor.evaluation.gate_report import read_gate
 from compressor.model.loaded import given
+from compressor.pipeline.compress import next_count
 from compressor.pipeline.outcome import Attempt
-from compressor.pipeline.search import next_count
 from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
 from tests import small

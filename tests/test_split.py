@@ -18,8 +18,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.hub.card import introduction, read_facts, recipe_text
 from compressor.model.opened import open_model
+from compressor.pipeline.compress import possible_counts
 from compressor.pipeline.outcome import Outcome
-from compressor.pipeline.search import possible_counts
 from compressor.progress import Silent
 from compressor.recipe.recipe import make_step, read_recipe
 from compressor.recipe.step import TextOptions

@@ -1,20 +1,185 @@
-"""A whole recipe: steps, gate, the search for a size, and formats."""
+"""A whole recipe: steps, formats and gate, and the search for the smallest model that passes it.
 
-from collections.abc import Callable
-from dataclasses import replace
+The search bisects the number of experts. What it has tried is kept in the user's cache at once, so that one that was
+killed tries nothing twice. A trial is the gate's result of one number of experts. It is found again only by all that
+decides it: the request, the source's files, the tasks with their versions, margin, confidence, and the versions of the
+packages that compute.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from compressor.checkpoint.source import find_model
 from compressor.distributed import held, ranks
-from compressor.evaluation.gate import Outlook
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluate import PACKAGES
+from compressor.evaluation.gate import GateRequest, Outlook
 from compressor.evaluation.gate_report import NAMES, write_gate
-from compressor.evaluation.gate_verdict import EXIT_STATUS
+from compressor.evaluation.gate_verdict import EXIT_STATUS, GateResult, gate_from_content
 from compressor.files import check_folder
-from compressor.pipeline.gate import prepare_gate, request_of
-from compressor.pipeline.outcome import GateFailedError, Outcome
+from compressor.model.inspection import read_headers
+from compressor.model.moe_layer import counts_below
+from compressor.model.opened import OpenModel, open_checkpoint, open_model
+from compressor.pipeline.formats import formats_of
+from compressor.pipeline.gate import PreparedGate, prepare_gate, request_of
+from compressor.pipeline.outcome import Attempt, GateFailedError, Outcome
+from compressor.pipeline.resolve import content_of, of_stage, sources_of
 from compressor.pipeline.run import Delivery, run
-from compressor.pipeline.search import Search, find_candidates, shared_among, try_recipe
 from compressor.progress import Silent
 from compressor.recipe.recipe import Recipe
+from compressor.recipe.step import StepOptions
+from compressor.run_record import answers, cache_folder, read_cached, request_key, versions
+from compressor.steps.prune.options import Prune
+
+logger = logging.getLogger(__name__)
+
+
+def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateRequest]:
+    """Return the recipe of the largest model that a search may try, and its gate, from headers alone."""
+    check_search(recipe)
+    source, checkpoint = read_headers(str(recipe.model), recipe.revision)
+    counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
+    return with_experts(recipe, counts[-1]), shared_among(request, counts)
+
+
+def check_search(recipe: Recipe) -> None:
+    """Refuse a search for a number of experts that is given, or that no step takes."""
+    assert recipe.gate is not None
+    if recipe.gate.keep_failed:
+        raise CompressionError("--search keeps what passes; leave out --keep-failed")
+    prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
+    if prune is None or prune.is_sized:
+        raise CompressionError("--search finds the number of experts; leave out --experts and --ratio")
+
+
+def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
+    """Return the numbers of the source's experts that every layer can be cut to."""
+    seen = model
+    stage = of_stage(recipe.steps, 0)
+    for step in stage:
+        resolved = step.step().resolve(model, stage)
+        if resolved is not None:
+            seen = resolved.model_view(seen)
+    layers = seen.architecture.layers
+    parts = layers[0].parts
+    counts = [count // parts for count in counts_below(layers) if count % parts == 0]
+    if not counts:
+        raise CompressionError(f"no number of experts below {layers[0].experts // parts} works; nothing to search")
+    return counts
+
+
+def search_facts(model: OpenModel, recipe: Recipe) -> list[Any]:
+    """Return what decides the models of a search beside the gate and their numbers of experts."""
+    options = recipe.model_dump(mode="json", exclude={"steps", "model", "gate"})
+    texts = [content_of(entry.source) for entry in sources_of(recipe.calibration)]
+    steps = [[step.name, step.to_dict()] for step in recipe.steps]
+    return [model.fingerprint, model.checkpoint.stamp(), str(model.partial.device), options, texts, steps]
+
+
+def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
+    """Return the gate of each model of a search, whose confidence holds for all that it tries (Bonferroni)."""
+    tries = math.ceil(math.log2(len(counts) + 1))
+    return replace(request, confidence=1 - (1 - request.confidence) / tries)
+
+
+def with_experts(recipe: Recipe, count: int) -> Recipe:
+    """Return the recipe with this number of experts."""
+    steps = list[StepOptions]()
+    for step in recipe.steps:
+        steps.append(step.model_copy(update={"experts": count}) if isinstance(step, Prune) else step)
+    return recipe.model_copy(update={"steps": tuple(steps)})
+
+
+def next_count(counts: Sequence[int], attempts: Sequence[Attempt]) -> int | None:
+    """Return the number of experts to try next, if larger models pass whenever a smaller one does; None at the end."""
+    failed = max((attempt.experts for attempt in attempts if not attempt.accepted), default=0)
+    passed = min((attempt.experts for attempt in attempts if attempt.accepted), default=counts[-1] + 1)
+    left = [count for count in counts if failed < count < passed]
+    return left[len(left) // 2] if left else None
+
+
+def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[Attempt, Outcome | None]:
+    """Carry out a recipe under a gate; return the result, and the outcome of an output that was put in place."""
+    try:
+        outcome = run(recipe, replace(delivery, gate=gate))
+    except GateFailedError as error:
+        return error.attempts[-1], None
+    assert outcome.gate is not None
+    return Attempt(outcome.experts_after, outcome.gate, gate.accepts(outcome.gate)), outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A search for the number of experts of a recipe's output."""
+
+    recipe: Recipe
+    delivery: Delivery
+    gate: PreparedGate
+    counts: Sequence[int]  # to search in, ascending
+    facts: Sequence[Any]  # that decide the model of each
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of the whole request; outputs that answer it may replace each other."""
+        return request_key(self.facts, self.gate.key, formats_of(self.recipe))
+
+    def trial_key(self, count: int) -> str:
+        """SHA-256 of everything that decides the result of one number of experts."""
+        tasks = self.gate.task_versions, formats_of(self.recipe)
+        return request_key("trial", self.facts, count, self.gate.facts, versions(PACKAGES), tasks)
+
+    def run(self) -> tuple[list[Attempt], Outcome | None]:
+        """Leave the smallest model that passes in place; return all attempts, and the outcome of that model."""
+        attempts, outcome = list[Attempt](), None
+        in_place = 0  # the outcome's number of experts
+        is_ours = ranks().broadcast(lambda: answers(self.delivery.out, self.key))
+        count = next_count(self.counts, attempts)
+        while count is not None:
+            result = _cached_trial(self.trial_key(count))
+            if result is not None:
+                attempts.append(Attempt(count, result, self.gate.accepts(result)))
+            else:
+                attempt, made = self.attempt(count, is_ours)
+                attempts.append(attempt)
+                if made is not None:
+                    outcome, in_place, is_ours = made, count, True
+            count = next_count(self.counts, attempts)
+        smallest = next((attempt for attempt in reversed(attempts) if attempt.accepted), None)
+        if smallest is not None and smallest.experts != in_place:
+            # it passed before the search was killed, and may not have come into its place
+            attempt, made = self.attempt(smallest.experts, is_ours)
+            outcome = made or outcome
+            attempts.remove(smallest)
+            attempts.append(attempt)
+        return attempts, outcome
+
+    def attempt(self, count: int, is_ours: bool) -> tuple[Attempt, Outcome | None]:
+        """Compress to so many experts and gate that; `is_ours`: an output of this search is in place."""
+        key = self.trial_key(count)
+        is_this = is_ours and ranks().broadcast(lambda: answers(self.delivery.out, key))
+        overwrite = self.delivery.overwrite or (is_ours and not is_this)
+        delivery = replace(self.delivery, overwrite=overwrite, requests=(self.key, key))
+        gate = replace(self.gate, trial=_trial_file(key))
+        attempt, outcome = try_recipe(with_experts(self.recipe, count), delivery, gate)
+        return replace(attempt, experts=count), outcome
+
+
+def _trial_file(key: str) -> Path:
+    return cache_folder("trials") / f"{key}.json"
+
+
+def _cached_trial(key: str) -> GateResult | None:
+    """Return the result in the cache, read by the first rank for all; None if there is none that can be read."""
+    content = ranks().broadcast(lambda: read_cached(_trial_file(key)))
+    try:
+        return None if content is None else gate_from_content(content)
+    except CompressionError as error:
+        logger.debug("the trial %s is ignored: %s", _trial_file(key), error)
+        return None
 
 
 def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], None] | None = None) -> Outcome:
@@ -27,23 +192,27 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], 
     options = recipe.gate
     if options is None:
         return run(recipe, delivery)
-    request, candidates = request_of(recipe, delivery.device), None
+    request = request_of(recipe, delivery.device)
     reports = delivery.out.with_name(f"{delivery.out.name}.gate")
     ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
     source = find_model(str(recipe.model), recipe.revision, delivery.progress or Silent())
     recipe = recipe.model_copy(update={"revision": source.revision})
+    counts, facts = list[int](), list[Any]()
     if options.search:
-        candidates = find_candidates(recipe, source, delivery.device)
-        request = shared_among(request, candidates.counts)
+        check_search(recipe)
+        model = open_model(source, recipe.dtype, delivery.device)
+        counts = possible_counts(model, recipe)
+        facts = search_facts(model, recipe)
+        request = shared_among(request, counts)
     gate = prepare_gate(source, request, options.keep_failed)
     with held(delivery.out):
         if announce is not None:
             announce(gate.outlook)
-        if candidates is None:
+        if options.search:
+            attempts, outcome = Search(recipe, delivery, gate, counts, facts).run()
+        else:
             attempt, outcome = try_recipe(recipe, delivery, gate)
             attempts = [attempt]
-        else:
-            attempts, outcome = Search(recipe, delivery, gate, candidates).run()
     decisive = attempts[-1]
     if outcome is not None:
         decisive = next((attempt for attempt in reversed(attempts) if attempt.accepted), decisive)

@@ -14,11 +14,11 @@ from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET
+from compressor.pipeline.compress import largest_tried
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import read_outlook, request_of
 from compressor.pipeline.resolve import ResolvedRecipe, prepare, stage_numbers, text_specs
 from compressor.pipeline.run import earlier_plan
-from compressor.pipeline.search import largest_tried
 from compressor.recipe.recipe import Recipe
 from compressor.recipe.step import WEIGHTS
 from compressor.records import plain_json

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -57,6 +57,16 @@ class Session:
     progress: Progress
     clock: Clock
     peak: PeakMemory
+
+
+class Computing(TypedDict, total=False):
+    """Which version of a model is read, and where and how it computes; as for `open_run`."""
+
+    revision: str | None
+    dtype: str
+    device: str
+    progress: Progress | None
+    resident: str
 
 
 @contextmanager
@@ -402,30 +412,28 @@ def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> Text | None:
 
 def first_plan(resolved: ResolvedRecipe, text: Text | None) -> Plan:
     """The plan before the first step: what earlier runs did to the model, then all steps, nothing decided yet."""
-    model, before = resolved.model, resolved.before
-    entries = () if before is None else before.steps
-    first_stage = max((entry.stage for entry in entries), default=-1) + 1
-    stages = stage_numbers(resolved.options, first_stage)
+    model = resolved.model
     if resolved.plan is not None:
-        planned = [replace(entry, result=None) for entry in resolved.plan.steps]
+        plan = replace(resolved.plan, source=Source.of(model), dtype=model.dtype_name)
+        steps = [replace(entry, result=None) for entry in plan.steps]
     else:
-        planned = []
-        for step, stage in zip(resolved.options, stages, strict=True):
+        plan = resolved.before or Plan(Source.of(model), (), None, resolved.recipe.seed, model.dtype_name)
+        steps = [*plan.steps]
+        first_stage = max((entry.stage for entry in steps), default=-1) + 1
+        for step, stage in zip(resolved.options, stage_numbers(resolved.options, first_stage), strict=True):
             options = step.to_dict()
             if step.calibration is not None and step.calibration.data is not None:  # files without their folders
                 names = [local_name(str(source)) for source in step.calibration.data]
                 options["calibration"] = {**options["calibration"], "data": names}
-            planned.append(PlannedStep(step.name, options, stage=stage))
-    source = Source.of(model) if before is None else before.source
-    is_source = resolved.base is model or resolved.base.fingerprint == source.fingerprint
-    base = None if is_source else Source.of(resolved.base)
-    if before is not None:
-        calibration = before.calibration if text is None else text.identity
-        steps = (*entries, *planned)
-        return replace(before, steps=steps, calibration=calibration, versions=versions(), base=base or before.base)
-    known = None if resolved.plan is None else resolved.plan.calibration  # also where decisions need no text any more
-    identity = known if text is None else text.identity
-    return Plan(source, tuple(planned), identity, resolved.recipe.seed, model.dtype_name, versions(), base)
+            steps.append(PlannedStep(step.name, options, stage=stage))
+    is_source = resolved.base is model or resolved.base.fingerprint == plan.source.fingerprint
+    return replace(
+        plan,
+        steps=tuple(steps),
+        calibration=plan.calibration if text is None else text.identity,
+        versions=versions(),
+        base=plan.base if is_source else Source.of(resolved.base),
+    )
 
 
 def read_calibration(
