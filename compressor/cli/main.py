@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from compressor.cli import compress, evaluate, gate, inspection, items, measure, outputs, text, traces
+from compressor.cli import behaviour, compress, gate, inspection, items, measure, outputs, text
 from compressor.cli.options import spread
 from compressor.cli.settings import SHOWN
 from compressor.cli.terminal import PROGRAM, alone, on_ranks
@@ -135,8 +135,8 @@ for command in (
     on_ranks(measure.attribute),
     on_ranks(gate.gate),
     alone(text.text),
-    alone(evaluate.evaluate),
-    alone(traces.traces),
+    alone(behaviour.evaluate),
+    alone(behaviour.traces),
     alone(items.reference),
     alone(outputs.export),
     alone(outputs.generate),
