@@ -45,6 +45,7 @@ from compressor.recipe.step import (
 )
 from compressor.statistics.meters import LayerWeights, RouterArguments
 from compressor.statistics.statistics import RECONSTRUCTION, LayerStatistics
+from compressor.steps.job import plain_job, rewritten, rewritten_size
 from compressor.steps.prune.choose import (
     Block,
     MergeOptions,
@@ -68,7 +69,6 @@ from compressor.steps.prune.similarity import (
     pairwise_distances,
     rbf_cka,
 )
-from compressor.steps.rewriting import plain_job, rewritten, rewritten_size
 from compressor.steps.tensors import OutputJob
 from compressor.tolerance import FLOAT32, ROUNDING, SQUARED, exceeds, rounded, stable_argmin
 

@@ -3,6 +3,7 @@
 The layers of multi-token-prediction heads are cut like the others; what stands beside them is copied.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from compressor.checkpoint.reader import MODELOPT, Size, modelopt_file, refuse_links
+from compressor.checkpoint.reader import DTYPE_NAMES, MODELOPT, TORCH_DTYPES, Size, modelopt_file, refuse_links
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import TEMPLATES
@@ -25,10 +27,14 @@ from compressor.model.opened import OpenModel, open_model, pick_dtype
 from compressor.model.own_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
+from compressor.recipe.step import OutputSize
 from compressor.records import read_object
 from compressor.steps.configuration import all_renames, expert_renames, output_config, renumbered_quantization
 from compressor.steps.cutting import Conversion, CutFiles, LayerChange, cut_or_kept, through_model
-from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit
+from compressor.steps.state import State
+from compressor.steps.tensors import Named, OutputJob, OutputTensor, plan_outputs, stored_unit, tensor_bytes_view
+
+Change = Callable[[str, Tensor], Tensor]  # a stored tensor by its name -> as it is to be stored
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +245,46 @@ def make_job(
         verify=bind(_verify, model, plan.experts, [*head_outputs]),
         zeroed=tuple(zeroed),
     )
+
+
+def plain_job(state: State) -> OutputJob:
+    """Return the job that writes a stage's checkpoint as the steps before have left it."""
+    return make_job(state.model, state.expert_plan())
+
+
+def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:
+    """Return the job with each stored tensor changed, and with these fields of config.json.
+
+    `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are known by that.
+    """
+    stored = {output.name: output for output in job.outputs}
+
+    def produce(unit: str) -> Named:
+        for name, pieces in job.produce(unit):
+            output = stored[name]
+            data = torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[output.dtype])
+            yield name, iter((tensor_bytes_view(change(name, data.view(output.shape))),))
+
+    stated = job.files["config.json"]
+    assert isinstance(stated, bytes)
+    files = {**job.files, "config.json": json_bytes({**json.loads(stated), **(config or {})})}
+    outputs = tuple(_changed(output, change) for output in job.outputs)
+    return replace(job, outputs=outputs, produce=produce, files=files)
+
+
+def rewritten_size(model: OpenModel, experts: int, change: Change, changed: bool = False) -> OutputSize:
+    """Return the size of `rewritten` output with so many experts in each layer; no weight is read.
+
+    `changed`: other steps write experts anew, in a plain dtype.
+    """
+    every = model.architecture.experts
+    kept = [slot * every // experts for slot in range(experts)]  # equally many of each routing group
+    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
+    job = make_job(model, ExpertPlan(experts, layers), through=stored_partial(model) if changed else None)
+    return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
+
+
+def _changed(output: OutputTensor, change: Change) -> OutputTensor:
+    empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
+    value = change(output.name, empty)
+    return replace(output, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape), content=None)
