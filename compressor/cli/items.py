@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 
 import compressor
 from compressor.cli.options import (
@@ -28,16 +27,16 @@ from compressor.recipe.step import Options
 class ItemFlags(Options):
     """Which items a model answers."""
 
-    tasks: str | None = Field(
-        None,
-        description="lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits.",
-    )
-    file: Path | None = Field(
-        None, description="Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."
-    )
-    limit: int | None = Field(None, description="Items of each task, the first ones (default: all).")
-    include_path: Path | None = Field(None, description="A folder with lm-eval task files of your own.")
-    strict: bool = Field(False, description="End at an item that cannot be used, instead of leaving it out.")
+    tasks: str | None = None
+    """lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training splits."""
+    file: Path | None = None
+    """Instead: a JSONL file with prompt, answer and, of multiple choice, choices; task names it."""
+    limit: int | None = None
+    """Items of each task, the first ones (default: all)."""
+    include_path: Path | None = None
+    """A folder with lm-eval task files of your own."""
+    strict: bool = False
+    """End at an item that cannot be used, instead of leaving it out."""
 
     def check_packages(self) -> None:
         """Refuse tasks without lm-eval."""

@@ -11,7 +11,7 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from typer.models import OptionInfo
 
 from compressor.cli.terminal import PROGRAM
@@ -25,7 +25,6 @@ from compressor.recipe.recipe import (
     GateOptions,
     ModelOptions,
     OutputOptions,
-    Recipe,
     Resident,
     validated,
 )
@@ -74,7 +73,7 @@ def described(model: Any) -> dict[str, Described]:
             name: Described(
                 field.annotation,
                 None if field.is_required() else field.get_default(call_default_factory=True),
-                field.description or "",
+                " ".join((field.description or "").split()),
             )
             for name, field in model.model_fields.items()
         }
@@ -202,10 +201,13 @@ def given(context: typer.Context) -> set[str]:
 class Running(ModelOptions):
     """Where and in which dtype a model computes, and how a command writes and prints."""
 
-    device: str = Field("auto", description="cpu, cuda, cuda:1 or another device.")
+    device: str = "auto"
+    """cpu, cuda, cuda:1 or another device."""
     resident: Resident = RESIDENT
-    overwrite: bool = Field(False, description="Replace an existing output. It goes once the new one is complete.")
-    as_json: bool = Field(False, description="Print JSON instead of a table.")
+    overwrite: bool = False
+    """Replace an existing output. It goes once the new one is complete."""
+    as_json: bool = False
+    """Print JSON instead of a table."""
 
     def reading(self, progress: Progress) -> dict[str, Any]:
         """Arguments of a function that reads a model and computes."""
@@ -230,11 +232,7 @@ Model = Annotated[str, typer.Argument(help="A local checkpoint folder or a Hub i
 Out = Annotated[Path, flag("Where to write.")]
 Seed = Annotated[
     int,
-    flag(
-        "Seed of everything that is drawn, such as calibration text.",
-        CALIBRATION,
-        callback=lambda value: validated(Recipe, {"seed": value}, "the command line").seed,
-    ),
+    flag("Seed of everything that is drawn, such as calibration text.", CALIBRATION, min=0, max=2**63 - 1),
 ]
 TEXT = options_of(TextOptions, CALIBRATION, names={"data": "calibration"})
 Text = Annotated[TextOptions, TEXT]

@@ -81,39 +81,33 @@ def separated(value: Any) -> Any:
 class BehaviourOptions(Options):
     """What is asked of two models to compare how they behave."""
 
-    prompts: tuple[str, ...] = Field(
-        (),
-        description="Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE "
-        "or SOURCE=DOMAIN. May be repeated. Of a chat all but the last answer.",
-    )
-    max_new_tokens: int | None = Field(
-        None, ge=1, description="Tokens of an answer, at most (default: 512, or half of the model's positions)."
-    )
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature. 0 takes the most probable token.")
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability."
-    )
-    seeds: int = Field(1, ge=1, description="Answers to each prompt, each drawn with another seed.")
-    chat: bool = Field(False, description="Put prompts of plain text into the chat template, as a user's message.")
+    prompts: tuple[str, ...] = ()
+    """Prompts that both models answer: a text, JSONL or parquet file, a data set or 'demo', as SOURCE or SOURCE=DOMAIN.
+    May be repeated. Of a chat all but the last answer."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Tokens of an answer, at most (default: 512, or half of the model's positions)."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature. 0 takes the most probable token."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the smallest set of tokens with this total probability."""
+    seeds: int = Field(1, ge=1)
+    """Answers to each prompt, each drawn with another seed."""
+    chat: bool = False
+    """Put prompts of plain text into the chat template, as a user's message."""
 
-    text: tuple[str, ...] = Field(
-        (),
-        description="Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be "
-        "repeated.",
-    )
-    text_samples: int = Field(64, ge=1, description="Sequences of each text, at most.")
-    text_length: int = Field(512, ge=2, description="Tokens of such a sequence.")
-    answers: tuple[str, ...] = Field(
-        (),
-        description="Answers of the base that both models read: JSONL with prompt and answer, or with messages, as "
-        "FILE or FILE=DOMAIN. May be repeated.",
-    )
-    teacher_forced: bool = Field(
-        False, description="Only the base answers the prompts, and both models read its answers."
-    )
-    strict: bool = Field(  # as that of `TextOptions`
-        False, exclude=True, description="End at a row that cannot be read, instead of leaving it out."
-    )
+    text: tuple[str, ...] = ()
+    """Text that both models read, as SOURCE or SOURCE=DOMAIN: loss, KL and flips of each domain. May be repeated."""
+    text_samples: int = Field(64, ge=1)
+    """Sequences of each text, at most."""
+    text_length: int = Field(512, ge=2)
+    """Tokens of such a sequence."""
+    answers: tuple[str, ...] = ()
+    """Answers of the base that both models read: JSONL with prompt and answer, or with messages, as FILE or
+    FILE=DOMAIN. May be repeated."""
+    teacher_forced: bool = False
+    """Only the base answers the prompts, and both models read its answers."""
+    strict: bool = Field(False, exclude=True)  # as that of `TextOptions`
+    """End at a row that cannot be read, instead of leaving it out."""
 
     _one = field_validator("prompts", "text", "answers", mode="before")(
         lambda value: (value,) if isinstance(value, str) else value
@@ -123,53 +117,37 @@ class BehaviourOptions(Options):
 class GateOptions(BehaviourOptions):
     """What the output has to show before it is put in place."""
 
-    tasks: tuple[str, ...] = Field((), description="lm-eval tasks to pass, comma-separated.")
-    max_loop_rise: float | None = Field(
-        None, ge=0, le=1, description="Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."
-    )
-    max_missed_rise: float | None = Field(
-        None, ge=0, le=1, description="The same of answers that do not end by themselves (default: as of loops)."
-    )
-    max_flips: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of tokens with another argmax than the base's that passes, in each domain.",
-    )
-    max_loss_rise: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Rise of the loss in nats per token that passes, in each domain of text.",
-    )
-    max_drop: float = Field(
-        0.01,
-        ge=0,
-        allow_inf_nan=False,
-        description="Largest drop over all items that passes (of a perplexity, its rise).",
-    )
-    max_task_drop: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop).",
-    )
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="Confidence of the verdict.")
-    limit: int | None = Field(None, ge=1, description="Items of each task, the first ones (default: all).")
-    include_path: str | None = Field(None, description="A folder with lm-eval task files of your own.")
-    batch_size: str | int = Field("auto", description="Batch size of the evaluation: auto or a number.")
-    stream: bool | None = Field(
-        None,
-        description="Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the "
-        "model does not fit into memory).",
-    )
-    inconclusive: Literal["pass", "fail"] | None = Field(
-        None, description="Count an undecided gate as pass or fail (default: exit status 3)."
-    )
-    keep_failed: bool = Field(False, description="Leave the output in place even if it fails.")
-    search: bool = Field(  # of a command, not of its output
-        False, exclude=True, description="Find the smallest number of experts that passes."
-    )
+    tasks: tuple[str, ...] = ()
+    """lm-eval tasks to pass, comma-separated."""
+    max_loop_rise: float | None = Field(None, ge=0, le=1)
+    """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
+    max_missed_rise: float | None = Field(None, ge=0, le=1)
+    """The same of answers that do not end by themselves (default: as of loops)."""
+    max_flips: float | None = Field(None, gt=0, le=1)
+    """Share of tokens with another argmax than the base's that passes, in each domain."""
+    max_loss_rise: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Rise of the loss in nats per token that passes, in each domain of text."""
+    max_drop: float = Field(0.01, ge=0, allow_inf_nan=False)
+    """Largest drop over all items that passes (of a perplexity, its rise)."""
+    max_task_drop: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Largest drop of a single task; a clear loss beyond it fails (default: 3 x max_drop)."""
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    """Confidence of the verdict."""
+    limit: int | None = Field(None, ge=1)
+    """Items of each task, the first ones (default: all)."""
+    include_path: str | None = None
+    """A folder with lm-eval task files of your own."""
+    batch_size: str | int = "auto"
+    """Batch size of the evaluation: auto or a number."""
+    stream: bool | None = None
+    """Evaluate with one layer in memory at a time, or with the whole model (default: streamed where the model does not
+    fit into memory)."""
+    inconclusive: Literal["pass", "fail"] | None = None
+    """Count an undecided gate as pass or fail (default: exit status 3)."""
+    keep_failed: bool = False
+    """Leave the output in place even if it fails."""
+    search: bool = Field(False, exclude=True)  # of a command, not of its output
+    """Find the smallest number of experts that passes."""
 
     _split = field_validator("tasks", mode="before")(separated)
 
@@ -183,22 +161,17 @@ class GateOptions(BehaviourOptions):
 class OutputOptions(Options):
     """What is written, and where it is published."""
 
-    formats: tuple[str, ...] = Field(
-        ("safetensors",),
-        min_length=1,
-        description="safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the "
-        "subfolder onnx. mone replaces dropped experts by constants, which vLLM serves. Exporters add formats.",
-    )
-    max_shard_bytes: int | None = Field(None, ge=1, description="Largest weight file, in bytes; a tensor is never cut.")
-    evaluate: bool = Field(  # which changes no weight, so that no recipe of an output holds it
-        True, exclude=True, description="Compare the output with its base on held-out text: loss, KL and flips."
-    )
-    push_to_hub: str | None = Field(  # what publishes an output is no part of its recipe
-        None,
-        exclude=True,
-        description="Publish on the Hub as NAMESPACE/NAME. With a gate only if it passes.",
-    )
-    private: bool = Field(False, exclude=True, description="Publish to a private repository.")
+    formats: tuple[str, ...] = Field(("safetensors",), min_length=1)
+    """safetensors, onnx or mone. Several are comma-separated: safetensors,onnx writes ONNX to the subfolder onnx. mone
+    replaces dropped experts by constants, which vLLM serves. Exporters add formats."""
+    max_shard_bytes: int | None = Field(None, ge=1)
+    """Largest weight file, in bytes; a tensor is never cut."""
+    evaluate: bool = Field(True, exclude=True)  # which changes no weight, so that no recipe of an output holds it
+    """Compare the output with its base on held-out text: loss, KL and flips."""
+    push_to_hub: str | None = Field(None, exclude=True)  # what publishes an output is no part of its recipe
+    """Publish on the Hub as NAMESPACE/NAME. With a gate only if it passes."""
+    private: bool = Field(False, exclude=True)
+    """Publish to a private repository."""
 
     _split = field_validator("formats", mode="before")(separated)
 
@@ -212,8 +185,10 @@ class OutputOptions(Options):
 class ModelOptions(Options):
     """Which version of a model is read, and how it computes."""
 
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: str = Field("auto", description="For computing: auto (the checkpoint's), float32, bfloat16 or float16.")
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    dtype: str = "auto"
+    """For computing: auto (the checkpoint's), float32, bfloat16 or float16."""
 
 
 Resident = Annotated[  # of YAML's yes and no, which are true and false there
@@ -231,10 +206,13 @@ class Recipe(ModelOptions):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     model: str | LoadedModel | None = None
-    base: str | None = Field(None, description="Model to compare the result with (default: the model).")
-    base_revision: str | None = Field(None, description="Branch, tag or commit of the base.")
+    base: str | None = None
+    """Model to compare the result with (default: the model)."""
+    base_revision: str | None = None
+    """Branch, tag or commit of the base."""
     calibration: TextOptions = TextOptions()
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn, such as calibration text.")
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of everything that is drawn, such as calibration text."""
     resident: Resident = RESIDENT
     steps: tuple[StepOptions, ...] = ()
     gate: GateOptions | None = None

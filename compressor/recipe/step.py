@@ -43,9 +43,9 @@ MOST_SOURCES = 100  # as many as a plan may have
 
 
 class Options(BaseModel):
-    """Frozen options, unknown ones refused; a switch is no number."""
+    """Frozen options, unknown ones refused; a switch is no number. The text below a field is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -60,30 +60,27 @@ class Options(BaseModel):
 class EmphasisOptions(Options):
     """Weights of tokens where something is fitted to text; all others count 1."""
 
-    end: float | None = Field(None, gt=0, le=1000, description="Weight of the tokens that end an answer.")
-    think_end: float | None = Field(None, gt=0, le=1000, description="Weight of the token that ends the thinking.")
+    end: float | None = Field(None, gt=0, le=1000)
+    """Weight of the tokens that end an answer."""
+    think_end: float | None = Field(None, gt=0, le=1000)
+    """Weight of the token that ends the thinking."""
 
 
 class TextOptions(Options):
     """Which text is read, and how much of it."""
 
-    data: tuple[Source, ...] | None = Field(
-        None,
-        max_length=MOST_SOURCES,
-        description="Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set "
-        "is ID, if need be with :config@split#column. Repeat it for several sources, each with =WEIGHT if they should "
-        "not count alike.",
-    )
-    samples: int = Field(256, ge=1, description="Calibration sequences.")
-    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, description="Tokens in each sequence.")
-    emphasis: EmphasisOptions | None = Field(
-        None,
-        description="Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as "
-        "end=8,think_end=8.",
-    )
-    strict: bool = Field(  # which changes no output, so that no record holds it
-        False, exclude=True, description="End at a row of text that cannot be read, instead of leaving it out."
-    )
+    data: tuple[Source, ...] | None = Field(None, max_length=MOST_SOURCES)
+    """Text, JSONL or parquet file, data set or 'demo' (default: C4). Rows may have pictures. A data set is ID, if need
+    be with :config@split#column. Repeat it for several sources, each with =WEIGHT if they should not count alike."""
+    samples: int = Field(256, ge=1)
+    """Calibration sequences."""
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2)
+    """Tokens in each sequence."""
+    emphasis: EmphasisOptions | None = None
+    """Weights in correct, routers and distill of the tokens that end an answer or its thinking, such as
+    end=8,think_end=8."""
+    strict: bool = Field(False, exclude=True)  # which changes no output, so that no record holds it
+    """End at a row of text that cannot be read, instead of leaving it out."""
 
     @field_validator("emphasis", mode="before")
     @classmethod
@@ -160,7 +157,8 @@ class StepOptions(Options):
     processes: ClassVar[bool] = True  # True if several processes can share it
     verified_by_kept: ClassVar[bool] = False  # True if the finished output is compared with what the step has kept
 
-    calibration: TextOptions | None = Field(None, description="Text of the step's own, in place of the recipe's.")
+    calibration: TextOptions | None = None
+    """Text of the step's own, in place of the recipe's."""
 
     def __init__(self, *values: Any, **named: Any) -> None:
         """Take options by name, or in the order of the fields (`Correct("tune")`)."""

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from compressor.recipe.step import CONSTANTS, EXPERTS, FORMAT, ROUTERS, SUB_EXPERTS, WEIGHTS, StepOptions
 from compressor.steps.prune.options import Protect, protecting_packages
 
@@ -22,17 +20,16 @@ class Constants(StepOptions):
     processes: ClassVar[bool] = False
     verified_by_kept: ClassVar[bool] = True
 
-    experts: int | None = Field(None, description="Experts to keep in every MoE layer.")
-    ratio: float | None = Field(None, description="Share of the experts to replace; no more than this goes.")
-    experts_total: int | None = Field(
-        None, description="Experts to keep over all MoE layers, which then keep different numbers."
-    )
-    budget: Literal["even", "uneven"] | None = Field(
-        None, description="even (as many in every layer) or uneven (fewer where the model loses least)."
-    )
-    protect: Protect = Field(
-        None, description="Experts that are not replaced: auto, graph:N or a JSON list, as for `prune`."
-    )
+    experts: int | None = None
+    """Experts to keep in every MoE layer."""
+    ratio: float | None = None
+    """Share of the experts to replace; no more than this goes."""
+    experts_total: int | None = None
+    """Experts to keep over all MoE layers, which then keep different numbers."""
+    budget: Literal["even", "uneven"] | None = None
+    """even (as many in every layer) or uneven (fewer where the model loses least)."""
+    protect: Protect = None
+    """Experts that are not replaced: auto, graph:N or a JSON list, as for `prune`."""
 
     @property
     def changes(self) -> frozenset[str]:

@@ -19,26 +19,21 @@ class Correct(StepOptions):
     only_after: ClassVar[Mapping[str, str]] = {EXPERTS: "prune", CONSTANTS: "constants"}
     cannot_follow: ClassVar[Mapping[str, str]] = {FORMAT: "it would write the experts that it refits unquantised"}
 
-    method: Literal["auto", "none", "ridge", "tune"] = Field(
-        "tune",
-        description="Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in closed "
-        "form. tune then trains router, gate, up and down projections by gradient steps. auto is what the strategy "
-        "asks for.",
-    )
-    steps: int = Field(300, ge=1, le=10**5, description="Optimizer steps of tune for each layer.")
-    tokens: int = Field(2048, ge=1, le=10**6, description="Tokens of each of them.")
-    toward: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="How much of the way from the base's output on the smaller model's hidden states to the base's own "
-        "hidden states is fitted. Above 0, calibration text also passes the base. The default is 0.5, or 0 where that "
-        "is not known: beside constants, in multi-token-prediction heads, and where experts' outputs pass a norm.",
-    )
-    rate: float = Field(0.3, gt=0, lt=1, description="Learning rate of tune, times the error that is left.")
-    deterministic: bool = Field(
-        False, description="Keep to operations that give the same bits each time; on a GPU some are slower."
-    )
+    method: Literal["auto", "none", "ridge", "tune"] = "tune"
+    """Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in closed form. tune then
+    trains router, gate, up and down projections by gradient steps. auto is what the strategy asks for."""
+    steps: int = Field(300, ge=1, le=10**5)
+    """Optimizer steps of tune for each layer."""
+    tokens: int = Field(2048, ge=1, le=10**6)
+    """Tokens of each of them."""
+    toward: float | None = Field(None, ge=0, le=1)
+    """How much of the way from the base's output on the smaller model's hidden states to the base's own hidden states
+    is fitted. Above 0, calibration text also passes the base. The default is 0.5, or 0 where that is not known: beside
+    constants, in multi-token-prediction heads, and where experts' outputs pass a norm."""
+    rate: float = Field(0.3, gt=0, lt=1)
+    """Learning rate of tune, times the error that is left."""
+    deterministic: bool = False
+    """Keep to operations that give the same bits each time; on a GPU some are slower."""
 
     @property
     def changes(self) -> frozenset[str]:

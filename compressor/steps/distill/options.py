@@ -20,30 +20,32 @@ class Distill(StepOptions):
     implementation: ClassVar[str] = "compressor.steps.distill.step:DistillStep"
     cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
 
-    train: Literal["experts", "router", "lora", "all", "none"] = Field(
-        "experts", description="Train experts (and routers), router, lora or all toward the base."
-    )
-    steps: int = Field(400, ge=1, le=10**6, description="Optimizer steps.")
-    tokens_per_step: int = Field(2048, ge=2, le=10**8, description="Tokens in each step.")
-    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
-    learning_rate: float | None = Field(
-        None,
-        ge=1e-12,
-        le=1e12,
-        description="Peak learning rate (default: 1e-3, lora 2e-3, router 3e-3).",
-    )
-    optimizer: Literal["adam", "adafactor"] | None = Field(
-        None, description="adam or adafactor (default: adam; with stream adafactor)."
-    )
-    rank: int = Field(16, ge=1, le=10**5, description="Rank of LoRA's factors.")
-    stream: bool = Field(False, description="Train with one decoder layer in memory at a time.")
-    kl: float = Field(1.0, ge=0, le=1e6, description="Weight of the KL divergence from the base's next token.")
-    cross_entropy: float = Field(0.0, ge=0, le=1e6, description="Weight of the text's own next-token loss.")
-    hidden_states: float = Field(0.0, ge=0, le=1e6, description="Weight of the distance from the base's hidden states.")
-    evaluate_every: int | None = Field(
-        None, ge=1, le=10**6, description="Steps between evaluations on held-out text (default: an eighth of them)."
-    )
-    patience: int = Field(8, ge=1, le=10**6, description="Evaluations without improvement before training stops.")
+    train: Literal["experts", "router", "lora", "all", "none"] = "experts"
+    """Train experts (and routers), router, lora or all toward the base."""
+    steps: int = Field(400, ge=1, le=10**6)
+    """Optimizer steps."""
+    tokens_per_step: int = Field(2048, ge=2, le=10**8)
+    """Tokens in each step."""
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6)
+    """Tokens in each sequence."""
+    learning_rate: float | None = Field(None, ge=1e-12, le=1e12)
+    """Peak learning rate (default: 1e-3, lora 2e-3, router 3e-3)."""
+    optimizer: Literal["adam", "adafactor"] | None = None
+    """adam or adafactor (default: adam; with stream adafactor)."""
+    rank: int = Field(16, ge=1, le=10**5)
+    """Rank of LoRA's factors."""
+    stream: bool = False
+    """Train with one decoder layer in memory at a time."""
+    kl: float = Field(1.0, ge=0, le=1e6)
+    """Weight of the KL divergence from the base's next token."""
+    cross_entropy: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the text's own next-token loss."""
+    hidden_states: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the distance from the base's hidden states."""
+    evaluate_every: int | None = Field(None, ge=1, le=10**6)
+    """Steps between evaluations on held-out text (default: an eighth of them)."""
+    patience: int = Field(8, ge=1, le=10**6)
+    """Evaluations without improvement before training stops."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:

@@ -60,26 +60,24 @@ class Prune(StepOptions):
     order: ClassVar[int | None] = 1
     cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
 
-    strategy: str = Field("auto", description="Pruning strategy. See `moe-compress list strategies`.")
-    experts: int | None = Field(
-        None, description="Experts to keep in each MoE layer. They are those of the source, also after `split`."
-    )
-    ratio: float | None = Field(None, description="Share of the experts to remove. No more than this goes.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the strategy.")
-    protect: Protect = Field(
-        None,
-        description="Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest "
-        "centrality in the routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`).",
-    )
-    sequential: bool = Field(False, description="Plan each layer on what the compressed earlier layers output.")
-    top_k: int | None = Field(
-        None, ge=1, description="num_experts_per_tok of the output, at most as many as now (default: as many)."
-    )
-    mtp: Heads = Field(
-        None,
-        description="Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than "
-        "theirs is refused) or drop (default: keep where the layout is known).",
-    )
+    strategy: str = "auto"
+    """Pruning strategy. See `moe-compress list strategies`."""
+    experts: int | None = None
+    """Experts to keep in each MoE layer. They are those of the source, also after `split`."""
+    ratio: float | None = None
+    """Share of the experts to remove. No more than this goes."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of the strategy."""
+    protect: Protect = None
+    """Experts that are neither merged nor dropped: auto (the hub experts), graph:N (the N of highest centrality in the
+    routing graph), or a JSON list of experts to keep (hubs.json of `moe-compress attribute`)."""
+    sequential: bool = False
+    """Plan each layer on what the compressed earlier layers output."""
+    top_k: int | None = Field(None, ge=1)
+    """num_experts_per_tok of the output, at most as many as now (default: as many)."""
+    mtp: Heads = None
+    """Multi-token-prediction heads: keep (with as many experts as the other layers; a number other than theirs is
+    refused) or drop (default: keep where the layout is known)."""
 
     @property
     def changes(self) -> frozenset[str]:

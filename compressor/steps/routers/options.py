@@ -15,20 +15,18 @@ class Routers(StepOptions):
     implementation: ClassVar[str] = "compressor.steps.routers.step:RoutersStep"
     cannot_follow: ClassVar[Mapping[str, str]] = {CONSTANTS: "stock transformers cannot load constants"}
 
-    method: Literal["router", "bias", "auto", "none"] = Field(
-        "router",
-        description="Calibrate router weights (router), a bias per expert (bias) or the better one (auto).",
-    )
-    rounds: int = Field(4, ge=1, le=1000, description="Gradient rounds, each on its share of the text.")
-    sequences: int = Field(200, ge=1, le=10**6, description="Calibration sequences.")
-    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6, description="Tokens in each sequence.")
-    optimizer: Literal["own", "mode", "kernel", "ngd"] = Field(
-        "own",
-        description="How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd.",
-    )
-    reference: str | None = Field(
-        None, description="Reference set of the checkpoint, whose optimised pathways a bias averages."
-    )
+    method: Literal["router", "bias", "auto", "none"] = "router"
+    """Calibrate router weights (router), a bias per expert (bias) or the better one (auto)."""
+    rounds: int = Field(4, ge=1, le=1000)
+    """Gradient rounds, each on its share of the text."""
+    sequences: int = Field(200, ge=1, le=10**6)
+    """Calibration sequences."""
+    sequence_length: int = Field(DEFAULT_LENGTH, ge=2, le=10**6)
+    """Tokens in each sequence."""
+    optimizer: Literal["own", "mode", "kernel", "ngd"] = "own"
+    """How to optimise the pathways that a bias averages: own (each answer), mode, kernel or ngd."""
+    reference: str | None = None
+    """Reference set of the checkpoint, whose optimised pathways a bias averages."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

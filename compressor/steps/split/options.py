@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from compressor.recipe.step import CONSTANTS, EXPERTS, FORMAT, SUB_EXPERTS, StepOptions
 
 
@@ -18,9 +16,8 @@ class Split(StepOptions):
         (SUB_EXPERTS, EXPERTS, CONSTANTS, FORMAT), "experts are split before anything else is done to them"
     )
 
-    parts: int | Literal["auto"] = Field(
-        2, description="Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."
-    )
+    parts: int | Literal["auto"] = 2
+    """Sub-experts that each expert becomes; auto: 2, 3 or 4 where nothing speaks against it, or 1."""
 
     @property
     def changes(self) -> frozenset[str]:
