@@ -16,13 +16,13 @@ from compressor.data.batches import Calibration, EvaluationSet
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
+from compressor.evaluation.answers import writer_of
 from compressor.evaluation.behaviour import Answering, Behaviour, evaluate_behaviour, shown_sentence
 from compressor.evaluation.gate import GateRequest, Outlook, outlook, passable, run_gate
 from compressor.evaluation.gate_verdict import GateResult
 from compressor.evaluation.judging import Judging
 from compressor.evaluation.options import ServerOptions
 from compressor.evaluation.server import Server, refuse_tasks, servers_of
-from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import items_of, resolve_tasks
 from compressor.evaluation.traces import Traces, write_traces
 from compressor.extras import require

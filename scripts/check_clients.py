@@ -42,12 +42,11 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockGenerator
+from compressor.evaluation.answers import ServedGenerator, StockGenerator
 from compressor.evaluation.evaluate import plan_evaluation
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt
 from compressor.evaluation.server import Server, open_server
-from compressor.evaluation.server_writer import ServedGenerator
 from compressor.evaluation.tasks import EvaluationOptions, resolve_tasks
 from compressor.model.architecture import experts_modules
 from compressor.progress import Silent

@@ -13,7 +13,7 @@ import pytest
 
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.evaluation import server_client
+from compressor.evaluation import server as server_module
 from compressor.evaluation.evaluate import plan_evaluation
 from compressor.evaluation.options import ServerOptions
 from compressor.evaluation.server import open_server
@@ -57,7 +57,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(server_client, "PAUSE", 0.01)
+    monkeypatch.setattr(server_module, "PAUSE", 0.01)
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -147,9 +147,9 @@ def test_a_busy_server_is_asked_again(model: Path) -> None:
     with serving(model, busy=3) as served:
         server = open_server(served.address).checked(model, "model")
         assert server.scored == "tokens"
-        served.busy = server_client.TRIES
+        served.busy = server_module.TRIES
         with pytest.raises(CompressionError, match=r"answers 503 \(busy\)"):
-            server.ask("/completions", server_client.Completion, {"model": "served", "prompt": "a"})
+            server.ask("/completions", server_module.Completion, {"model": "served", "prompt": "a"})
 
 
 def test_wrong_servers_are_one_sentence(

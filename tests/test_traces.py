@@ -11,9 +11,9 @@ import transformers
 
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
+from compressor.evaluation.answers import message_text
 from compressor.evaluation.prompts import Prompt
-from compressor.evaluation.server_client import Message
-from compressor.evaluation.server_writer import message_text
+from compressor.evaluation.server import Message
 from tests import small
 from tests.command_line import Run, refused, run_killed
 from tests.served import serving

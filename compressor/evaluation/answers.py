@@ -6,15 +6,18 @@ places in bfloat16.) B rows of a batch, S tokens, V words of the vocabulary.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -25,8 +28,23 @@ from compressor.evaluation.evaluate import PACKAGES, fits_whole, identity
 from compressor.evaluation.generate import ModelFacts, free, load_writing, probabilities, read_facts
 from compressor.evaluation.journal import Journal
 from compressor.evaluation.options import GenerationOptions
-from compressor.evaluation.prompts import Prompt, tokens_of
-from compressor.model.tokenizer import load_tokenizer
+from compressor.evaluation.prompts import Prompt, is_chat, tokens_of
+from compressor.evaluation.server import (
+    AT_ONCE,
+    Chat,
+    ChatChoice,
+    Completion,
+    Message,
+    Server,
+    TextChoice,
+    served_facts,
+)
+from compressor.model.tokenizer import (
+    THINKING_END,
+    load_tokenizer,
+    thinking_end,
+    with_json_arguments,
+)
 from compressor.progress import Progress, quiet_transformers
 from compressor.run_record import request_key, versions
 
@@ -35,6 +53,7 @@ logger = logging.getLogger(__name__)
 GenerationRequest: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 REMEDIES = ("pass a smaller --batch-size, or --device cpu", "see whether its own library alone can do it")
+ENDED = ("stop", "tool_calls", "function_call")  # a server's reasons to finish that are the model's own
 CPU_ROWS, GPU_ROWS = 32, 64  # answers that are written together
 TRIED = 16  # tokens, to see whether padding changes them
 
@@ -52,25 +71,6 @@ class Answer:
     @property
     def key(self) -> tuple[str, int]:
         return self.prompt, self.seed
-
-
-class TextGenerator(Protocol):
-    """Whatever answers: a model in memory, or a server."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Plain JSON: all that decides the answers beside prompts and options."""
-
-    def opened(self) -> tuple[Any, ModelFacts]:
-        """Tokenizer and facts; raises `CompressionError` for what cannot end an answer."""
-
-    def write(
-        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
-    ) -> Iterator[Answer]:
-        """The answers in any order, each as soon as it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +270,97 @@ def _answer(
     return Answer(question.prompt.id, question.seed, tuple(tokens), text, ended)
 
 
+@dataclass(frozen=True, slots=True)
+class ServedGenerator:
+    """A served model that writes; `source` holds its tokenizer, by which answers are judged and kept."""
+
+    server: Server  # checked
+    source: ModelSource
+    at_once: int = AT_ONCE
+
+    @property
+    def label(self) -> str:
+        return self.server.label
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return served_facts(self.server, self.source.folder)
+
+    def opened(self) -> tuple[Any, ModelFacts]:
+        facts = read_facts(self.source.folder)
+        tokenizer = load_tokenizer(self.source.folder)
+        lengths = [length for length in (facts.positions, self.server.max_length) if length is not None]
+        return tokenizer, replace(facts, positions=min(lengths, default=None))
+
+    def write(
+        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
+    ) -> Iterator[Answer]:
+        tokenizer = load_tokenizer(self.source.folder)
+        progress.start(f"Writing answers by {self.label}", len(asked))
+
+        def ask(request: GenerationRequest) -> Answer:
+            prompt, seed = request
+            settings = self._settings(request, options)
+            choice: ChatChoice | TextChoice
+            if is_chat(prompt, tokenizer, options.chat):
+                question = {"messages": [with_json_arguments(message) for message in prompt.chat], **settings}
+                if prompt.tools:
+                    question["tools"] = prompt.tools
+                choice = self.server.ask("/chat/completions", Chat, question).choices[0]
+                text = message_text(choice.message, prompt, tokenizer, options.chat)
+            else:
+                choice = self.server.ask("/completions", Completion, {"prompt": prompt.text, **settings}).choices[0]
+                text = choice.text
+            return Answer(prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length")
+
+        for answer in self.server.all(asked, ask, self.at_once):
+            progress.advance("")
+            yield answer
+
+    def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
+        """How an answer is written; each prompt has a seed of its own."""
+        digest = hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).digest()
+        settings = {
+            "model": self.server.model,
+            "max_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "seed": int.from_bytes(digest[:4]) >> 1,
+            **self.server.plain,
+        }
+        if options.top_p is not None:
+            settings["top_p"] = options.top_p
+        return settings
+
+
+def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
+    """The text that the model wrote, of a message from which a server has taken apart thinking and calls of tools."""
+    text = message.text
+    thinking = message.reasoning_content or message.reasoning
+    if thinking is not None:
+        end = thinking_end(tokenizer) or THINKING_END
+        begin = end.replace("/", "", 1)
+        is_open = tokenizer.decode(tokens_of(prompt, tokenizer, chat)).rstrip().endswith(begin)
+        opening = "" if is_open else f"{begin}\n"
+        text = f"{opening}{thinking.strip()}\n{end}\n\n{text.lstrip()}"
+    for call in message.tool_calls or ():
+        arguments = call.function.arguments
+        with suppress(ValueError):  # else it is shown as it was written
+            arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": call.function.name, "arguments": arguments}, ensure_ascii=False)
+        text = f"{text}\n<tool_call>\n{shown}\n</tool_call>".lstrip("\n")
+    return text
+
+
+TextGenerator = StockGenerator | ServedGenerator
+
+
+def writer_of(source: ModelSource, server: Server | None, rows: int | None, device: str, dtype: str) -> TextGenerator:
+    """The writer of a model's answers: stock transformers, so many together, or its server."""
+    if server is not None:
+        return ServedGenerator(server, source, rows or AT_ONCE)
+    return StockGenerator(source, device, dtype, rows)
+
+
 def journal_of(writer: TextGenerator, options: GenerationOptions, folder: Path) -> Journal:
     """Return the journal of a writer's answers in a folder: one for each model and options."""
     facts = options.facts("max_new_tokens", "temperature", "top_p", "top_k", "chat")
@@ -280,11 +371,12 @@ def answer_all(
     writer: TextGenerator,
     asked: Iterable[GenerationRequest],
     options: GenerationOptions,
-    journal: Journal,
+    folder: Path,
     progress: Progress,
 ) -> list[Answer]:
-    """The answers in the order of what is asked; those that the journal has are not asked again."""
+    """The answers in the order of what is asked; those that the folder's journal has are not asked again."""
     asked = list(asked)
+    journal = journal_of(writer, options, folder)
     known = {answer.key: answer for answer in journal.read()}
     missing = [(prompt, seed) for prompt, seed in asked if (prompt.id, seed) not in known]
     for answer in writer.write(missing, options, progress):

@@ -19,11 +19,10 @@ from compressor.evaluation.answers import (
     StockGenerator,
     TextGenerator,
     answer_all,
-    journal_of,
 )
 from compressor.evaluation.endings import Ending, Markers, Rate, ending_of, pair_endings, rates
 from compressor.evaluation.evaluate import fits_whole
-from compressor.evaluation.gate_statistics import POWER, holm, items_needed, measure, shown_by, verdict
+from compressor.evaluation.gate_statistics import POWER, advise, holm, measure, shown_by, verdict
 from compressor.evaluation.gate_verdict import GateCondition, TaskGate
 from compressor.evaluation.generate import ModelFacts
 from compressor.evaluation.judged import Judged
@@ -199,7 +198,7 @@ def write_both(
     answers = list[list[Answer]]()
     endings = list[list[Ending]]()
     for writer, (tokenizer, _) in zip((base, smaller), opened, strict=True):
-        own_answers = answer_all(writer, asked, options, journal_of(writer, options, cache), progress)
+        own_answers = answer_all(writer, asked, options, cache, progress)
         if not answers:
             _check_ends(own_answers, base.label, options.max_new_tokens, "missed ends" in wanted.limits)
         markers = Markers.of(tokenizer)
@@ -242,6 +241,7 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
     conditions = []
     for task, p_fail in zip(tasks, failing.tolist(), strict=True):
         judged = verdict(task.p_pass, p_fail, alpha)
+        advice = f"{advise(task, confidence, UNIT, 'rise')}; name more --prompts, or sample more --seeds"
         conditions.append(
             GateCondition(
                 name=f"rise of {task.task}",
@@ -255,19 +255,10 @@ def written_conditions(written: Written, wanted: Answering, confidence: float) -
                 verdict=judged,
                 base=task.compressed,
                 compressed=task.base,
-                advice=_advice(task, confidence) if judged == "inconclusive" else "",
+                advice=advice if judged == "inconclusive" else "",
             )
         )
     return tuple(conditions)
-
-
-def _advice(task: TaskGate, confidence: float) -> str:
-    if (count := items_needed(task, confidence)) is None:
-        return "it is too near the limit for any number of answers to decide"
-    return (
-        f"about {float(f'{count:.2g}'):,.0f} answers would decide it instead of {task.items:,}, if the rise stays what "
-        f"it is, with probability {POWER:g}; name more --prompts, or sample more --seeds"
-    )
 
 
 def evaluate_behaviour(
@@ -301,7 +292,7 @@ def evaluate_behaviour(
     if wanted is not None and forced:
         options, prompts = fitting(wanted, [base.opened()])
         asked = wanted.asked(prompts)
-        base_answers = answer_all(base, asked, options, journal_of(base, options, cache), progress)
+        base_answers = answer_all(base, asked, options, cache, progress)
         answers = [(prompt, answer) for (prompt, _), answer in zip(asked, base_answers, strict=True)]
     elif wanted is not None:
         written = write_both(base, smaller, wanted, confidence, cache, progress, announce)

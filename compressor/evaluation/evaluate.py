@@ -146,10 +146,6 @@ def identity_of(source: ModelSource, server: Server | None, digests: bool = Fals
     return identity(source, digests) if server is None else served_facts(server, source.folder)
 
 
-def label_of(source: ModelSource, server: Server | None) -> str:
-    return source.label if server is None else server.label
-
-
 @dataclass(frozen=True, slots=True)
 class TaskEvaluation:
     """A model and the tasks that it answers, some of which it may have answered in an earlier run."""
@@ -175,7 +171,7 @@ class TaskEvaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        label = label_of(self.source, self.server)
+        label = self.source.label if self.server is None else self.server.label
         options = self.options
         with quiet_lm_eval():
             import lm_eval

@@ -14,14 +14,13 @@ from typing import Literal
 from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
-from compressor.evaluation.answers import StockGenerator
+from compressor.evaluation.answers import StockGenerator, writer_of
 from compressor.evaluation.behaviour import UNIT, Answering, evaluate_behaviour, stock_pair
-from compressor.evaluation.evaluate import identity_of, label_of, plan_evaluation
+from compressor.evaluation.evaluate import identity_of, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
 from compressor.evaluation.gate_verdict import GateResult, Verdict
 from compressor.evaluation.judging import Judging, read_all
 from compressor.evaluation.server import Server
-from compressor.evaluation.server_writer import writer_of
 from compressor.evaluation.tasks import EvaluationOptions, EvaluationTask
 from compressor.files import default_folder
 from compressor.progress import Progress
@@ -197,8 +196,8 @@ def run_gate(
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
     return GateResult(
         verdict=overall([*judged, *([] if pooled is None else [pooled])], behaviour.conditions),
-        base=label_of(base, base_server),
-        compressed=label or label_of(compressed, server),
+        base=base_writer.label,
+        compressed=label or writer.label,
         max_drop=gate.max_drop,
         max_task_drop=gate.task_drop,
         confidence=gate.confidence,

@@ -34,7 +34,7 @@ from compressor.document.picture import Drawing
 from compressor.errors import CompressionError
 from compressor.evaluation.evaluate import REPORT
 from compressor.evaluation.gate import Outlook
-from compressor.evaluation.gate_statistics import POWER, items_needed
+from compressor.evaluation.gate_statistics import POWER, advise
 from compressor.evaluation.gate_verdict import (
     EXIT_STATUS,
     SIGNS,
@@ -125,13 +125,12 @@ def verdict_line(result: GateResult) -> str:
     for row in result.rows:
         if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
             where = f"over all {counted(row.items, 'item')}" if row is result.pooled else f"on {row.task}"
-            reasons.append(f"{margin(row)} was lost {where}")
-    what = [joined([f"{lost} {reason}" for reason in reasons])] if reasons else []
+            reasons.append(f"{lost} {margin(row)} was lost {where}")
     than = "at most" if passes else "more than"
     for condition in result.conditions:
         if condition.verdict == result.verdict:
-            what.append(f"the {condition.name} is {than} {condition.limit:g}")
-    due = joined(what) or "anything was lost on any task"
+            reasons.append(f"the {condition.name} is {than} {condition.limit:g}")
+    due = joined(reasons) or "anything was lost on any task"
     sure = f"with confidence {100 * result.confidence:g}%"
     if result.verdict == "inconclusive":
         return f"Inconclusive: {sure}, it cannot be said whether {due}."
@@ -142,17 +141,8 @@ def advice(result: GateResult) -> list[str]:
     """For all that decides and is inconclusive, what would decide it, as a sentence."""
     sentences = []
     for task in result.rows:
-        if not task.decides or task.verdict != "inconclusive":
-            continue
-        count = items_needed(task, result.confidence)
-        if count is None:
-            what = "the drop is too near the margin for any number of items to decide"
-        else:
-            what = (
-                f"about {float(f'{count:.2g}'):,.0f} items would decide it instead of {task.items:,}, an estimate for "
-                f"a drop that stays what it is and a probability of {POWER:g}"
-            )
-        sentences.append(f"{task.task}: {what}.")
+        if task.decides and task.verdict == "inconclusive":
+            sentences.append(f"{task.task}: {advise(task, result.confidence)}.")
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:

@@ -405,6 +405,17 @@ def overall(rows: Sequence[TaskGate], conditions: Sequence[GateCondition] = ()) 
     return "pass" if deciding == {"pass"} else "inconclusive"
 
 
+def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "drop") -> str:
+    """Say how many items would decide a task that is inconclusive."""
+    count = items_needed(task, confidence)
+    if count is None:
+        return f"the {what} is too near the margin for any number of {unit} to decide"
+    return (
+        f"about {float(f'{count:.2g}'):,.0f} {unit} would decide it instead of {task.items:,}, an estimate for a "
+        f"{what} that stays what it is and a probability of {POWER:g}"
+    )
+
+
 def items_needed(task: TaskGate, confidence: float) -> int | None:
     """Roughly how many items would decide a task with probability `POWER`; None if they are too many.
 

@@ -38,8 +38,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.generate import free, read_facts
 from compressor.evaluation.journal import Journal
-from compressor.evaluation.server import AT_ONCE, PromptScores, Server
-from compressor.evaluation.server_client import Completion
+from compressor.evaluation.server import AT_ONCE, Completion, PromptScores, Server
 from compressor.evaluation.tasks import EvaluationOptions
 from compressor.memory import available
 from compressor.model.architecture import head_of

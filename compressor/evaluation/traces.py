@@ -69,7 +69,7 @@ def write_traces(
             _check_files(out, manifest, overwrite)
         rows = list[dict[str, Any]]()
         dropped = Counter[str]()
-        answers = answer_all(writer, asked, options, journal, progress)
+        answers = answer_all(writer, asked, options, folder, progress)
         for (prompt, _), answer in zip(asked, answers, strict=True):
             if answer.ended != "end":
                 dropped[UNENDED] += 1
@@ -88,19 +88,16 @@ def write_traces(
         traces = Traces(writer.label, len(asked), len(rows), dict(dropped), dict(domains), out, manifest)
         content = {
             "format": FORMAT,
-            "model": traces.model,
+            **plain_json(traces),
             "made_by": plain_json(writer.facts),
             "options": options.facts("max_new_tokens", "temperature", "top_p", "chat"),
             "seeds": [wanted.seed + number for number in range(wanted.seeds)],
             "prompts": len(prompts),
-            "asked": traces.asked,
-            "kept": traces.kept,
-            "dropped": traces.dropped,
-            "domains": traces.domains,
             "request": request,
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "versions": versions(),
         }
+        del content["file"], content["manifest"]
         with ExitStack() as complete:  # the last is put in place first: a manifest alone says what is missing
             for path, written in ((out, text), (manifest, readable_json(content))):
                 fresh = complete.enter_context(replacing(path, folder / f"{path.name}.new"))

@@ -209,11 +209,11 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     first, second = Scripted(stop_after=2), Scripted()
     journal = journal_of(first, options, tmp_path)
     with pytest.raises(CompressionError, match="timed out"):
-        answer_all(first, asked, options, journal, Silent())
+        answer_all(first, asked, options, tmp_path, Silent())
     with journal.path.open("a") as stream:
         stream.write('\n{"prompt": "prom')  # killed while it wrote
-    answers = answer_all(second, asked, options, journal, Silent())
+    answers = answer_all(second, asked, options, tmp_path, Silent())
     assert [answer.text for answer in answers] == ["a 0", "a 1", "b 0", "b 1"]
     assert first.asked + second.asked == asked
-    assert answer_all(Scripted(stop_after=0), asked, options, journal, Silent()) == answers
+    assert answer_all(Scripted(stop_after=0), asked, options, tmp_path, Silent()) == answers
     assert not list(journal_of(first, GenerationOptions(max_new_tokens=5), tmp_path).read())
