@@ -27,7 +27,7 @@ from compressor.data.sources import (
 )
 from compressor.errors import CompressionError, ItemError, reason_of, wrap_faults
 
-Purpose = Literal["calibration", "heldout", "prompts", "text", "answers"]  # which options are called, too
+Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]  # which options are called, too
 Row = tuple[str, Any]  # the place of a row, for messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by their first bytes

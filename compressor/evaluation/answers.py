@@ -25,7 +25,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.evaluation.evaluate import PACKAGES, fits_whole, identity
-from compressor.evaluation.generate import ModelFacts, free, load_writing, probabilities, read_facts
+from compressor.evaluation.generate import ModelFacts, choose, free, load_writing, read_facts
 from compressor.evaluation.journal import Journal
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, is_chat, tokens_of
@@ -198,38 +198,14 @@ def _takes_padding(model: Any, tokens: Sequence[int], most: int) -> bool:
     return True
 
 
+def seed_of(asked: GenerationRequest) -> int:
+    """The seed that an answer is drawn with; each prompt has its own."""
+    return int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
+
+
 def draws(asked: GenerationRequest, count: int) -> Tensor:
     """The numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
-    seed = int(hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).hexdigest()[:15], 16)
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def drawn(distribution: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which the sum of probabilities passes each row's number: [B, V], [B] -> [B]."""
-    passed = distribution.cumsum(-1)
-    return (passed <= numbers[:, None].to(passed.device) * passed[:, -1:]).sum(-1)
-
-
-class _Choosing:
-    """Leaves of the logits [B, V] the one token that each row is to go on with; a processor of stock `generate`."""
-
-    def __init__(self, asked: Sequence[GenerationRequest], prompt: int, options: GenerationOptions) -> None:
-        self.prompt = prompt
-        self.options = options
-        if options.temperature:
-            self.numbers = torch.stack([draws(request, options.max_new_tokens) for request in asked])
-
-    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        if not bool(scores.amax(-1).isfinite().all()):
-            raise CompressionError(
-                "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
-            )
-        options = self.options
-        if not options.temperature:
-            return scores
-        chances = probabilities(scores, options.temperature, options.top_k, options.top_p)
-        chosen = drawn(chances, self.numbers[:, tokens.shape[1] - self.prompt]).to(scores.device)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed_of(asked)), dtype=torch.float64)
 
 
 @torch.inference_mode()
@@ -240,7 +216,13 @@ def _generate(
     from transformers import GenerationConfig, LogitsProcessorList
 
     ids, mask = padded([question.tokens for question in batch], min(stops), model.device)
-    choosing = _Choosing([(question.prompt, question.seed) for question in batch], ids.shape[1], options)
+    numbers = torch.stack([draws((question.prompt, question.seed), options.max_new_tokens) for question in batch])
+
+    def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
+        """Leave of the logits [B, V] the one token that each row is to go on with."""
+        chosen = choose(scores, options, numbers[:, tokens.shape[1] - ids.shape[1]]).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
     model.generation_config = GenerationConfig(
         max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=sorted(stops), pad_token_id=min(stops)
     )
@@ -249,7 +231,7 @@ def _generate(
             ids,
             attention_mask=mask,
             generation_config=model.generation_config,
-            logits_processor=LogitsProcessorList([choosing]),
+            logits_processor=LogitsProcessorList([leave_chosen]),
         )
     rows = []
     for row in written[:, ids.shape[1] :].tolist():
@@ -318,13 +300,12 @@ class ServedGenerator:
             yield answer
 
     def _settings(self, asked: GenerationRequest, options: GenerationOptions) -> dict[str, Any]:
-        """How an answer is written; each prompt has a seed of its own."""
-        digest = hashlib.sha256(f"{asked[0].id} {asked[1]}".encode()).digest()
+        """How an answer is written."""
         settings = {
             "model": self.server.model,
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
-            "seed": int.from_bytes(digest[:4]) >> 1,
+            "seed": seed_of(asked) % 2**31,  # what servers take
             **self.server.plain,
         }
         if options.top_p is not None:

@@ -5,7 +5,7 @@ Names, shapes and dtypes are the graph's own, so that any layout of a cache work
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import MODEL_NAME
 from compressor.errors import CompressionError, reason_of, wrap_faults
-from compressor.evaluation.generate import probabilities, read_facts
+from compressor.evaluation.generate import choose, read_facts
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, tokens_of
 from compressor.model.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-Choose = Callable[[Tensor], int]  # [V] logits -> token id
 TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 RENAMINGS = (("past_key_values", "present"), ("past", "present"), ("input", "output"))  # of a cache: in -> out
 DTYPES = {
@@ -132,21 +131,6 @@ def onnx_decoder(folder: Path, device: str) -> OnnxDecoder:
     return OnnxDecoder(session)
 
 
-def chooser(options: GenerationOptions) -> Choose:
-    """The rule by which these options choose a token; what it draws depends on the seed alone."""
-    generator = torch.Generator().manual_seed(options.seed)
-
-    def choose(logits: Tensor) -> int:
-        if not bool(logits.max().isfinite()):  # NaN and infinity both come out of a maximum
-            raise CompressionError("the model's logits are not finite; check the weights that were exported")
-        if options.temperature == 0:
-            return int(logits.argmax())
-        distribution = probabilities(logits, options.temperature, options.top_k, options.top_p)
-        return int(torch.multinomial(distribution, 1, generator=generator))
-
-    return choose
-
-
 def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
     """Turn tokens into text as they come; the pieces joined are the decoded whole, less the text of `before`.
 
@@ -188,10 +172,11 @@ class Continuation:
     def _write(self) -> Iterator[int]:
         """Choose tokens, without the end token."""
         start = time.perf_counter()
-        choose = chooser(self.options)
+        generator = torch.Generator().manual_seed(self.options.seed)
         fresh = self.prompt
         while len(self.tokens) < self.options.max_new_tokens:
-            token = choose(self.decoder(fresh))
+            number = torch.rand(1, generator=generator, dtype=torch.float64)
+            token = int(choose(self.decoder(fresh)[None], self.options, number))
             self.tokens.append(token)
             self.seconds = time.perf_counter() - start
             self.first_seconds = self.first_seconds or self.seconds

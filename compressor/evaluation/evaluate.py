@@ -4,8 +4,6 @@ Results are stored, and taken from an earlier run of the same model, task and op
 memory, or is shared by several ranks, answers layer by layer.
 """
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,11 +123,14 @@ def _kind(task: Any, metric: str, row: Mapping[str, Any]) -> Kind | None:
     return "likelihood" if is_perplexity else "score"
 
 
-def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
+def identity(source: ModelSource, server: Server | None = None, digests: bool = False) -> dict[str, Any]:
     """Facts that a model's answers depend on, wherever it lies: a commit on the Hub, or the files of a folder.
 
+    Of a served model they are all that its server says of it.
     With the SHA-256 `digests` of a folder's weight files, a copy is known for the model that was evaluated.
     """
+    if server is not None:
+        return served_facts(server, source.folder)
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
     texts = [path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()]
@@ -139,11 +140,6 @@ def identity(source: ModelSource, digests: bool = False) -> dict[str, Any]:
     if digests:
         facts["digests"] = {str(name): file_digest(source.folder / str(name)) for name, *_ in weights}
     return facts
-
-
-def identity_of(source: ModelSource, server: Server | None, digests: bool = False) -> dict[str, Any]:
-    """The `identity` of a model; of a served one, all that its server says of it."""
-    return identity(source, digests) if server is None else served_facts(server, source.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +206,7 @@ class TaskEvaluation:
                         for task in together:
                             scores = item_scores(task, evaluated["samples"])
                             results[task.name] = replace(scores, streamed=self.streamed)
-                    for task in together:
-                        self._store(results[task.name])
+                            self._store(results[task.name])
         return {task.name: results[task.name] for task in self.tasks}
 
     def _store(self, scores: ItemScores) -> None:
@@ -239,14 +234,13 @@ def plan_evaluation(
     facts = {"options": options.facts(), "packages": versions(PACKAGES)}  # all that a result depends on, and:
     if server is not None:
         facts["package"] = versions((PACKAGE,))
-    models = [identity_of(source, server), *([] if content is None else [content])]
+    models = [identity(source, server), *([] if content is None else [content])]
     files = dict[str, dict[Path, Any]]()
     for task in tasks:
         files[task.name] = {}
         for model in models:
             key = {**facts, "model": model, "task": task.name, "version": task.version}
-            digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-            files[task.name][cache / f"{digest[:32]}.json"] = key
+            files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
     stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
     known = {name: scores for name, scores in stored.items() if scores is not None}
     journal = None

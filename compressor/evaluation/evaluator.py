@@ -171,7 +171,7 @@ class Evaluator:
         self.marks = tuple(map(tuple, marks))
         self.base, self.names = base, tuple(entry.name for entry in sets)
         self.head = require_head(base.partial.model)
-        self._head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
+        self.head_name = next(name for name, module in base.partial.model.named_modules() if module is self.head)
         self.batches: list[Tensor] = []  # so small that their logits are, too
         self.counted: list[Tensor] = []  # by batch: [B, L - 1] positions whose next token counts
         self.domains: list[int] = []  # of each batch
@@ -187,7 +187,7 @@ class Evaluator:
                 self.counted += mask[:, 1:].split(rows)
                 self.domains += [domain] * (len(self.batches) - len(self.domains))
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
-        self._held = 0  # bytes in memory
+        self.held = 0  # bytes of these, on disk past the budget of memory
 
     @classmethod
     def of(cls, base: OpenModel, batches: Sequence[Tensor]) -> "Evaluator":
@@ -201,12 +201,6 @@ class Evaluator:
         """Return the numbers of this rank's batches of which the base's answers are not kept yet."""
         numbers = ranks().share(self.batches) - self.inputs.keys()
         return sorted(numbers if wanted is None else numbers.intersection(wanted))
-
-    def keep_input(self, number: int, value: Tensor) -> None:
-        """Keep what enters the base's head for a batch, on disk past the budget of memory."""
-        kept = allocate(tuple(value.shape), value.dtype, CPU, max(0, BUDGET - self._held))
-        self._held += value.nbytes
-        self.inputs[number] = kept.copy_(value.detach())
 
     def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
         """Keep the base's answers from a pass over it in which the probe's batches have numbers from `first` on."""
@@ -274,14 +268,7 @@ class Evaluator:
                 yield probe
         finally:
             if head is not self.head:
-                self.base.partial.release(self._head_name)
-
-    def base_logits(self, head: nn.Module, number: int, device: torch.device, more: Sequence[Any]) -> Tensor:
-        """Return the base's logits of a batch, by its own head, which is loaded beside a variant's `head`."""
-        if head is not self.head:
-            self.base.partial.load(self.base.partial.keys_under(self._head_name))
-        logits: Tensor = self.head.forward(self.inputs[number].to(device), *more)  # past the head's own hooks
-        return logits
+                self.base.partial.release(self.head_name)
 
     def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
         """Return the figures of a variant, in the order of the batches, from those of each batch's sequences."""
@@ -340,17 +327,24 @@ class HeldoutProbe(LayerVisitor):
         if self._selected:
             hidden = hidden[:, :-1][counted.to(hidden.device)][None]
         if variant is None:
-            self.evaluator.keep_input(number, hidden)
+            evaluator = self.evaluator
+            kept = allocate(tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held))
+            evaluator.held += hidden.nbytes
+            evaluator.inputs[number] = kept.copy_(hidden.detach())
             if self._selected:
                 hidden = hidden[:, :0]
         return (hidden, *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
-        """Put the base's logits below a variant's."""
+        """Put the base's logits, by its own head, which is loaded beside a variant's, below those of the variant."""
         if self._running is None or self._running[0] is None:
             return None
-        base = self.evaluator.base_logits(head, self._running[1], logits.device, args[1:])
-        return torch.cat([logits, base])
+        evaluator = self.evaluator
+        if head is not evaluator.head:
+            partial = evaluator.base.partial
+            partial.load(partial.keys_under(evaluator.head_name))
+        hidden = evaluator.inputs[self._running[1]].to(logits.device)
+        return torch.cat([logits, evaluator.head.forward(hidden, *args[1:])])  # past the head's own hooks
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Compare a variant's output with the base's, which is below it."""

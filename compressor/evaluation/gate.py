@@ -16,7 +16,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.evaluation.answers import StockGenerator, writer_of
 from compressor.evaluation.behaviour import UNIT, Answering, evaluate_behaviour, stock_pair
-from compressor.evaluation.evaluate import identity_of, plan_evaluation
+from compressor.evaluation.evaluate import identity, plan_evaluation
 from compressor.evaluation.gate_statistics import MOST_ITEMS, POOLED, at_most, compare_items, judge, overall, shown_by
 from compressor.evaluation.gate_verdict import GateResult, Verdict
 from compressor.evaluation.judging import Judging, read_all
@@ -163,8 +163,9 @@ def run_gate(
     if gate.judging is not None:  # what cannot be read is refused before tasks are answered for hours
         stock_pair(base_writer, writer, gate.judging)
         check_readings(base, gate)
-    identity = ranks().broadcast(lambda: identity_of(compressed, server, digests=True))
-    content = {name: value for name, value in identity.items() if name != "weights"}  # of a model made again, too
+    compressed_identity = ranks().broadcast(lambda: identity(compressed, server, digests=True))
+    content = dict(compressed_identity)
+    content.pop("weights", None)  # whose times of change differ in a model made again
     base_evaluation = plan_evaluation(base, tasks, options, gate.cache, base_server)
     evaluation = plan_evaluation(compressed, tasks, options, gate.cache, server, content)
     begin = time.perf_counter()
@@ -204,8 +205,8 @@ def run_gate(
         pooled=pooled,
         tasks=judged,
         options=facts,
-        base_identity=identity_of(base, base_server),
-        compressed_identity=identity,
+        base_identity=identity(base, base_server),
+        compressed_identity=compressed_identity,
         versions=versions((*PACKAGES, "lm-eval")),
         seconds={"base": between - begin, "compressed": done - between},
         reused_base=bool(tasks) and not base_evaluation.missing,

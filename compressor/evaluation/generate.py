@@ -15,6 +15,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import Checkpoint
 from compressor.devices import as_float64, pick_device
 from compressor.errors import CompressionError
+from compressor.evaluation.options import GenerationOptions
 from compressor.model.architecture import load_config, model_class
 from compressor.model.opened import load_whole, pick_dtype
 from compressor.progress import quiet_transformers
@@ -59,6 +60,21 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: 
         before = ranked.cumsum(-1) - ranked
         ranked = ranked.where(before < top_p, 0.0)
     return torch.zeros_like(scaled).scatter(-1, order, ranked / ranked.sum(-1, keepdim=True))
+
+
+def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tensor:
+    """The next token of each row, for which a number in [0, 1) is drawn: [B, V], [B] in float64 -> [B].
+
+    It is the token at which the sum of probabilities passes the number, or the most probable one at temperature 0.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):  # NaN and infinity both come out of a maximum
+        raise CompressionError(
+            "the model's logits are not finite; try --dtype float32, and check its weights if that does not help"
+        )
+    if not options.temperature:
+        return logits.argmax(-1)
+    passed = probabilities(logits, options.temperature, options.top_k, options.top_p).cumsum(-1)
+    return (passed <= numbers[:, None].to(passed.device) * passed[:, -1:]).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.data.rows import source_rows
+from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
+from compressor.model.tokenizer import check_vocabulary
 from compressor.records import plain_json, read_as
 
 REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend the text")
@@ -58,25 +61,18 @@ def read_items(path: Path, strict: bool = False) -> list[Item]:
 
     Lines that are none are left out with one warning, or refused if `strict`.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise CompressionError(f"{path} cannot be read ({error.strerror}); name a JSONL file with items") from error
-    except UnicodeDecodeError as error:
-        raise CompressionError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from error
+    if not path.is_file():
+        raise CompressionError(f"{path} cannot be read (it is no file); name a JSONL file with items")
     items = list[Item]()
     left_out = LeftOut(f"items of {path}", strict)
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
+    for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows:
         with left_out.each():
+            if isinstance(row, ItemError):
+                raise row
             try:
-                items.append(replace(read_as(Item, json.loads(line)), where=where))
+                items.append(replace(read_as(Item, row), where=where))
             except CompressionError as error:
                 raise ItemError(f"{where}: {error}") from error
-            except (ValueError, RecursionError) as error:
-                raise ItemError(f"{where} is not valid JSON ({error}); mend or remove it") from error
     left_out.report()
     if not items:
         raise CompressionError(f"{path} has no items; give it lines with 'prompt' and 'answer'")
@@ -110,11 +106,7 @@ def rows_of(item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
     """
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         rows = tuple(_row(item.prompt, continuation, tokenizer, most) for continuation in item.continuations)
-    largest = max(max(row.tokens) for row in rows)
-    if largest >= vocabulary:
-        raise CompressionError(
-            f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
-        )
+    check_vocabulary(max(max(row.tokens) for row in rows), vocabulary)
     return rows
 
 

@@ -30,7 +30,7 @@ from compressor.evaluation.judged import CONFIDENCE, DomainFigures, Judged
 from compressor.evaluation.prompts import Prompt, is_chat, tokens_of
 from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.tokenizer import first_part, load_tokenizer, render_chat
+from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, Silent, quiet_transformers
 
 SHORTEST = 16  # tokens of a sequence of text
@@ -174,11 +174,7 @@ def answer_sets(
     answers: Sequence[TeacherForcedAnswer], vocabulary: int
 ) -> tuple[tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
     """A set for each domain, longest first, in which only answers count; and the answers in that order."""
-    largest = max((max(*answer.prompt, *answer.answer) for answer in answers), default=0)
-    if largest >= vocabulary:
-        raise CompressionError(
-            f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
-        )
+    check_vocabulary(max((max(*answer.prompt, *answer.answer) for answer in answers), default=0), vocabulary)
     sets = list[EvaluationSet]()
     order = list[TeacherForcedAnswer]()
     for domain in dict.fromkeys(answer.domain for answer in answers):

@@ -9,8 +9,6 @@ kept as it comes, so that a run that a server's timeout ended goes on from what 
 """
 
 import copy
-import hashlib
-import json
 import math
 import sys
 from collections import ChainMap, defaultdict
@@ -46,6 +44,7 @@ from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.streaming import DEFAULT_ACTIVATION_BUDGET, LayerVisitor, Pass
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, Silent
+from compressor.run_record import request_key
 
 CPU_BATCH = 8  # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
 GPU_BATCH = 32  # rows of a streamed model where nobody says how many; all of the device but a layer is free for them
@@ -353,7 +352,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
         for tokens, begin, item in zip(inputs, contexts, items, strict=True):
             payload = self._create_payload(self._prompt(tokens), seed=self._seed)
             read = partial(self._likelihood, tokens, max(1, begin))
-            questions.append(Question(_digest(payload, begin), payload, read, item))
+            questions.append(Question(request_key(payload, begin), payload, read, item))
         return [(float(value), bool(greedy)) for value, greedy in self._answers("loglikelihood", questions)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -368,7 +367,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
             )
             payload |= self.server.plain
             item = (context, settings)
-            questions.append(Question(_digest(payload), payload, lambda response: response.choices[0].text, item))
+            questions.append(Question(request_key(payload), payload, lambda response: response.choices[0].text, item))
         return self._answers("generate_until", questions)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -427,7 +426,3 @@ def served_model(server: Server, folder: Path, options: EvaluationOptions, journ
     """A served model, whose answers the file `journal` keeps until all tasks have their results."""
     yield ServedModel(server, folder, options, Journal(journal, LINE))
     journal.unlink(missing_ok=True)
-
-
-def _digest(*asked: Any) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()

@@ -158,12 +158,44 @@ class Refusal(Checked):
 Answer = TypeVar("Answer", bound=Checked)
 
 
+def _refusal(url: str, response: Any) -> CompressionError:
+    status = response.status_code
+    reason = response.reason_phrase or "no reason"
+    with suppress(ValidationError):  # no JSON object
+        refusal = Refusal.model_validate_json(response.content)
+        error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
+        reason = refusal.message or error or reason
+    remedy = "see its log"
+    if status in (401, 403):
+        remedy = f"put its key into the environment variable {KEY_VARIABLE}"
+    elif status == 404:
+        remedy = "is it an OpenAI-compatible server, and has it this model?"
+    return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
+
+
+@cache
+def _certificates() -> Any:
+    """The certificates of all connections, which take long to read."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
 @dataclass(frozen=True, slots=True)
-class Client:
-    """Sends requests to one address."""
+class Server:
+    """One model of a server that is there; the server itself where none is named."""
 
     address: str  # of its API, without a slash at the end
     timeout: float  # seconds to wait for an answer
+    model: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # plain JSON: what it says of itself and of the model
+    max_length: int | None = None  # tokens of a prompt with its answer
+    scored: Scored = None
+    plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
+
+    @property
+    def label(self) -> str:
+        return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
 
     def ask(self, path: str, kind: type[Answer], payload: Mapping[str, Any] | None = None) -> Answer:
         """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all else."""
@@ -195,9 +227,8 @@ class Client:
         try:
             with httpx2.Client(timeout=self.timeout, trust_env=proxies, verify=_certificates()) as client:
                 for attempt in range(TRIES - 1):
-                    with suppress(
-                        httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError
-                    ):  # a connection reset
+                    # a connection may be reset
+                    with suppress(httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
                         response = client.request(method, url, headers=headers, content=content)
                         if response.status_code not in BUSY:
                             return response
@@ -217,44 +248,6 @@ class Client:
                 f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the address, or the proxy "
                 "that the environment names"
             ) from error
-
-
-def _refusal(url: str, response: Any) -> CompressionError:
-    status = response.status_code
-    reason = response.reason_phrase or "no reason"
-    with suppress(ValidationError):  # no JSON object
-        refusal = Refusal.model_validate_json(response.content)
-        error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
-        reason = refusal.message or error or reason
-    remedy = "see its log"
-    if status in (401, 403):
-        remedy = f"put its key into the environment variable {KEY_VARIABLE}"
-    elif status == 404:
-        remedy = "is it an OpenAI-compatible server, and has it this model?"
-    return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
-
-
-@cache
-def _certificates() -> Any:
-    """The certificates of all connections, which take long to read."""
-    import httpx2
-
-    return httpx2.create_ssl_context()
-
-
-@dataclass(frozen=True, slots=True)
-class Server(Client):
-    """One model of a server that is there."""
-
-    model: str
-    facts: Mapping[str, Any]  # plain JSON: what it says of itself and of the model
-    max_length: int | None = None  # tokens of a prompt with its answer
-    scored: Scored = None
-    plain: Mapping[str, float] = field(default_factory=dict)  # settings of each answer, where it takes them
-
-    @property
-    def label(self) -> str:
-        return f"{self.model.rpartition('/')[2] if self.model.startswith('/') else self.model} ({self.address})"
 
     def all(self, asked: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
@@ -407,8 +400,8 @@ def open_server(
     for end in ENDPOINTS:
         path = path.removesuffix(end)
     address = str(parts.copy_with(path=path or "/v1", fragment=None))
-    client = Client(address, timeout)
-    by_name = {entry.id: entry for entry in client.ask("/models", Models).data}
+    server = Server(address, timeout)
+    by_name = {entry.id: entry for entry in server.ask("/models", Models).data}
     if model is None:
         if len(by_name) != 1:
             names = ", ".join(by_name) or "none"
@@ -419,11 +412,11 @@ def open_server(
     said = by_name[model]
     facts = {"server": address, "model": model, **said.model_dump(exclude={"id"}, exclude_none=True)}
     try:
-        facts["version"] = Client(str(parts.join("/")).rstrip("/"), timeout).ask("/version", Version).version
+        facts["version"] = Server(str(parts.join("/")).rstrip("/"), timeout).ask("/version", Version).version
     except CompressionError:  # which few servers say
         logger.debug("%s says no version", address)
     length = said.max_model_len or (said.meta.n_ctx if said.meta else None)
-    return Server(address, timeout, model, facts, length)
+    return replace(server, model=model, facts=facts, max_length=length)
 
 
 def servers_of(options: ServerOptions) -> tuple[Server | None, Server | None]:

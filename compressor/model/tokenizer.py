@@ -79,6 +79,14 @@ def no_token(text: str) -> CompressionError:
     )
 
 
+def check_vocabulary(largest: int, vocabulary: int) -> None:
+    """Refuse a tokenizer whose largest token of a text is none of the model's."""
+    if largest >= vocabulary:
+        raise CompressionError(
+            f"the tokenizer makes token {largest}, the model knows {vocabulary}; they do not belong together"
+        )
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     """Return True if the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))

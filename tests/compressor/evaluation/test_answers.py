@@ -17,11 +17,10 @@ from compressor.evaluation.answers import (
     StockGenerator,
     _takes_padding,
     answer_all,
-    drawn,
     draws,
     journal_of,
 )
-from compressor.evaluation.generate import load_writing
+from compressor.evaluation.generate import choose, load_writing
 from compressor.evaluation.options import GenerationOptions
 from compressor.evaluation.prompts import Prompt, read_prompts, tokens_of, usable_prompts
 from compressor.model.tokenizer import load_tokenizer
@@ -98,7 +97,8 @@ def test_padding_that_changes_the_next_token_is_seen(mixtral: Path) -> None:
 def test_drawn_tokens_have_the_probabilities_of_the_distribution() -> None:
     chances = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0], dtype=torch.float64)
     numbers = draws((Prompt.of("a"), 3), 20_000)
-    counts = drawn(chances.expand(20_000, -1), numbers).bincount(minlength=6) / 20_000
+    rows = chances.log().expand(20_000, -1)
+    counts = choose(rows, GenerationOptions(temperature=1), numbers).bincount(minlength=6) / 20_000
     assert torch.allclose(counts.double(), chances, atol=0.01) and not counts[chances == 0].any()
     assert not torch.equal(numbers, draws((Prompt.of("a"), 4), 20_000))
 

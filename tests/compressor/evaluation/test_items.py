@@ -40,7 +40,7 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": "b", "choices": ["b", ""]}, "an answer is empty"),
         ({"prompt": "a", "answer": ""}, "an answer is empty"),
         ({"prompt": "a\ud800", "answer": "b"}, "is half a character"),
-        (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8 text"),
+        (b'{"prompt": "\xff", "answer": "b"}', "line 2: .* is half a character"),
     ],
 )
 def test_a_line_that_is_no_item_is_told(line: Any, message: str, tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_bad_items_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.
 def test_a_file_without_items_or_no_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match="has no items"):
         read_items(written(tmp_path, b"", b"  "))
-    with pytest.raises(CompressionError, match=r"cannot be read \(No such file"):
+    with pytest.raises(CompressionError, match="is no file"):
         read_items(tmp_path / "none.jsonl")
-    with pytest.raises(CompressionError, match=r"cannot be read \(Is a directory"):
+    with pytest.raises(CompressionError, match="is no file"):
         read_items(tmp_path)
 
 
