@@ -170,31 +170,17 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     groups = communities(experts, attribution.together, seed)
     community = {experts[expert].name: group for expert, group in groups.items()}
     for sender in senders:
-        layer = BEFORE if sender.layer is None else sender.layer
-        label = labels[sender.name]
-        facts = _measured(
-            share=sender.share,
-            number=sender.number,
-            community=community.get(sender.name),
-        )
-        graph.add_node(
-            label,
-            label=label,
-            kind=sender.kind,
-            layer=layer,
-            module=sender.module,
-            **facts,
-        )
+        place = {
+            "kind": sender.kind,
+            "layer": BEFORE if sender.layer is None else sender.layer,
+            "module": sender.module,
+        }
+        facts = _measured(share=sender.share, number=sender.number, community=community.get(sender.name))
+        graph.add_node(labels[sender.name], label=labels[sender.name], **place, **facts)
     for label, receiver in zip(routers, attribution.receivers, strict=True):
+        place = {"kind": "router", "layer": receiver.layer, "module": receiver.module}
         facts = _measured(variance=receiver.variance, unexplained=receiver.unexplained)
-        graph.add_node(
-            label,
-            label=label,
-            kind="router",
-            layer=receiver.layer,
-            module=receiver.module,
-            **facts,
-        )
+        graph.add_node(label, label=label, **place, **facts)
     for number, router in enumerate(routers):
         reaching = [sender for sender in senders if is_measured(sender.influence[number])]
         total = math.fsum(sender.influence[number] or 0.0 for sender in reaching)
@@ -202,9 +188,7 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
             influence = sender.influence[number] or 0.0
             weight = influence / total if total else 0.0
             facts = _measured(
-                influence=influence,
-                aarv=sender.rank_change[number],
-                covariance=sender.covariance[number],
+                influence=influence, aarv=sender.rank_change[number], covariance=sender.covariance[number]
             )
             graph.add_edge(labels[sender.name], router, kind=STEERS, weight=weight, **facts)
         routed = [expert for (layer, _), expert in experts.items() if layer == number and expert.share > 0]
@@ -248,12 +232,7 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
     """
     together: list[Together] = []
     for first in range(len(valid) - 1):
-        table = torch.zeros(
-            experts + 2,
-            experts,
-            dtype=torch.float64,
-            device=float64_device(valid.device),
-        )
+        table = torch.zeros(experts + 2, experts, dtype=torch.float64, device=float64_device(valid.device))
         for batch in chosen:
             passed, following = (
                 torch.zeros(len(batch), experts, device=batch.device).scatter_(1, batch[:, router, valid[router]], 1.0)
@@ -267,13 +246,8 @@ def routed_together(chosen: Collection[Tensor], valid: Tensor, experts: int, tok
         excess[excess <= NOTABLE * expected.sqrt()] = 0
         values, order = excess.sort(descending=True, stable=True)
         for expert in range(experts):
-            for value, other in zip(
-                values[expert, :FOLLOWING].tolist(),
-                order[expert].tolist(),
-                strict=False,
-            ):
-                if value > 0:
-                    together.append(Together(first, expert, other, value / tokens))
+            strongest = zip(values[expert, :FOLLOWING].tolist(), order[expert].tolist(), strict=False)
+            together += [Together(first, expert, other, value / tokens) for value, other in strongest if value > 0]
     return tuple(together)
 
 

@@ -114,7 +114,7 @@ def _receivers(routers: ObservedRouters, projection: Projection, tokens: int) ->
     largest = torch.zeros_like(variances)
     missed = torch.zeros_like(variances)
     for logits in routers.logits.values():
-        variances += torch.stack([scores.var(-1, correction=0).sum() for scores in logits.unbind(1)]).cpu()
+        variances += logits.var(-1, correction=0).sum(0).cpu()
     if projection.remainder is not None:  # at the one rank that has run the first batch
         largest += routers.logits[0].abs().amax((0, 2)).cpu()
         missed += projection.remainder.abs().amax((0, 2)).cpu()

@@ -1,7 +1,7 @@
 """A routing attribution as blocks, and as files: JSON, hubs.json to protect, a text, a graph and pictures."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,13 +93,7 @@ class Findings:
 
 
 def findings(attribution: Attribution, threshold: float = THRESHOLD, top: int = 10) -> Findings:
-    return Findings(
-        attribution,
-        find_hubs(attribution, threshold),
-        super_experts(attribution),
-        threshold,
-        top,
-    )
+    return Findings(attribution, find_hubs(attribution, threshold), super_experts(attribution), threshold, top)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -163,17 +157,6 @@ def graph_content(graph: "nx.DiGraph", centrality: Centrality) -> dict[str, Any]
     }
 
 
-def _one_line_each(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each item of a list: tens of thousands of numbers would be as many lines otherwise."""
-    parts = []
-    for name, value in content.items():
-        text = _json(value)
-        if isinstance(value, list) and value:
-            text = "[\n    " + ",\n    ".join(map(_json, value)) + "\n  ]"
-        parts.append(f"  {_json(name)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 def _json(content: Any, indent: int | None = None) -> str:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, indent=indent)
 
@@ -195,7 +178,7 @@ def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list
     with whole_folder(folder, NAMES, overwrite) as working:
         graph, centrality = measured_graph(findings.attribution)
         texts = (
-            _one_line_each({**full_content(findings), "graph": rounded(graph_content(graph, centrality))}),
+            _json({**full_content(findings), "graph": rounded(graph_content(graph, centrality))}, 0) + "\n",
             markdown(whole_blocks(findings, graph, centrality)),
             _json(rounded(tuple(findings.hubs)), 2) + "\n",
         )
@@ -288,28 +271,12 @@ def _hub_blocks(findings: Findings) -> Blocks:
         figures = map(short, (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score))
         is_super = "yes" if hub in findings.overlap["both"] else "no"
         rows.append((hub.label, *figures, percent(hub.share), is_super))
-    columns = (
-        "expert",
-        "influence",
-        "its score",
-        "AARV",
-        "its score",
-        "tokens",
-        "super expert",
-    )
-    keep = (
-        "Keep them when the model is made smaller: ",
-        Code("moe-compress compress ... --protect hubs.json"),
-    )
+    columns = ("expert", "influence", "its score", "AARV", "its score", "tokens", "super expert")
+    keep = ("Keep them when the model is made smaller: ", Code("moe-compress compress ... --protect hubs.json"))
     return (
         Heading("Hubs"),
         Text(f"An expert is a hub with {rule}."),
-        Table(
-            f"{findings.attribution.model}: routing hubs",
-            columns,
-            tuple(rows),
-            frozenset({"super expert"}),
-        ),
+        Table(f"{findings.attribution.model}: routing hubs", columns, tuple(rows), frozenset({"super expert"})),
         Text(keep),
     )
 
@@ -353,29 +320,19 @@ def _key_blocks(attribution: Attribution) -> Blocks:
         keys = ", ".join(f"{_json(names[key])} at {key}" for key in order)
         shares = map(percent, (split.first, split.own, split.previous))
         rows.append((f"L{split.layer} head {split.head}", str(split.sequence), *shares, keys))
+    if not rows:
+        return ()
     note = "Shares of a head's influence on one sequence; a key may be the first token and the query's own."
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
-    return (
-        (
-            Heading(title),
-            Table(title, columns, tuple(rows), frozenset({columns[-1]})),
-            Text(note),
-        )
-        if rows
-        else ()
-    )
+    return Heading(title), Table(title, columns, tuple(rows), frozenset({columns[-1]})), Text(note)
 
 
 def _graph_blocks(graph: "nx.DiGraph", centrality: Centrality) -> Blocks:
     if not any(centrality.values()):  # no expert comes before a router
         return ()
-    files = (
-        Code(GRAPH[0]),
-        " and ",
-        Code(GRAPH[1]),
-        " hold the whole graph: who steers which router, how strongly.",
-    )
+    note = " hold the whole graph: who steers which router, how strongly."
+    files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), note)
     tables = (table for table in graph_tables(graph, centrality) if table.rows)
     return Heading("The routing graph"), Text(files), *tables
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -91,7 +92,7 @@ class TaskResult:
     @property
     def shares(self) -> tuple[float, ...]:
         """The workload as a mean over layers, [E]."""
-        return tuple(sum(column) / len(self.workload) for column in zip(*self.workload, strict=True))
+        return tuple(np.mean(self.workload, axis=0).tolist())
 
     @property
     def accuracy(self) -> float:
@@ -101,9 +102,9 @@ class TaskResult:
     @property
     def mean_cosine(self) -> float:
         """The mean of the cosines between different experts; 0 of a single one."""
-        count = len(self.similarity)
-        others = sum(sum(row) - row[expert] for expert, row in enumerate(self.similarity))
-        return others / (count * (count - 1)) if count > 1 else 0.0
+        cosines = np.array(self.similarity)
+        count = len(cosines)
+        return float(cosines.sum() - cosines.trace()) / (count * (count - 1)) if count > 1 else 0.0
 
 
 def ask(
@@ -126,16 +127,9 @@ def ask(
     for item, rows in questions:
         by_task.setdefault(item.task, []).append((item, rows))
     pad = pad_token(tokenizer)
-    results = []
-    was_training = model.training
     listener.start("Asking", len(questions))
     model.eval()
-    try:
-        for task, asked in by_task.items():
-            results.append(_ask_task(model, task, asked, pad, batch_size, listener))
-    finally:
-        model.train(was_training)
-    return tuple(results)
+    return tuple(_ask_task(model, task, asked, pad, batch_size, listener) for task, asked in by_task.items())
 
 
 @torch.no_grad()
@@ -232,14 +226,7 @@ def evaluate_comoe(
     source = locate(model, revision, progress)
     place = pick_device(device)
     tokenizer, loaded = load(source, dtype)
-    asking = partial(
-        ask,
-        tokenizer=tokenizer,
-        items=items,
-        batch_size=batch_size,
-        strict=strict,
-        progress=progress,
-    )
+    asking = partial(ask, tokenizer=tokenizer, items=items, batch_size=batch_size, strict=strict, progress=progress)
     base = asking(loaded.to(place)) if with_base else ()
     results = asking(load_adapters(loaded, adapters).to(place))
     return ComoeEvaluation(

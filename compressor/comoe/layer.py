@@ -123,14 +123,14 @@ def model_contrast(
     layers: Iterable[LoraExperts],
     mask: Tensor | None,
     temperature: float,
-    tokens: int | None,
+    tokens: int,
     generator: torch.Generator,
 ) -> Tensor:
     """The loss of the tokens that watched layers have just seen: the mean over layers, and over the tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens than the batch's
-    (an expert's own layer) uses all of its own. Of more than `tokens` as many are drawn in each layer. For each token
-    one of its activated experts is drawn as the anchor.
+    (an expert's own layer) uses all of its own. Of more than `tokens` as many are drawn in each layer (0: all count).
+    For each token one of its activated experts is drawn as the anchor.
     """
     losses = []
     for layer in layers:
@@ -138,7 +138,7 @@ def model_contrast(
             if not len(seen.inner):
                 continue
             places = seen.places(mask)
-            if tokens is not None and len(places) > tokens:
+            if tokens and len(places) > tokens:
                 places = places[torch.randperm(len(places), generator=generator)[:tokens].sort().values]
             anchors = torch.randint(seen.chosen.shape[1], (len(places),), generator=generator)
             places = places.to(seen.chosen.device)

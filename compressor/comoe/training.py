@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from compressor.checkpoint.source import locate
 from compressor.comoe.contrastive import information_gap
@@ -47,14 +48,14 @@ from compressor.records import plain_json
 
 LOG = "log.jsonl"
 NAMES = (FACTS, TENSORS, LOG)
-PRIME = 1_000_003  # spreads the seeds of a run's batches
+PRIME = 1_000_003  # spreads the seeds of a run's steps
 
 
 class ComoeTrainer(Trainer):
     """Cross entropy + weight * contrastive loss (equation 13); both, and the gap's lower bound, are logged.
 
     With a weight (`options.contrastive`) of 0 the contrastive loss is measured without a gradient, and the training is
-    plain tuning. Anchors are drawn from (seed, step, batch within it), so that a resumed run draws them again.
+    plain tuning. Anchors are drawn from (seed, step), so that a resumed run draws them again.
     Checkpoints hold the adapters alone. Raises `CompressionError` at the first loss that is no number.
     """
 
@@ -102,10 +103,10 @@ class ComoeTrainer(Trainer):
         first = next(iter(self.experts_beside.values()))
         self.negatives = first.router.shape[0] - first.top_k
         self.measures = first.top_k > 1 and self.negatives > 0  # else no contrastive loss is defined
-        self._parts: dict[str, Tensor] = {}  # sums over the steps since the last log
+        self._parts = defaultdict[str, float](float)  # sums over the steps since the last log
         self._steps_since = 0
         self._step = -1
-        self._batch = 0
+        self._generator = torch.Generator()
 
     def compute_loss(
         self,
@@ -117,27 +118,26 @@ class ComoeTrainer(Trainer):
         """A batch's part of its step's loss, as the stock method gives it, and the weighted contrastive loss."""
         if self.state.global_step != self._step:
             self._step = self.state.global_step
-            self._batch = -1
             self._steps_since += 1
-        self._batch += 1
+            self._generator.manual_seed(self.args.seed * PRIME + self._step)
         term: Tensor | None = None
         with watching(self.experts_beside if self.measures else {}):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             if self.measures:
-                seed = (self.args.seed * PRIME + self.state.global_step) * PRIME + self._batch
-                generator = torch.Generator().manual_seed(seed % 2**63)
-                layers = self.experts_beside.values()
-                mask = inputs.get("attention_mask")
-                temperature = self.options.temperature
-                tokens = self.options.contrastive_tokens or None
                 with torch.set_grad_enabled(self.weight > 0 and torch.is_grad_enabled()):
-                    term = model_contrast(layers, mask, temperature, tokens, generator)
+                    term = model_contrast(
+                        self.experts_beside.values(),
+                        inputs["attention_mask"],
+                        self.options.temperature,
+                        self.options.contrastive_tokens,
+                        self._generator,
+                    )
         # a model that is told the step's number of answer tokens divides by it; else the Trainer divides by the batches
         batches = int(self.current_gradient_accumulation_steps)
         divided = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        self._add("cross_entropy", loss if divided else loss / batches)
+        self._parts["cross_entropy"] += float(loss if divided else loss / batches)
         if term is not None:
-            self._add("contrastive", term / batches)
+            self._parts["contrastive"] += float(term / batches)
             if self.weight > 0:
                 loss = loss + self.weight * (term / batches if divided else term)
         if not bool(loss.isfinite()):
@@ -147,16 +147,13 @@ class ComoeTrainer(Trainer):
             )
         return (loss, outputs) if return_outputs else loss
 
-    def _add(self, name: str, value: Tensor) -> None:
-        self._parts[name] = self._parts.get(name, 0) + value.detach()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The stock figures with the parts of the loss, means over the steps since the last time."""
         if "loss" in logs and self._steps_since:
-            logs |= {name: float(total) / self._steps_since for name, total in self._parts.items()}
+            logs |= {name: total / self._steps_since for name, total in self._parts.items()}
             if "contrastive" in logs:
                 logs["information_gap"] = information_gap(logs["contrastive"], self.negatives)
-            self._parts = {}
+            self._parts.clear()
             self._steps_since = 0
         super().log(logs, start_time)
 
@@ -292,14 +289,8 @@ def train(
             (folder / LOG).write_text("".join(lines), encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    return Trained(
-        options.config,
-        len(dataset),
-        trainer.state.global_step,
-        trained,
-        log,
-        tuple(output / name for name in NAMES),
-    )
+    files = tuple(output / name for name in NAMES)
+    return Trained(options.config, len(dataset), trainer.state.global_step, trained, log, files)
 
 
 def _last_checkpoint(run: Path, settings: str) -> Path | None:
@@ -309,12 +300,8 @@ def _last_checkpoint(run: Path, settings: str) -> Path | None:
         clear(run)
         run.mkdir(exist_ok=True)
         note.write_text(settings, encoding="utf-8")
-    for path in sorted(
-        run.glob("checkpoint-*"),
-        key=lambda each: int(each.name.rpartition("-")[2]),
-        reverse=True,
-    ):
-        if json_object(path / TRAINER_STATE_NAME):  # what the Trainer writes last
-            return path
-        shutil.rmtree(path)  # a kill came while it was written
+    while last := get_last_checkpoint(str(run)):
+        if json_object(Path(last) / TRAINER_STATE_NAME):  # what the Trainer writes last
+            return Path(last)
+        shutil.rmtree(last)  # a kill came while it was written
     return None

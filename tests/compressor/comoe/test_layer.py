@@ -102,7 +102,7 @@ def test_anchor_positives_and_negatives_are_algorithm_1s() -> None:
     assert negatives.squeeze(-1).tolist() == [[2, 4], [6, 8]]
 
 
-def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int | None, seed: int) -> Tensor:
+def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int, seed: int) -> Tensor:
     with watching({"": made}):
         made(hidden)
         return model_contrast([made], mask, 0.07, count, torch.Generator().manual_seed(seed))
@@ -123,7 +123,7 @@ def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:
             far = sum(torch.exp(unit[anchor] @ unit[each] / 0.07) for each in range(5) if each not in top)
             both.append(float(-torch.log(near / (near + far + 1e-3))))
         losses.append(both)
-    found = float(seen_contrast(made, hidden.reshape(2, 3, 7), mask, None, seed=0))
+    found = float(seen_contrast(made, hidden.reshape(2, 3, 7), mask, 0, seed=0))
     possible = [sum(pick) / 3 for pick in torch.cartesian_prod(*map(torch.tensor, losses)).tolist()]
     assert min(abs(found - each) for each in possible) < 1e-4
 
