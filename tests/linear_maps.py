@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compressor.attribution.tracing import Chain, Term
+from compressor.attribution.tracing import Chain, Context, Term
 
 
 def explicit(chain: Chain, width: int) -> Tensor:
@@ -18,11 +18,11 @@ def explicit(chain: Chain, width: int) -> Tensor:
     return total
 
 
-def evaluate(terms: Sequence[Term]) -> Tensor:
+def evaluate(context: Context, terms: Sequence[Term]) -> Tensor:
     """What the terms sum to, [T, H] or broadcastable to it."""
     total = torch.zeros((), dtype=torch.float64)
     for term in terms:
-        value = term.leaf.value.double()
+        value = context.leaves[term.leaf].double()
         image = value @ explicit(term.chain, value.shape[-1]).T
         total = total + image * term.token
     return total.float()

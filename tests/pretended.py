@@ -130,7 +130,7 @@ REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many w
 def main(model: str, text: str, out: str, lacking: str = "") -> None:
     """Compress a model on the device, which may be `lacking` float64."""
     import compressor
-    from compressor.attribution.projecting import covariance, signs, spread, spread_by_expert
+    from compressor.attribution.projecting import covariance, signs, spread
     from compressor.steps.correct import refit
     from compressor.steps.correct.tuning import tune
     from compressor.steps.prune import choose
@@ -145,7 +145,7 @@ def main(model: str, text: str, out: str, lacking: str = "") -> None:
             print(refusal)
         LACKING.update([torch.float64] if lacking else [])
         scores = torch.randn(3, 2, 4).to(NAME)  # of an attribution, whose tensors are of a class of their own
-        for measured in (spread(scores), spread_by_expert(scores), covariance(scores, scores), *signs(scores)):
+        for measured in (spread(scores), covariance(scores, scores), *signs(scores)):
             assert measured.dtype == torch.float64
         for name, request in REQUESTS.items():
             compressor.compress(

@@ -33,16 +33,10 @@ FIGURES = (
 
 
 def spread(scores: Tensor) -> Tensor:
-    """Variance over the experts, summed over the tokens: [n, R, E] -> [R], float64."""
+    """Each expert's part of the variance over the experts, summed over the tokens: [n, R, E] -> [R, E], float64."""
     centred = scores - scores.mean(-1, keepdim=True)
-    norms: Tensor = torch.linalg.vector_norm(centred, dim=(0, 2))
+    norms: Tensor = torch.linalg.vector_norm(centred, dim=0)
     return as_float64(norms).square() / scores.shape[-1]
-
-
-def spread_by_expert(scores: Tensor) -> Tensor:
-    """The same by expert, [n, R, E] -> [R, E]: mean of squared centred scores, whose sum over the experts it is."""
-    centred = scores - scores.mean(-1, keepdim=True)
-    return as_float64(centred.square()).sum(0) / scores.shape[-1]
 
 
 def covariance(scores: Tensor, logits: Tensor) -> Tensor:
@@ -199,19 +193,19 @@ class Projection(TracedPass):
         After an attention come its heads, each through its slice of the output projection, and that one's bias.
         """
         is_first = unit == self.routers.model.architecture.units[0]
-        for name, leaf in trace.context.leaves.items():
+        for name, values in trace.context.leaves.items():
             seen = self.routers.look(view, name) if name != STREAM or is_first else None
             if seen is None:
                 continue
             kind = "token" if name == STREAM else trace.kinds.get(name, "other")
             if kind == "expert":
                 for ran in trace.routed[name]:
-                    values = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield _expert(unit, name, ran.expert), seen.scores(values, ran.rows), ran.rows
+                    weighted = ran.outputs.float() * ran.weights.float()[:, None]
+                    yield _expert(unit, name, ran.expert), seen.scores(weighted, ran.rows), ran.rows
                 continue
             sender = {"token": "token", "other": f"{unit} {name}"}.get(kind, name)
-            values = leaf.value.expand(len(every_token), -1)
-            yield Component(sender, kind, unit, sender), seen.scores(values, every_token), every_token
+            scores = seen.scores(values.expand(len(every_token), -1), every_token)
+            yield Component(sender, kind, unit, sender), scores, every_token
             if name not in trace.heads:
                 continue
             heads = trace.heads[name]
@@ -230,7 +224,8 @@ class Projection(TracedPass):
         routers = self.routers
         tally = self._tally(component)
         logits = routers.logits[batch][tokens, span]
-        sums = [spread(scores), *signs(scores), covariance(scores, logits)]
+        variance = spread(scores)
+        sums = [variance.sum(-1), *signs(scores), covariance(scores, logits)]
         if component.kind not in UNRANKED:
             without = routers.selection.scores(logits - scores, span)
             chosen = routers.chosen[batch][tokens, span]
@@ -240,7 +235,7 @@ class Projection(TracedPass):
         tally.reaches[span] = True
         if self.edges_kept:
             by_expert = torch.zeros(len(routers.layers), scores.shape[-1], dtype=torch.float64)
-            by_expert[span] = spread_by_expert(scores).cpu()
+            by_expert[span] = variance.cpu()
             tally.by_expert = tally.by_expert + by_expert
 
 

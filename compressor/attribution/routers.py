@@ -101,7 +101,7 @@ class LeafMap(NamedTuple):
 
 def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     """How the component of this name enters; None if it does not. Terms of one component share their token factor."""
-    entering = [term for term in terms if term.leaf.name == leaf]
+    entering = [term for term in terms if term.leaf == leaf]
     if not entering:
         return None
     token = entering[0].token

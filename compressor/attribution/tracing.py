@@ -48,17 +48,10 @@ def pull_sum(rows: Tensor, chains: Iterable[Chain]) -> Tensor:
     return reduce(torch.add, (pull(rows, chain) for chain in chains))
 
 
-class Leaf(NamedTuple):
-    """A component: its values [T, H], or [1, H] where they are the same for every token."""
-
-    name: str
-    value: Tensor
-
-
 class Term(NamedTuple):
-    """One summand: token factor * chain(leaf)."""
+    """One summand: token factor * chain(component)."""
 
-    leaf: Leaf
+    leaf: str  # the component's name
     token: Tensor | float = 1.0  # [T, 1] factor of each token
     chain: Chain = ()
 
@@ -71,22 +64,23 @@ class Context:
     """The state that all traced tensors of one run of a layer share."""
 
     tokens: int
-    leaves: dict[str, Leaf] = field(default_factory=dict)
+    # values of components by name, [T, H], or [1, H] where they are the same for every token
+    leaves: dict[str, Tensor] = field(default_factory=dict)
     products: list[tuple[Tensor, Terms]] = field(default_factory=list)  # of traced tensors with matrices
 
-    def leaf(self, name: str, value: Tensor) -> Leaf:
-        """A new component; a second one of the same name is numbered."""
+    def begin(self, name: str, value: Tensor) -> Terms:
+        """The one term of a new component; a second one of the same name is numbered."""
         unique = name
         count = 1
         while unique in self.leaves:
             count += 1
             unique = f"{name} ({count})"
         # a copy, since the model's code may change the values in place
-        self.leaves[unique] = Leaf(unique, value.detach().reshape(-1, value.shape[-1]).clone())
-        return self.leaves[unique]
+        self.leaves[unique] = value.detach().reshape(-1, value.shape[-1]).clone()
+        return (Term(unique),)
 
     def start(self, name: str, value: Tensor) -> "Traced":
-        return self.trace(value, (Term(self.leaf(name, value)),))
+        return self.trace(value, self.begin(name, value))
 
     def trace(self, value: Tensor, terms: Terms) -> "Traced":
         traced = value.as_subclass(Traced)
@@ -126,7 +120,7 @@ class Traced(Tensor):
             return result if terms is None else context.trace(result, terms)
         target = args[0]
         if isinstance(target, Traced):
-            target.terms = terms or (Term(context.leaf("changed in place", plain(target))),)
+            target.terms = terms or context.begin("changed in place", plain(target))
         return target if isinstance(result, Tensor) else result
 
 
@@ -176,10 +170,10 @@ def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
     number = torch.as_tensor(value, device=result.device).detach()
     width = result.shape[-1]
     if context.fits(number):
-        return (Term(context.leaf("other", number.expand(*number.shape[:-1], width))),)
+        return context.begin("other", number.expand(*number.shape[:-1], width))
     if number.numel() != number.shape[-1:].numel():
         return None
-    return (Term(context.leaf("constant", number.reshape(1, -1).expand(1, width))),)
+    return context.begin("constant", number.reshape(1, -1).expand(1, width))
 
 
 def _product(context: Context, result: Tensor, input: Any, other: Any) -> Terms | None:
@@ -217,7 +211,7 @@ def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: An
 def _linear(context: Context, result: Tensor, input: Traced, weight: Tensor, bias: Tensor | None = None) -> Terms:
     terms = _then(input.terms, weight.detach())
     if bias is not None:
-        terms = (*terms, Term(context.leaf("constant", bias)))
+        terms = (*terms, *context.begin("constant", bias))
     context.products.append((result, terms))
     return terms
 
@@ -237,7 +231,7 @@ def _layer_norm(
 ) -> Terms:
     centred: Any = input.float() - input.float().mean(-1, keepdim=True)
     terms = _rms_norm(context, result, centred, shape, weight, eps)
-    return terms if bias is None else (*terms, Term(context.leaf("constant", bias)))
+    return terms if bias is None else (*terms, *context.begin("constant", bias))
 
 
 def _rms_norm(
@@ -385,31 +379,6 @@ def head_count(attention: nn.Module, projection: nn.Linear) -> int | None:
     return None
 
 
-def trace_unit(
-    model: Any,
-    unit: str,
-    layers: Sequence[MoeLayer],
-    forward: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, UnitTrace]:
-    """Run a decoder layer's own `forward` on its arguments; returns its plain output and the trace."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    context = Context(hidden.shape[:-1].numel())
-    trace = UnitTrace(context, parts_of(unit, model.get_submodule(unit), layers))
-    start = context.start(STREAM, hidden)
-    with ExitStack() as stack:
-        for part in trace.kinds:
-            _watch_part(part, model.get_submodule(part), trace, stack)
-        for layer in layers:
-            _watch_layer(layer, model, trace, stack)
-        output = forward(start, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": start})
-    first = _first(output)
-    if isinstance(first, Traced):
-        trace.terms = first.terms
-    return untraced(output), trace
-
-
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
@@ -450,9 +419,8 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: UnitTrace, stack: Exi
     products = trace.context.products
 
     def keep(args: Any, kwargs: Any, output: Any) -> None:
-        no_product = (torch.empty(trace.context.tokens, width), ())
-        wide = (product for product in products if product[0].shape[-1] == width)
-        value, terms = next(wide, no_product)
+        wide = [product for product in products if product[0].shape[-1] == width]
+        value, terms = wide[0] if wide else (torch.empty(trace.context.tokens, width), ())
         logits = value.detach().reshape(-1, width)[:, : layer.experts].float()
         trace.logits[layer.name] = Logits(logits, terms, plain(output[2]).reshape(len(logits), -1))
 
@@ -474,8 +442,22 @@ class TracedPass(LayerVisitor):
         """The layer's own forward, traced."""
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            output, trace = trace_unit(self.at.model, unit, self.at.moe_layers, own, args, kwargs)
+            model = self.at.model
+            layers = self.at.moe_layers
+            hidden = args[0] if args else kwargs["hidden_states"]
+            context = Context(hidden.shape[:-1].numel())
+            trace = UnitTrace(context, parts_of(unit, model.get_submodule(unit), layers))
+            start = context.start(STREAM, hidden)
+            with ExitStack() as stack:
+                for part in trace.kinds:
+                    _watch_part(part, model.get_submodule(part), trace, stack)
+                for layer in layers:
+                    _watch_layer(layer, model, trace, stack)
+                output = own(start, *args[1:], **kwargs) if args else own(**{**kwargs, "hidden_states": start})
+            first = _first(output)
+            if isinstance(first, Traced):
+                trace.terms = first.terms
             self.visit(unit, self.at.batch, trace)
-            return output
+            return untraced(output)
 
         return traced
