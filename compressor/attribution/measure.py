@@ -196,11 +196,10 @@ class _ByKey(TracedPass):
         """[L, L] influence by query and key, summed over the routers; None if no product is the projection's input."""
         heads = trace.heads[head.module]
         number = head.number or 0
-        span = heads.span(number)
-        inputs = heads.inputs[:, span].float()
-        projection = heads.weight[:, span].float()
+        inputs = heads.inputs[:, number].float()
+        projection = heads.weight[:, number].float()
         for weights, values, product in reversed(self.recorded.products):
-            if product.shape[1:] != (heads.heads, *inputs.shape):
+            if product.shape[1:] != (heads.inputs.shape[1], *inputs.shape):
                 continue
             missed = (product[0, number].float() - inputs).abs().max()
             if missed > PRODUCT_TOLERANCE * inputs.abs().max():

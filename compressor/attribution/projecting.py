@@ -140,7 +140,7 @@ class Projection(TracedPass):
         for layer in self.routers.model.architecture.layers:
             for expert in range(layer.experts):
                 tally = self._tally(_expert(layer.unit, layer.name, expert))
-                tally.reaches[self.routers.later(layer.unit).start :] = True
+                tally.reaches[self.routers.first_after(layer.unit) :] = True
 
     def _tally(self, component: Component) -> Tally:
         """The sums of a sender; begun where there are none."""
@@ -209,11 +209,10 @@ class Projection(TracedPass):
             if name not in trace.heads:
                 continue
             heads = trace.heads[name]
-            product = partial(torch.matmul, seen.rows, heads.weight.float())
+            product = partial(torch.tensordot, seen.rows, heads.weight.float(), 1)
             rows = self.routers.shared_rows(f"{name} heads", view.span, product)
-            for head in range(heads.heads):
-                span = heads.span(head)
-                scores = replace(seen, rows=rows[:, span]).scores(heads.inputs[:, span], every_token)
+            for head in range(rows.shape[1]):
+                scores = replace(seen, rows=rows[:, head]).scores(heads.inputs[:, head], every_token)
                 yield Component(f"{name} head {head}", "head", unit, name, head), scores, every_token
             if heads.bias is not None:
                 scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)

@@ -241,11 +241,10 @@ class ObservedRouters(TracedPass):
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
 
-    def later(self, unit: str) -> range:
-        """Numbers of the routers in layers after this one."""
+    def first_after(self, unit: str) -> int:
+        """Number of the first router in the layers after this one."""
         place = self.model.architecture.units.index
-        before = sum(place(layer.unit) <= place(unit) for layer in self.layers)
-        return range(before, len(self.layers))
+        return sum(place(layer.unit) <= place(unit) for layer in self.layers)
 
     def views(self, unit: str, batch: int, trace: UnitTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its output, some at once."""
@@ -257,13 +256,11 @@ class ObservedRouters(TracedPass):
                 rows = self._expert_rows(layer)
                 scales = torch.ones(trace.context.tokens, 1, device=rows.device)
                 yield View(trace.logits[layer.name].terms, slice(number, number + 1), rows, scales)
-        later = self.later(unit)
         at_once = max(1, SCORES_AT_ONCE // (trace.context.tokens * self.model.architecture.experts))
-        for start in range(later.start, later.stop, at_once):
-            numbers = range(start, min(start + at_once, later.stop))
-            span = slice(numbers.start, numbers.stop)  # batches of other sizes have other spans
-            rows = self.shared_rows("", span, partial(self._rows_after, unit, numbers))
-            yield View(trace.terms, span, rows, self._scales_after(unit, numbers, batch))
+        for start in range(self.first_after(unit), len(self.layers), at_once):
+            span = slice(start, start + at_once)  # batches of other sizes have other spans
+            rows = self.shared_rows("", span, partial(self._rows_after, unit, span))
+            yield View(trace.terms, span, rows, self._scales_after(unit, span, batch))
 
     def look(self, view: View, leaf: str) -> View | None:
         """The view of one component of the layer; None if the routers do not see it."""
@@ -280,27 +277,27 @@ class ObservedRouters(TracedPass):
             self._shared_rows[key] = make()
         return self._shared_rows[key]
 
-    def _between(self, unit: str, number: int) -> Sequence[str]:
-        """Layers after `unit` and before the router's own, the last one first."""
+    def _between(self, unit: str, layer: MoeLayer) -> Sequence[str]:
+        """Decoder layers after `unit` and before the one of an MoE layer, the last one first."""
         units = self.model.architecture.units
-        return units[units.index(unit) + 1 : units.index(self.layers[number].unit)][::-1]
+        return units[units.index(unit) + 1 : units.index(layer.unit)][::-1]
 
-    def _rows_after(self, unit: str, numbers: Sequence[int]) -> Tensor:
+    def _rows_after(self, unit: str, span: slice) -> Tensor:
         """[r * E, H]: later routers' rows on the output of a layer."""
         after = []
-        for number in numbers:
-            rows = self._rows[self.layers[number].name]
-            for between in self._between(unit, number):
+        for layer in self.layers[span]:
+            rows = self._rows[layer.name]
+            for between in self._between(unit, layer):
                 rows = pull_sum(rows, self._streams[between])
             after.append(rows)
         return torch.cat(after)
 
-    def _scales_after(self, unit: str, numbers: Sequence[int], batch: int) -> Tensor:
+    def _scales_after(self, unit: str, span: slice, batch: int) -> Tensor:
         """[T, r]: the factors of each token that go with those rows."""
-        logits = self.logits[batch]
-        scales = torch.ones(len(logits), len(numbers), device=logits.device)
-        for column, number in enumerate(numbers):
-            for name in (self.layers[number].name, *self._between(unit, number)):
+        logits = self.logits[batch][:, span]
+        scales = torch.ones(logits.shape[:2], device=logits.device)
+        for column, layer in enumerate(self.layers[span]):
+            for name in (layer.name, *self._between(unit, layer)):
                 scales[:, column, None] *= self._factors[name, batch]
         return scales
 

@@ -309,17 +309,11 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Input [T, heads * size] of an attention's output projection, its weight [H, heads * size] and bias [H]."""
+    """Input [T, heads, size] of an attention's output projection, its weight [H, heads, size] and bias [H]."""
 
     inputs: Tensor
     weight: Tensor
-    heads: int
     bias: Tensor | None = None
-
-    def span(self, head: int) -> slice:
-        """A head's columns of inputs and weight."""
-        size = self.inputs.shape[-1] // self.heads
-        return slice(head * size, (head + 1) * size)
 
 
 @dataclass(slots=True)
@@ -389,10 +383,11 @@ def _watch_part(part: str, module: nn.Module, trace: UnitTrace, stack: ExitStack
     mixes: list[tuple[Heads, Tensor]] = []  # of linear modules that mix heads, with their output
 
     def mix(linear: nn.Linear, args: Any, output: Tensor) -> None:
-        heads = head_count(module, linear)
-        if heads is not None and context.fits(args[0]):
-            inputs = args[0].reshape(context.tokens, -1)
-            mixes.append((Heads(inputs, linear.weight, heads, linear.bias), output))
+        count = head_count(module, linear)
+        if count is not None and context.fits(args[0]):
+            inputs = args[0].reshape(context.tokens, count, -1)
+            weight = linear.weight.unflatten(1, (count, -1))
+            mixes.append((Heads(inputs, weight, linear.bias), output))
 
     def begin(_: Any, args: Any, output: Any) -> Any:
         first = _first(output)

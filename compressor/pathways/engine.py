@@ -90,7 +90,12 @@ class PathwayModel:
         logits, router_logits, early_outputs = self._observe(tokens)
         work = len(self.opened.architecture.units) * tokens.numel()
         self.work += work
-        moved = torch.tensor(self._moved_positions(rows, tokens.shape[1]), device=self.opened.partial.device)
+        positions = list[int]()  # that are moved
+        for number, row in enumerate(rows):
+            first = number * tokens.shape[1]
+            end = row.start if self.moves == "last" else len(row.tokens) - 1
+            positions += range(first + row.start - 1, first + end)
+        moved = torch.tensor(positions, device=self.opened.partial.device)
         last = rows[0].start - 1
         pathway = [
             weights_of(router_logits[layer.name][last], score).cpu()
@@ -149,14 +154,6 @@ class PathwayModel:
         if not self.scores:
             self.scores = tuple(find_score(router_logits[x.name], *choices[x.name]) for x in self.layers)
         return logits, router_logits, early_outputs
-
-    def _moved_positions(self, rows: Sequence[TokenRow], width: int) -> list[int]:
-        """Positions among the tokens of all rows, each `width` long, whose router logits are moved."""
-        positions = list[int]()
-        for number, row in enumerate(rows):
-            end = row.start if self.moves == "last" else len(row.tokens) - 1
-            positions += range(number * width + row.start - 1, number * width + end)
-        return positions
 
     def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
         """Logits [B, S, V] with `shift` [L, E] added to the plain logits of the late routers at the moved positions.

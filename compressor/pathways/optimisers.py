@@ -7,7 +7,6 @@ descent (NGD) lowers their loss. n points; a pathway [L, E] holds the weights ov
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,9 +99,11 @@ def optimised(
     """
     movable = core(pathway, options.experts)
     if options.optimizer == "ngd":
-        gradient = partial(neighbours_gradient, model, pathway, neighbours=neighbours, weights=weights)
-        start = torch.zeros_like(pathway)
-        return descend(lambda shift: gradient(shift) * movable, start, options.steps, options.rate)
+
+        def gradient(shift: Tensor) -> Tensor:
+            return neighbours_gradient(model, pathway, shift, neighbours, weights) * movable
+
+        return descend(gradient, torch.zeros_like(pathway), options.steps, options.rate)
     points = torch.stack([neighbour.pathway for neighbour in neighbours])
 
     def shift_to(target: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +58,7 @@ class ReferenceFacts:
     format: Literal["moe-compressor-reference/1"] = "moe-compressor-reference/1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReferenceSet:
     """Items that the model answers right, with their embeddings and pathways."""
 
@@ -67,10 +66,6 @@ class ReferenceSet:
     items: tuple[Item, ...]
     embeddings: Tensor  # [n, D] float32
     pathways: Tensor  # [n, L, E] float32, the weights over all experts at the last prompt token
-
-    @cached_property
-    def _normed(self) -> Tensor:
-        return normalize(self.embeddings)
 
     def neighbours(
         self, embedding: Tensor, count: int, radius: float | None = None, but: str | None = None
@@ -81,13 +76,14 @@ class ReferenceSet:
         are neighbours, which may be none. Items whose prompt is `but` are left out: they would give an answer away.
         """
         query = normalize(embedding, dim=0)
-        distances = (self._normed.double() - query).norm(dim=1)
+        points = normalize(self.embeddings)
+        distances = (points.double() - query).norm(dim=1)
         order = distances.argsort(stable=True).tolist()
         nearest = [index for index in order if self.items[index].prompt != but]
         if radius is not None:
             count = sum(bool(distances[index] <= radius) for index in nearest)
         nearest = nearest[:count]
-        return nearest, query, self._normed[nearest]
+        return nearest, query, points[nearest]
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""
