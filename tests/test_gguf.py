@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.gguf_files import writing
 from compressor.gguf_files.blocks import find_blocks
 from compressor.gguf_files.choosing import fit_plan
 from compressor.gguf_files.header import open_gguf, part_names
 from compressor.model.opened import open_model
+from compressor.progress import Silent
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from tests import gguf_models, small
@@ -247,9 +247,7 @@ def test_routing_groups_of_the_file_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_fault_while_writing_leaves_what_was_there(
-    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_while_writing_leaves_what_was_there(parts: int, tmp_path: Path) -> None:
     model = gguf_models.quantised(tmp_path / "model.gguf", parts=parts)
     matrix = gguf_models.imatrix(
         tmp_path / "imatrix.gguf",
@@ -258,19 +256,16 @@ def test_a_fault_while_writing_leaves_what_was_there(
     out = tmp_path / "out.gguf"
     made = compressor.compress_gguf(model, out, imatrix=matrix, experts=6)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    real = writing._copy
 
-    def full(*args: Any) -> None:
-        if args[-1] == "blk.2.ffn_norm.weight":
-            raise OSError(28, "No space left on device")
-        real(*args)
+    class Full(Silent):
+        def advance(self, detail: str) -> None:
+            if detail == "blk.2.ffn_norm.weight":
+                raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "_copy", full)
     for overwrite, target in ((True, out), (False, tmp_path / "new.gguf")):
         with pytest.raises(CompressionError, match="is full; free some space"):
-            compressor.compress_gguf(model, target, imatrix=matrix, experts=4, overwrite=overwrite)
+            compressor.compress_gguf(model, target, imatrix=matrix, experts=4, overwrite=overwrite, progress=Full())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    monkeypatch.setattr(writing, "_copy", real)
     Path(made.out[0]).write_text("mine", encoding="utf-8")
     with pytest.raises(CompressionError, match="is no GGUF file, so --overwrite will not replace it"):
         compressor.compress_gguf(model, out, imatrix=matrix, experts=4, overwrite=True)

@@ -11,6 +11,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
+
+from compressor.tolerance import rounded
+
 # what a sender is: the token's embedding, a token mixer (attention or recurrence), one of its heads, a dense MLP, a
 # whole MoE layer, one of its routed experts, its shared experts, or anything else that writes to the stream; a bias is
 # that of the projection which mixes an attention's heads
@@ -248,6 +252,12 @@ def pairs(attribution: Attribution, *kinds: str) -> Iterator[Pair]:
 def rank_correlation(pairs: Sequence[Pair]) -> float | None:
     """Spearman's, of influence and AARV."""
     return spearman([pair.influence for pair in pairs], [pair.rank_change for pair in pairs])
+
+
+def equal_where_tied(values: Iterable[float]) -> list[float]:
+    """Numbers that differ by rounding alone made equal."""
+    equal: list[float] = rounded(torch.tensor([*values], dtype=torch.float64)).tolist()
+    return equal
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:

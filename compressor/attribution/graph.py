@@ -29,6 +29,7 @@ from compressor.attribution.figures import (
     Attribution,
     Sender,
     Together,
+    equal_where_tied,
     is_measured,
     router_labels,
     sender_labels,
@@ -37,7 +38,6 @@ from compressor.attribution.figures import (
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
 from compressor.formatting import one_line
-from compressor.tolerance import rounded
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -129,9 +129,8 @@ def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
 def ranking(centrality: Centrality, measure: str) -> list[str]:
     """Experts above 0 by a measure, the most central first; equal ones by out-degree, then in model order."""
     experts = [*centrality[measure]]
-    values, degrees = (
-        rounded(torch.tensor([*centrality[name].values()], dtype=torch.float64)).tolist() for name in (measure, DEGREE)
-    )
+    values = equal_where_tied(centrality[measure].values())
+    degrees = equal_where_tied(centrality[DEGREE].values())
     order = sorted(range(len(experts)), key=lambda place: (-values[place], -degrees[place]))
     return [experts[place] for place in order if values[place] > 0]
 

@@ -10,10 +10,9 @@ from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
-import torch
 
-from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender
-from compressor.tolerance import exceeds, rounded
+from compressor.attribution.figures import Attribution, ExpertPlace, Output, Sender, equal_where_tied
+from compressor.tolerance import exceeds
 
 THRESHOLD = 3.5  # Iglewicz and Hoaglin 1993: a modified z-score above it is an outlier
 LEAST_SHARE = 1e-3  # of the variance of the later routers' logits, that a hub has
@@ -88,13 +87,8 @@ Expert = TypeVar("Expert", bound=ExpertPlace)
 
 def _strongest_first(experts: Sequence[Expert], strengths: Sequence[float]) -> tuple[Expert, ...]:
     """Sort experts by strength; those that differ by rounding alone come in model order."""
-    keys = zip(_equal_where_tied(strengths), experts, strict=True)
+    keys = zip(equal_where_tied(strengths), experts, strict=True)
     return tuple(expert for _, expert in sorted(keys, key=lambda key: (-key[0], *key[1].place)))
-
-
-def _equal_where_tied(values: Sequence[float]) -> list[float]:
-    equal: list[float] = rounded(torch.tensor(values, dtype=torch.float64)).tolist()
-    return equal
 
 
 def super_experts(attribution: Attribution) -> tuple[Output, ...]:
@@ -107,7 +101,7 @@ def super_experts(attribution: Attribution) -> tuple[Output, ...]:
     reached = [output for output in attribution.outputs if output.tokens > 0]
     if not reached:
         return ()
-    entries = _equal_where_tied([output.max_entry for output in reached])
+    entries = equal_where_tied(output.max_entry for output in reached)
     # the next entry above the percentile, so that equal ones stand or fall together
     least = float(np.quantile(entries, SUPER_QUANTILE, method="higher"))
     massive = list[Output]()

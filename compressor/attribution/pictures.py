@@ -4,10 +4,10 @@ After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from compressor.attribution.figures import (
-    COMPONENTS,
     Attribution,
     Pair,
     Sender,
@@ -21,9 +21,9 @@ from compressor.attribution.graph import RELATIVE, STEERS, Centrality, edges_of,
 from compressor.attribution.hubs import Hub
 from compressor.document.blocks import Figure
 from compressor.document.drawing import (
+    HEAT,
     MARKERS,
     Panel,
-    Scale,
     colour,
     draw_panels,
     log_scale,
@@ -46,6 +46,7 @@ TITLES = {
     "other": "other",
 }
 GROUPS = {**TITLES, "shared": "shared experts"}
+VARIANCE = {"variance of sub-scores": HEAT}
 HUB = "★"
 HUBS_NAMED = 8  # in a legend
 # of the graph
@@ -100,22 +101,18 @@ def _heat(
     alt: str,
     attribution: Attribution,
     columns: Sequence[Sequence[Panel]],
-    scales: Sequence[Scale],
+    scales: Mapping[str, str],
 ) -> Figure:
+    """Columns of heat maps; `scales` has the colours of each by its label, over the values of all panels."""
     title = f"{attribution.model}: {title}"
     layers = [str(receiver.layer) for receiver in attribution.receivers]
     label = "layer of the receiving router"
-    drawing = draw_panels(title, alt, columns, layers, scales, label, roomy=name == "experts")
+    values = list[float | None]()
+    for panel in chain.from_iterable(columns):
+        values += chain.from_iterable(panel.values)
+    drawn = [log_scale(measure, values, colours) for measure, colours in scales.items()]
+    drawing = draw_panels(title, alt, columns, layers, drawn, label, roomy=name == "experts")
     return Figure(name, title, "", (drawing,))
-
-
-def _values(attribution: Attribution, *names: str) -> list[float | None]:
-    """The values of all components by these names, for one scale."""
-    values: list[float | None] = []
-    for name in names:
-        for sender in attribution.of_kind(*COMPONENTS):
-            values += _row(sender, name)
-    return values
 
 
 def influence_figure(attribution: Attribution) -> Figure:
@@ -124,11 +121,10 @@ def influence_figure(attribution: Attribution) -> Figure:
         _panels(attribution, ("token", "attention", "other"), "influence"),
         _panels(attribution, ("mlp", "moe"), "influence"),
     ]
-    scale = log_scale("variance of sub-scores", _values(attribution, "influence"))
     shares = [f"{TITLES[kind.kind]} {100 * kind.share:.1f}%" for kind in kind_shares(attribution) if kind.share]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     title = "influence on routing, by the layer of the sender (rows)"
-    return _heat("influence", title, alt, attribution, columns, [scale])
+    return _heat("influence", title, alt, attribution, columns, VARIANCE)
 
 
 def scores_figure(attribution: Attribution) -> Figure:
@@ -137,11 +133,7 @@ def scores_figure(attribution: Attribution) -> Figure:
         _panels(attribution, TITLES, "positive", ": APS", 0),
         _panels(attribution, TITLES, "negative", ": ANS", 1),
     ]
-    values = _values(attribution, "positive", "negative")
-    scales = [
-        log_scale("APS: mean positive score", values, "YlOrRd"),
-        log_scale("-ANS: mean negative score", values, "YlGnBu"),
-    ]
+    scales = {"APS: mean positive score": "YlOrRd", "-ANS: mean negative score": "YlGnBu"}
     alt = "Mean positive and mean negative sub-scores; attribution.json has the numbers."
     title = "promoting (APS) and inhibiting (ANS) sub-scores, by the layer of the sender (rows)"
     return _heat("scores", title, alt, attribution, columns, scales)
@@ -152,7 +144,6 @@ def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> F
     starred = {(hub.module, hub.expert) for hub in hubs}
     panels = list[Panel]()
     alt = list[str]()
-    values = list[float | None]()
     for kind, name in (("expert", "routed experts"), ("head", "attention heads")):
         senders = strongest(attribution.of_kind(kind), top)
         labels = []
@@ -161,14 +152,12 @@ def experts_figure(attribution: Attribution, hubs: Sequence[Hub], top: int) -> F
             is_hub = kind == "expert" and (sender.module, sender.number) in starred
             note = f", {HUB} hub" if is_hub else note
             labels.append(f"{HUB} {label}" if is_hub else label)
-            values += sender.influence
         if senders:
             rows = tuple(sender.influence for sender in senders)
             panels.append(Panel(f"strongest {name}{note}", tuple(labels), rows))
             alt.append(f"Strongest {name}: {', '.join(labels)}.")
-    scale = log_scale("variance of sub-scores", values)
     title = "influence of single experts and heads"
-    return _heat("experts", title, " ".join(alt), attribution, [panels], [scale])
+    return _heat("experts", title, " ".join(alt), attribution, [panels], VARIANCE)
 
 
 def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:

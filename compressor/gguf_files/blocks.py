@@ -72,7 +72,7 @@ def find_blocks(model: Gguf) -> Blocks:
     heads = frozenset(range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)) & {*numbers}
     digest = hashlib.sha256(arch.encode())
     for number in numbers:
-        digest.update(f"blk.{number}".encode() + model.read(GATE.format(number)))
+        digest.update(f"blk.{number}".encode() + tensors[GATE.format(number)].read())
     return Blocks(arch, layers, heads, homes, FINGERPRINT + digest.hexdigest())
 
 

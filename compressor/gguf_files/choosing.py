@@ -65,7 +65,7 @@ class Imatrix:
         if tensor.parameters != experts * width:
             counts = f"{name} has {tensor.parameters:,} numbers, {experts} experts need {experts * width:,}"
             raise CompressionError(f"{self.path}: {counts}; make an imatrix of this very model")
-        numbers = np.fromfile(self.path, "<f4", tensor.parameters, offset=tensor.begin).astype(np.float64)
+        numbers = np.frombuffer(tensor.read(), "<f4").astype(np.float64)
         if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
             raise CompressionError(f"{self.path}: {name} has numbers that are no sums of squares; make it again")
         return numbers.reshape(experts, width)
@@ -105,26 +105,27 @@ def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
     size = down.nbytes // layer.experts
     norms = np.empty((layer.experts, down.shape[-1]))
     for expert in range(layer.experts):
-        weight = dequantised(down, model.read(down.name, expert * size, size))
+        weight = dequantised(down, expert * size, size)
         norms[expert] = np.einsum("on,on->n", weight, weight, dtype=np.float64)
     scale = model.tensors.get(down.name.replace(".weight", ".scale"))  # what each expert is multiplied by
     if scale is not None:
-        norms *= dequantised(scale, model.read(scale.name)).reshape(-1, 1).astype(np.float64) ** 2
+        norms *= dequantised(scale).reshape(-1, 1).astype(np.float64) ** 2
     if not np.isfinite(norms).all():
         raise CompressionError(f"{down.name} has weights that are no numbers; download or convert the file again")
     return norms
 
 
-def dequantised(tensor: Tensor, raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Rows of a tensor, as they are stored, in float32: [rows, in]."""
+def dequantised(tensor: Tensor, begin: int = 0, nbytes: int | None = None) -> npt.NDArray[np.float32]:
+    """Rows of a tensor, from the byte `begin` on, in float32: [rows, in]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    block, nbytes = type_sizes()[tensor.kind]
-    row = tensor.shape[-1] // block * nbytes
+    block, block_bytes = type_sizes()[tensor.kind]
+    row = tensor.shape[-1] // block * block_bytes
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # of scales: the caller refuses infinite weights
-            values = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, row), GGMLQuantizationType(tensor.kind))
+            raw = np.frombuffer(tensor.read(begin, nbytes), np.uint8)
+            values = dequantize(raw.reshape(-1, row), GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
         kind = f"{type_name(tensor.kind)}, which the package gguf does not dequantise"
         raise CompressionError(f"{tensor.name} is {kind}; choose --strategy {COUNTS}") from error
@@ -262,13 +263,14 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
     """
     if planned.fingerprint.startswith(FINGERPRINT):
         return ""
-    source = None
-    if planned.revision is None and Path(planned.model).is_dir():
-        try:
-            source = open_model(locate(planned.model), device="cpu")
-        except CompressionError as error:
-            logger.debug("the plan's source cannot be read: %s", error)
-    if source is None or source.fingerprint != planned.fingerprint:
+    if planned.revision is not None or not Path(planned.model).is_dir():
+        return UNCHECKED
+    try:
+        source = open_model(locate(planned.model), device="cpu")
+    except CompressionError as error:
+        logger.debug("the plan's source cannot be read: %s", error)
+        return UNCHECKED
+    if source.fingerprint != planned.fingerprint:
         return UNCHECKED
     largest = 0.0
     worst = ""
@@ -281,7 +283,7 @@ def compare_routers(planned: Source, model: Gguf, blocks: Blocks) -> str:
         if len(weights) != 1:  # by which the experts are scored
             return UNCHECKED
         wanted = source.checkpoint.read(weights[0]).double().numpy()
-        router = dequantised(model.tensors[name], model.read(name)).astype(np.float64)
+        router = dequantised(model.tensors[name]).astype(np.float64)
         if router.shape != wanted.shape:
             shapes = f"{name} has the shape {list(router.shape)}, the plan's source {list(wanted.shape)}"
             raise CompressionError(f"{shapes}; {MATCH}")

@@ -50,6 +50,7 @@ class Value:
 class Tensor:
     """Where one tensor lies. `shape` is outermost first, the reverse of the file's order: [E, out, in] of experts."""
 
+    path: Path
     name: str
     kind: int  # its quantisation's number in the format
     shape: tuple[int, ...]
@@ -59,6 +60,12 @@ class Tensor:
     @property
     def parameters(self) -> int:
         return math.prod(self.shape)
+
+    def read(self, begin: int = 0, nbytes: int | None = None) -> bytes:
+        """Read its bytes from `begin` on."""
+        with self.path.open("rb") as stream:
+            stream.seek(self.begin + begin)
+            return stream.read(self.nbytes - begin if nbytes is None else nbytes)
 
     def with_experts(self, count: int) -> "Tensor":
         """The same with another outermost dimension; its place is not changed."""
@@ -103,16 +110,6 @@ class Gguf:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         return {tensor.name: tensor for part in self.parts for tensor in part.tensors}
-
-    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
-        """Read the bytes of a tensor from `begin` on."""
-        for part in self.parts:
-            for tensor in part.tensors:
-                if tensor.name == name:
-                    with part.path.open("rb") as stream:
-                        stream.seek(tensor.begin + begin)
-                        return stream.read(tensor.nbytes - begin if nbytes is None else nbytes)
-        raise KeyError(name)
 
 
 def packed(text: str) -> bytes:
@@ -193,7 +190,7 @@ class _Parser:
             unknown = "which the installed package gguf does not know; upgrade it, or convert the file again"
             raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {unknown}")
         block, nbytes = self.sizes[kind]
-        return Tensor(name, kind, shape, offset, math.prod(shape) // block * nbytes)
+        return Tensor(self.path, name, kind, shape, offset, math.prod(shape) // block * nbytes)
 
     def header(self) -> Header:
         if self.take(4) != MAGIC:
@@ -208,7 +205,7 @@ class _Parser:
             key = self.name()
             values[key] = self.value()
         entries = [self.tensor() for _ in range(tensor_count)]
-        stored = values["general.alignment"].content if "general.alignment" in values else ALIGNMENT
+        stored = values["general.alignment"].content if "general.alignment" in values else None
         alignment = stored if isinstance(stored, int) else ALIGNMENT
         begin = padded(self.stream.tell(), alignment)
         tensors = tuple(replace(entry, begin=begin + entry.begin) for entry in entries)

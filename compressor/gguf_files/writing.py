@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import numpy as np
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
@@ -39,7 +41,6 @@ from compressor.run_record import versions
 
 VERSION = "moe_compressor.version"
 LABEL = "general.size_label"
-CHUNK = 2**22  # bytes in memory at a time
 Kept = Mapping[str, Sequence[int]]  # for each tensor that is cut, the experts that stay, ascending
 
 
@@ -148,26 +149,17 @@ def _write(part: Header, kept: Kept, added: Mapping[str, Value], path: Path, pro
         facts = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.kind, offset)
         entries.append(packed(tensor.name) + facts)
         offset = padded(offset + cut_tensor.nbytes, part.alignment)
-    with part.path.open("rb") as source, path.open("wb") as target:
+    source = np.memmap(part.path, np.uint8, mode="r")
+    with path.open("wb") as target:
         target.write(b"".join(entries))
         for tensor in part.tensors:
             target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
             experts = kept.get(tensor.name)
             size = tensor.nbytes if experts is None else tensor.nbytes // tensor.shape[0]
             for first, last in runs([0] if experts is None else experts):  # neighbours together
-                _copy(source, target, tensor.begin + first * size, (last + 1 - first) * size, tensor.name)
+                target.write(source[tensor.begin + first * size : tensor.begin + (last + 1) * size].data)
             progress.advance(tensor.name)
         target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
-
-
-def _copy(source: BinaryIO, target: BinaryIO, begin: int, nbytes: int, name: str) -> None:
-    source.seek(begin)
-    while nbytes:
-        chunk = source.read(min(nbytes, CHUNK))
-        if not chunk:
-            raise CompressionError(f"{name} was cut off while it was read; check the model's file and run again")
-        target.write(chunk)
-        nbytes -= len(chunk)
 
 
 def plan_gguf(

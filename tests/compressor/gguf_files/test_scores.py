@@ -45,7 +45,8 @@ def test_quantised_weights_count_as_they_are_dequantised(tmp_path: Path) -> None
     rng = np.random.default_rng(1)
     down = rng.standard_normal((EXPERTS, HIDDEN, WIDE)).astype(np.float32)
     model = open_gguf(model_of(tmp_path / "m.gguf", down, Kind.Q8_0))
-    blocks = np.frombuffer(model.read(NAME), np.uint8).reshape(EXPERTS, HIDDEN, 2 + 32)  # a scale and 32 signed bytes
+    raw = np.frombuffer(model.tensors[NAME].read(), np.uint8)
+    blocks = raw.reshape(EXPERTS, HIDDEN, 2 + 32)  # a scale and 32 signed bytes
     scale = blocks[..., :2].copy().view(np.float16).astype(np.float64)
     weight = scale * blocks[..., 2:].copy().view(np.int8)
     squares = rng.random((EXPERTS, WIDE))
