@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender
+from compressor.attribution.figures import KINDS, Attribution, KeyInfluence, Receiver, Sender, strongest
 from compressor.attribution.graph import routed_together
 from compressor.attribution.projecting import Projection
 from compressor.attribution.routers import ObservedRouters, observe_routers
@@ -88,9 +88,8 @@ def attribute(
     per_key: Sequence[KeyInfluence] = ()
     if keys:
         heads = [sender for sender in senders if sender.kind == "head"]
-        strongest = sorted(heads, key=lambda head: -head.total_influence)[:top]
         sequences = [sequence for batch in batches for sequence in batch.split(1)]
-        per_key = key_influence(model, sequences[:keys], strongest, progress) if strongest else ()
+        per_key = key_influence(model, sequences[:keys], strongest(heads, top), progress) if heads else ()
         if not per_key:
             logger.warning("no head of %s can be split by key tokens", architecture.model_class)
     return Attribution(

@@ -250,28 +250,24 @@ def _rms_norm(
 
 
 RESHAPING = {  # the order of the entries stays
-    *(
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "contiguous",
-        "clone",
-        "detach",
-    ),
-    *(
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "unsqueeze",
-        "squeeze",
-        "view_as",
-        "reshape_as",
-    ),
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type",
+    "type_as",
+    "contiguous",
+    "clone",
+    "detach",
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "view_as",
+    "reshape_as",
     "dropout",  # models are never in training mode
 }
 OPERATIONS: dict[str, Callable[..., Terms | None]] = {

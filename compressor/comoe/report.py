@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from compressor.comoe.evaluating import ComoeEvaluation, TaskResult
@@ -130,10 +131,7 @@ def _with_total(tasks: Sequence[TaskResult]) -> list[TaskResult]:
         return [*tasks]
     items = sum(result.items for result in tasks)
     right = sum(result.right for result in tasks)
-    return [
-        *tasks,
-        TaskResult("all", items, right, sum(result.loss for result in tasks) / len(tasks)),
-    ]
+    return [*tasks, TaskResult("all", items, right, fmean(result.loss for result in tasks))]
 
 
 def _workload(evaluation: ComoeEvaluation) -> Table:
@@ -181,7 +179,6 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
         count = len(cosines)
 
         def draw(canvas: "FigureBase") -> None:
-            from matplotlib import colormaps
             from matplotlib.colors import to_hex
 
             axes = canvas.add_subplot()
@@ -191,16 +188,8 @@ def similarity_figure(tasks: Sequence[TaskResult]) -> Figure:
                 set_ticks(places, labels=[str(place + 1) for place in places])
             for row, column in product(range(count), repeat=2) if count <= MOST_NUMBERED else ():
                 value = cosines[row][column]
-                shade = ink_on(to_hex(colormaps[DIVERGING](image.norm(value))))
-                axes.text(
-                    column,
-                    row,
-                    f"{value:.2f}",
-                    ha="center",
-                    va="center",
-                    color=shade,
-                    fontsize=FONT - 2,
-                )
+                shade = ink_on(to_hex(image.cmap(image.norm(value))))
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=FONT - 2)
             axes.set_title(name, loc="left", fontsize=FONT)
             axes.set(xlabel="expert", ylabel="expert")
             canvas.colorbar(image, ax=axes, shrink=0.8)

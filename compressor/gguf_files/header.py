@@ -254,7 +254,7 @@ def open_gguf(model: str | Path) -> Gguf:
         raise CompressionError(f"{path} is not a file; name a GGUF file, the first one where there are several")
     named = PART.fullmatch(path.name)
     count = int(named["count"]) if named else 1
-    paths = part_names(path, count) if count > 1 else [path]
+    paths = part_names(path, count)
     missing = [part for part in paths if not part.is_file()]
     if missing:
         raise CompressionError(f"{missing[0]} is missing, one of the {count} parts of {path.name}; download it, too")
