@@ -91,9 +91,9 @@ RECORDED = (
 class ExportOptions:
     """Options of the graph and its verification."""
 
-    opset: int = option(20, "Version of the ONNX operators.")
-    dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.")
-    quantize: str = option("none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).")
+    opset: int = option(20, "Version of the ONNX operators.", OPSETS)
+    dtype: str = option("fp32", "Data type of the weights: fp32 or fp16.", DTYPES)
+    quantize: str = option("none", "Experts' weights: none, int8 (by row) or int4 (by blocks of 32).", FORMATS)
     past: bool = option(True, "Have the KV cache as inputs and outputs.")
     overwrite: bool = option(False, "Replace an existing output.")
     external_bytes: int = option(EXTERNAL_BYTES, "Bytes of weights above which they go to a file of their own.")
@@ -102,16 +102,6 @@ class ExportOptions:
         None,
         "Map the weights from their file to verify (default: where the model does not fit into memory).",
     )
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("--dtype", self.dtype, DTYPES),
-            ("--quantize", self.quantize, FORMATS),
-        ):
-            if value not in known:
-                raise CompressionError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
-        if self.opset not in OPSETS:
-            raise CompressionError(f"--opset {self.opset} is not supported; give one from {OPSETS[0]} to {OPSETS[-1]}")
 
     @property
     def scheme(self) -> Scheme | None:

@@ -44,7 +44,6 @@ RENAMED = {"keys": "key", "values": "value", "cache": CACHE}
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 STOCK = "transformers.models."
 SMALL = 8192  # elements: with larger constants the optimiser computes nothing
-NOISY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +204,12 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     silent = contextlib.redirect_stdout(io.StringIO())
-    with (
-        warnings.catch_warnings(action="ignore"),
-        silent,
-        quiet_transformers(),
-        contextlib.ExitStack() as stack,
-    ):
-        for logger in map(logging.getLogger, NOISY):
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        yield
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"), silent, quiet_transformers():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager
@@ -250,8 +245,11 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
             program = OnnxExporter().export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings).program
             optimise(program)
     except Exception as error:  # torch and onnxscript raise many classes
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the innermost says what is wrong
+            cause = cause.__cause__
         raise CompressionError(
-            f"{type(model).__name__} cannot be traced as one ONNX graph: {export_reason(error)}"
+            f"{type(model).__name__} cannot be traced as one ONNX graph: {reason_of(cause)}"
         ) from error
     divide_by_roots(program)
     _rename(program, inputs)
@@ -340,14 +338,6 @@ def quick_matching() -> Iterator[None]:
 
     with patch.object(SimplePatternMatcher, "match", match):
         yield
-
-
-def export_reason(error: BaseException) -> str:
-    """The line of an exporter's long message that says what is wrong: that of the innermost cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return reason_of(type(error)(lines[0])) if lines and isinstance(error, Exception) else type(error).__name__
 
 
 def divide_by_roots(program: Any) -> int:

@@ -124,5 +124,3 @@ def test_a_text_of_one_named_source_counts_as_without_a_name(tmp_path: Path) -> 
         same(stats, plain[layer], DATA)
         tokens = torch.cat([part.flatten() for part in parts])
         assert len(stats.inputs) == len(sample_positions(len(tokens), SAMPLE, 0)) == SAMPLE
-
-
