@@ -29,17 +29,23 @@ FALLBACK = "batched_mm"  # the stock implementation of layers that the node cann
 SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16 too
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """The function that the node computes between its projections; of `swiglu`: g * sigmoid(alpha * g) * (u + beta).
+Attributes = dict[str, Any]  # of a node
+
+
+def swiglu(alpha: float = 1.0, beta: float = 0.0, limit: float | None = None) -> Attributes:
+    """Return the attributes of the activation g * sigmoid(alpha * g) * (u + beta) on rows g0, u0, g1, u1, ...
 
     With a limit, g is at most `limit` and u lies within plus and minus `limit`.
     """
-
-    kind: str
-    alpha: float = 1.0
-    beta: float = 0.0
-    limit: float | None = None
+    attributes: Attributes = {
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": alpha,
+        "activation_beta": beta,
+    }
+    if limit is not None:
+        attributes["swiglu_limit"] = limit
+    return attributes
 
 
 KINDS = {  # the node's names of activation functions
@@ -53,30 +59,33 @@ KINDS = {  # the node's names of activation functions
     "silu": "silu",  # the function
     "LinearActivation": "identity",
 }
-GATES: Mapping[str, Callable[[Any], Activation]] = {  # of stock experts with a gate other than act_fn(g) * u
-    "BeamExperts": lambda experts: Activation("swiglu"),
-    "DeepseekV4Experts": lambda experts: Activation("swiglu", limit=experts.limit),
-    "Glm5NextTextExperts": lambda experts: Activation("swiglu", limit=experts.swiglu_limit),
-    "GptOssExperts": lambda experts: Activation("swiglu", experts.alpha, 1.0, experts.limit),
-    "HYV4Experts": lambda experts: Activation("swiglu", limit=experts.swiglu_limit),
-    "MiniMaxM3VLExperts": lambda experts: Activation("swiglu", experts.swiglu_alpha, 1.0, experts.swiglu_limit),
-    "OpenAIPrivacyFilterExperts": lambda experts: Activation("swiglu", experts.alpha, 1.0, experts.limit),
+GATES: Mapping[str, Callable[[Any], Attributes]] = {  # of stock experts with a gate other than act_fn(g) * u
+    "BeamExperts": lambda experts: swiglu(),
+    "DeepseekV4Experts": lambda experts: swiglu(limit=experts.limit),
+    "Glm5NextTextExperts": lambda experts: swiglu(limit=experts.swiglu_limit),
+    "GptOssExperts": lambda experts: swiglu(experts.alpha, 1.0, experts.limit),
+    "HYV4Experts": lambda experts: swiglu(limit=experts.swiglu_limit),
+    "MiniMaxM3VLExperts": lambda experts: swiglu(experts.swiglu_alpha, 1.0, experts.swiglu_limit),
+    "OpenAIPrivacyFilterExperts": lambda experts: swiglu(experts.alpha, 1.0, experts.limit),
 }
 
 
-def activation(experts: Any) -> Activation | None:
-    """The activation of the node that does what the stock module does; None where there is none."""
+def activation(experts: Any) -> Attributes | None:
+    """Return the attributes of the activation between the node's projections that does what the stock module's does.
+
+    None where the node has no such activation.
+    """
     from transformers.integrations.moe import _default_apply_gate
 
     act = getattr(experts, "act_fn", None)
     name = type(experts).__name__
     kind = KINDS.get(getattr(act, "__name__", type(act).__name__))
     if not experts.has_gate:
-        return None if kind is None else Activation(kind)
+        return None if kind is None else {"activation_type": kind}
     if act is not None and kind != "silu":
         return None
     if type(experts)._apply_gate is _default_apply_gate:
-        return Activation("swiglu")
+        return swiglu()
     return GATES[name](experts) if name in GATES else None
 
 
@@ -150,19 +159,10 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
 
     For each projection these are weight, scales if rounded, and bias.
     """
-    kind = activation(experts)
-    assert kind is not None
+    attributes = activation(experts)
+    assert attributes is not None
     first, second, *biases = parameter_names(experts)
     first_bias, second_bias = biases or (None, None)
-    attributes: dict[str, Any] = {"activation_type": kind.kind}
-    if kind.kind == "swiglu":  # rows g0, u0, g1, u1, ...
-        attributes |= {
-            "swiglu_fusion": 1,
-            "activation_alpha": kind.alpha,
-            "activation_beta": kind.beta,
-        }
-    if kind.limit is not None:
-        attributes["swiglu_limit"] = kind.limit
     if scheme is None or not hasattr(experts, SCALES):
         return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(experts)
     attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from exporters.onnx import moe
-from exporters.onnx.moe import Activation, activation, supported
+from exporters.onnx.moe import Attributes, activation, supported
 from tests import zoo
 from tests.exporters.answers import experts_of, run_node
 
@@ -74,7 +74,7 @@ def test_the_node_computes_what_the_module_does(name: str) -> None:
 def test_the_node_without_a_gate(act: str, kind: str) -> None:
     experts = ungated(act)
     assert supported(experts) is None
-    assert activation(experts) == Activation(kind)
+    assert activation(experts) == {"activation_type": kind}
     assert_same(experts, 2)
 
 
@@ -98,26 +98,28 @@ UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def applied(kind: Activation, inner: Tensor) -> Tensor:
-    """What the node computes of gate and up [T, 2I], or of [T, I]."""
-    if kind.kind != "swiglu":
-        return UNGATED[kind.kind](inner)
+def applied(attributes: Attributes, inner: Tensor) -> Tensor:
+    """What a node with these attributes computes of gate and up [T, 2I], or of [T, I]."""
+    kind = attributes["activation_type"]
+    if kind != "swiglu":
+        return UNGATED[kind](inner)
     gate, up = inner.chunk(2, dim=-1)
-    if kind.limit is not None:
-        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-    return gate * torch.sigmoid(kind.alpha * gate) * (up + kind.beta)
+    limit = attributes.get("swiglu_limit")
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(attributes["activation_alpha"] * gate) * (up + attributes["activation_beta"])
 
 
 def probed(experts: Any) -> None:
     """Try the module's own activation out on numbers, some of them far out."""
-    kind = activation(experts)
-    assert kind is not None
+    attributes = activation(experts)
+    assert attributes is not None
     inner = torch.rand(129, 4, generator=torch.Generator().manual_seed(0)) * 40 - 20
     inner[-1] *= 50
     fused = inner if experts.is_concatenated else torch.stack(inner.chunk(2, -1), -1).flatten(-2)
     with torch.no_grad():
         wanted = experts._apply_gate(fused) if experts.has_gate else experts.act_fn(inner)
-    torch.testing.assert_close(applied(kind, inner), wanted.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(applied(attributes, inner), wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
