@@ -4,6 +4,7 @@ Fused parameters and flags instead of architectures. T tokens, K top-k, E expert
 """
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -154,7 +155,7 @@ class Watch:
     on_output: Callable[[Tensor, Tensor], None] | None = None
     on_block: Called | None = None
     computing: bool = True  # False: the experts put out zeros, where nobody uses what comes after them
-    _removals: list[Callable[[], Any]] = field(default_factory=list)
+    _changes: ExitStack = field(default_factory=ExitStack)  # to the modules, undone when it is closed
 
     def attach(self) -> Self:
         """Begin to watch; once attached, begin anew."""
@@ -173,17 +174,17 @@ class Watch:
                 hook = module.register_forward_hook(
                     lambda _, *call: called(*call), with_kwargs=True, prepend=module is block
                 )
-                self._removals.append(hook.remove)
+                self._changes.enter_context(hook)
 
         if (on_experts := self.on_experts) is not None:
             hook = experts.register_forward_pre_hook(lambda _, *call: on_experts(*choices(*call)), with_kwargs=True)
-            self._removals.append(hook.remove)
+            self._changes.enter_context(hook)
         forward: Callable[..., Tensor] | None = None if self.computing else zeros
         if self.on_expert_output is not None:
             forward = partial(observed_forward, experts, observe=self.on_expert_output)
         if forward is not None:
             experts.forward = forward
-            self._removals.append(partial(experts.__dict__.pop, "forward", None))
+            self._changes.callback(experts.__dict__.pop, "forward", None)
         if (on_output := self.on_output) is not None:
             watch(experts, lambda args, kwargs, output: on_output(choices(args, kwargs)[0], output))
         watch(router, self.on_router)
@@ -192,9 +193,7 @@ class Watch:
 
     def detach(self) -> None:
         """Stop watching; the modules are as they were."""
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
+        self._changes.close()
 
     def __enter__(self) -> Self:
         return self.attach()
