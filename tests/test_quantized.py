@@ -208,10 +208,3 @@ def test_a_modelopt_weight_that_its_scales_do_not_fit_is_refused(tmp_path: Path)
     save_file(tensors | {name: tensors[name][:, :8].contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(CompressionError, match=rf"tensor '{name}' has shape .* 4 bits in groups of 16"):
         open_model(locate(str(tmp_path)))
-
-
-def test_a_pattern_of_modules_that_is_none_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, "packed-qwen3_moe")
-    change_group(tmp_path, {"ignore": ["re:("]})
-    with pytest.raises(CompressionError, match=r"'re:\(' is no pattern of modules \(missing \)"):
-        open_model(locate(str(tmp_path)))

@@ -3,7 +3,6 @@
 For a device with streams a thread copies the next layer's stored tensors while this layer computes (`ReadAhead`).
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -224,21 +223,9 @@ def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Ten
 
 
 def refuse_misfits(checkpoint: Checkpoint) -> None:
-    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for.
-
-    So are patterns of the config that are none.
-    """
-    quantization = checkpoint.quantization
-    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
-    patterns = list(quantization.get("ignore") or ())
-    for group in groups:
-        patterns += group.get("targets") or ()
-    for pattern in patterns:
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise CompressionError(f"config.json: {pattern!r} is no pattern of modules ({error}); mend it") from error
-    weights = [group["weights"] for group in groups if group.get("weights")]
+    """Refuse a packed weight that is not as wide as the config's bits and the groups of its scales ask for."""
+    groups = (checkpoint.quantization.get("config_groups") or {}).values()
+    weights = [group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")]
     declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]  # modelopt's NVFP4
     if not all(isinstance(bits, int) and isinstance(size, int) and size > 0 for bits, size in declared):
         return
