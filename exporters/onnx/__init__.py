@@ -172,13 +172,11 @@ class GraphFile:
         self.program = program
         self.folder = folder
         self.values = dict(program.graph.initializers)
-        self.recipes: dict[str, Recipe] = {}
-        self.made: dict[str, list[str]] = {}  # names of initialisers by the tensor that they are made of
+        self.recipes: dict[str, dict[str, Recipe]] = {}  # by the tensor of the model, then by the initialiser
         for key, value in self.values.items():
             recipe = recipe_of(value)
             if recipe is not None:
-                self.recipes[key] = recipe
-                self.made.setdefault(recipe.source, []).append(key)
+                self.recipes.setdefault(recipe.source, {})[key] = recipe
         sizes = {key: value.const_value.nbytes for key, value in self.values.items()}
         self.places: dict[str, int] = {}  # in the file of weights
         if sum(sizes.values()) > external_bytes:
@@ -189,15 +187,16 @@ class GraphFile:
                     end += nbytes
             (folder / WEIGHTS).touch()
             os.truncate(folder / WEIGHTS, end)
-            for key in self.places.keys() - self.recipes.keys():
-                self._write(key, self.values[key].const_value.tobytes())
+            for key in self.places:
+                if recipe_of(self.values[key]) is None:
+                    self._write(key, self.values[key].const_value.tobytes())
 
     def put(self, source: str, value: Tensor) -> None:
         """Take a tensor of the model, of the shape and dtype that was traced."""
         import onnx_ir
 
-        for key in self.made[source]:
-            content = self.recipes[key].made_of(value.detach())
+        for key, recipe in self.recipes[source].items():
+            content = recipe.made_of(value.detach())
             traced = self.values[key].const_value
             assert tuple(content.shape) == tuple(traced.shape) and content.nbytes == traced.nbytes, source
             if key in self.places:
@@ -312,7 +311,7 @@ def write_graph(
     graph = GraphFile(program, folder, options.external_bytes)
     progress.advance("graph")
     by_unit: dict[str, list[str]] = {}
-    for source in graph.made:
+    for source in graph.recipes:
         by_unit.setdefault(unit_of(source, opened.architecture.units), []).append(source)
     nodes = {route.layer for route in routes if route.reason is None}
 
