@@ -18,8 +18,7 @@ of these rows, which its embedding looks up there.
 import copy
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -38,7 +37,7 @@ from compressor.model.architecture import build_meta, decoder_layers, head_of, w
 from compressor.model.moe_layer import MoeLayer, layer_number
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, allocate
-from compressor.model.verification import verify_plain
+from compressor.model.verification import verify_plain, verify_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -236,36 +235,20 @@ def _experts_of(model: OpenModel, names: HeadNames) -> int:
     return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
 
 
-def _kind(shapes: Mapping[str, tuple[int, ...]], experts: int) -> frozenset[tuple[Any, ...]]:
-    """The same for decoder layers that are alike: their tensors' names and shapes, whatever the number of experts."""
-    kinds = Counter[tuple[str, tuple[int, ...]]]()
-    for name, shape in shapes.items():
-        whatever = tuple(-1 if size == experts else size for size in shape)
-        kinds[ONE_EXPERT.sub("experts.*.", name), whatever] += 1
-    return frozenset((*kind, -1 if number == experts else number) for kind, number in kinds.items())
-
-
 def _head(model: OpenModel, names: HeadNames) -> Head:
-    """The head of these names, built like the layer of the trunk with its tensors, or in full precision like any."""
-    tensors, kinds = model.checkpoint.tensors, dict[frozenset[tuple[Any, ...]], str]()
+    """The head of these names, built like the last layer of the trunk whose tensors it has; quantised or in plain."""
     experts = _experts_of(model, names)
+    are_plain = all(model.checkpoint.tensors[names.prefix + name].is_plain for name in names.block)
+    kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
     for layer in reversed(model.architecture.layers):
-        prefix = stored_prefix(model, layer.unit)
-        stored = [name for name, role in model.layout.roles.items() if role.unit == layer.unit]
-        shapes = {name.removeprefix(prefix): tensors[name].shape for name in stored}
-        kinds.setdefault(_kind(shapes, layer.experts), layer.unit)
-    infos = {name: tensors[names.prefix + name] for name in names.block}
-    alike = kinds.get(_kind({name: info.shape for name, info in infos.items()}, experts))
-    candidates = [alike] if alike else []
-    if not alike and all(info.is_plain for info in infos.values()):
-        candidates = list(kinds.values())
+        shapes = _shapes(model.partial.model.get_submodule(layer.unit))
+        kinds.setdefault(tuple(shapes.items()), layer.unit)
     reasons = list[str]()
-    for unit in candidates:
+    for unit in kinds.values():
         try:
-            return _built(model, names, unit, experts, quantized=bool(alike) and model.layout.quantized)
+            return _built(model, names, unit, experts, quantized=model.layout.quantized and not are_plain)
         except CompressionError as error:
             reasons.append(str(error))
-    reasons.append("no decoder layer of the model with experts has such tensors")
     raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
 
 
@@ -315,6 +298,8 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     if not quantized:
         verify_plain(checkpoint, stock)
     opened = OpenModel.of(model.source, checkpoint, config, model.partial.dtype, model.partial.device)
+    if quantized:
+        verify_quantized(opened)
     _refuse_odd(opened, names, model, experts)
     return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
 
@@ -326,7 +311,7 @@ def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
 def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
     """Refuse a head whose layer or projection is not what can be run and cut."""
     layers = opened.architecture.layers
-    if len(layers) != 1 or layers[0].tables or opened.layout.left_out or layers[0].experts != experts:
+    if len(layers) != 1 or layers[0].tables or layers[0].experts != experts:
         raise CompressionError("its decoder layer does not hold one block of experts like the others'")
     width = int(model.partial.model.get_input_embeddings().weight.shape[1])
     wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}

@@ -84,7 +84,8 @@ def verify_checkpoint(folder: Path, experts: int | None = None, known: Collectio
         if experts is not None and count != experts:
             raise CompressionError(f"the written config builds {name} with {count} experts instead of {experts}")
     if checkpoint.quantization:
-        _verify_quantized(checkpoint, config, known)
+        source = ModelSource(str(folder), None, folder)
+        verify_quantized(OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu")), known)
     else:
         verify_plain(checkpoint, model, known)
     return checkpoint
@@ -121,15 +122,16 @@ def verify_plain(checkpoint: Checkpoint, model: Any, known: Collection[str] = ()
             raise CompressionError(f"the written tensor {key!r} is {value.dtype}, the model has {wanted[key]}")
 
 
-def _verify_quantized(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> None:
-    """For tensors that stay quantised: each one has its role with the new number of experts, and none is missing."""
-    source = ModelSource(str(checkpoint.folder), None, checkpoint.folder)
-    model = OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu"))
+def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
+    """Check tensors that stay quantised: each one has its role with the model's number of experts, and none is missing.
+
+    Tensors that are `known` to be no part of the stock model are passed over.
+    """
     partial, experts = model.partial, model.architecture.experts
     if unknown := sorted(set(model.layout.left_out) - set(known)):
         raise CompressionError(f"the written tensor {unknown[0]!r} does not belong to the new model")
     for name, role in model.layout.roles.items():
-        shape = checkpoint.tensors[name].shape
+        shape = model.checkpoint.tensors[name].shape
         if role.kind == "fused" and shape[role.dim] != experts + role.extra:
             raise CompressionError(
                 f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} should be "
