@@ -64,7 +64,7 @@ from compressor.report.comparison_report import Comparison
 from compressor.report.sizes import SCHEMES, SHARES, check_grid, measure_sizes
 from compressor.report.sizes_report import SizeComparison
 from compressor.statistics.statistics import ATTRIBUTED
-from compressor.steps.constants.mone import refuse_model
+from compressor.steps.constants.step import refuse_model
 from compressor.steps.correct.options import Correct
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import (

@@ -16,7 +16,7 @@ from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
 from compressor.model.substitution import Substitution
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.mone import logits_with, read_constants
+from compressor.steps.constants.step import logits_with, read_constants
 from tests import quantized, small, zoo
 from tests.command_line import Run, refused
 from tests.plans import Decided, plan_of

@@ -59,7 +59,7 @@ from compressor.run_record import (
     report_in_place,
     request_key,
 )
-from compressor.steps.constants.mone import read_constants
+from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.cutting import through_model
 from compressor.steps.job import check_plan, left_out_of, make_job

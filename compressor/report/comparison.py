@@ -17,7 +17,6 @@ import torch
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.entry_points import read_option
-from compressor.errors import CompressionError
 from compressor.evaluation.domains import suffering_of
 from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, accepts
 from compressor.memory import PeakMemory
@@ -35,12 +34,10 @@ from compressor.steps.constants.mone import (
     EVEN,
     UNEVEN,
     ConstantsByLayer,
-    divide,
-    even_numbers,
+    choose_replaced,
     measure,
     refit,
-    replaceable,
-    replacing,
+    substitutes_of,
 )
 from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
@@ -202,20 +199,14 @@ class _Table:
         begin = time.perf_counter()
         measured = measure(model, self.calibration, self.progress, self.seed)
         shared = time.perf_counter() - begin
-        orders = replaceable(layers, measured, protected)
-        most = [len(order) for order in orders]
         budgets = [EVEN, UNEVEN]
         if (held := sum(map(len, heldout))) < FEWEST:
             logger.warning("%d held-out sequences are too few to divide experts unevenly; raise --samples", held)
             budgets = [EVEN]
         for count, budget in product(counts, budgets):
             removed, begin = sum(layer.experts - count for layer in layers), time.perf_counter()
-            if sum(most) < removed:
-                raise CompressionError(f"--experts {count}: too many are protected to replace so many; keep more")
-            numbers = even_numbers(removed, most)
-            if budget == UNEVEN:
-                numbers, _ = divide(model, measured, orders, removed, heldout, self.progress)
-            variant, name = replacing(layers, measured, orders, numbers), f"{CONSTANTS}, {budget}"
+            replaced, _ = choose_replaced(model, measured, protected, removed, budget, heldout, self.progress)
+            variant, name = substitutes_of(replaced, measured), f"{CONSTANTS}, {budget}"
             deciding = shared + time.perf_counter() - begin
             for correction in corrections:
                 begin, error = time.perf_counter(), None

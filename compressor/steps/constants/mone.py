@@ -1,4 +1,4 @@
-"""MoNE: a constant for each expert that is left out, as vLLM serves them (arXiv:2507.00390).
+"""Constants of experts: measured, divided over layers, and refitted (MoNE, arXiv:2507.00390).
 
 An expert with output o and gate weight g adds g o to a token. The constant c that misses least of it over all tokens,
 sum g^2 ||o - c||^2, is c = sum g^2 o / sum g^2, and leaves sum g^2 ||o||^2 - ||sum g^2 o||^2 / sum g^2. The paper takes
@@ -9,17 +9,10 @@ what replacing its 1, 2, 3 ... most replaceable experts costs the whole model. I
 between two of them it grows with what the constants miss. Errors grow on their way through the layers, and those of
 several layers do not simply add up. So the division of least cost is then moved an expert at a time by measurements of
 the whole, and taken where it is nearer to the base than the even one (`compressor.evaluation.evaluator.accepts`).
-
-Every tensor that stays is a copy of the stored bytes, quantised ones included, unless `correct` refitted it. Experts
-keep their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
-Stock transformers computes with none, so a written checkpoint is compared with the source by a forward of our own.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,68 +21,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.checkpoint.reader import Checkpoint
-from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.evaluation.evaluator import FEWEST, Evaluator, Figures, HeldoutProbe, accepts, require_enough
+from compressor.evaluation.evaluator import Evaluator, Figures, HeldoutProbe, accepts, require_enough
 from compressor.kept import facts_of, keep_tensors, kept_tensors
-from compressor.model.constant_experts import (
-    FIELD,
-    SUFFIX,
-    SubstitutedCheckpoint,
-    Substitutes,
-    is_replaced,
-    number_in,
-)
-from compressor.model.layout import expert_prefixes
-from compressor.model.moe_layer import MoeLayer, left_by
-from compressor.model.opened import OpenModel, open_substituted, pick_dtype
-from compressor.model.streaming import LayerVisitor, Pass
-from compressor.model.substitution import SideBySide, Substitution
-from compressor.model.verification import check_carried
+from compressor.model.constant_experts import Substitutes
+from compressor.model.moe_layer import MoeLayer
+from compressor.model.opened import OpenModel
+from compressor.model.substitution import Substitution
 from compressor.progress import Progress
-from compressor.recipe.plan import ExpertPlan, LayerPlan
-from compressor.recipe.step import Requirements, StepOptions
+from compressor.recipe.plan import LayerPlan
 from compressor.statistics.statistics import LayerStatistics, collect
-from compressor.steps.configuration import config_with
-from compressor.steps.constants.options import Constants
-from compressor.steps.correct.in_order import (
-    LayerWork,
-    compress_in_order,
-    constants_key,
-    refitted_substitution,
-)
+from compressor.steps.correct.in_order import LayerWork, compress_in_order
 from compressor.steps.correct.options import Correct
-from compressor.steps.cutting import Conversion, CutFiles
-from compressor.steps.job import files_with, stored_partial
-from compressor.steps.prune.planning import planner_of, protected_experts
-from compressor.steps.prune.protecting import Protected, given_protected, listed
-from compressor.steps.state import State
-from compressor.steps.tensors import (
-    OutputJob,
-    OutputTensor,
-    Piece,
-    in_order_of,
-    refuse_overflow,
-    stored_unit,
-    tensor_bytes_view,
-    tensor_output,
-)
+from compressor.steps.cutting import CutFiles
+from compressor.steps.prune.protecting import Protected
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
 ROUNDS = 4  # of moving experts between layers
 EVEN, UNEVEN = "even", "uneven"
-CHECKED = 32  # that a written checkpoint is checked on
-TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
 REMEDY = "calibrate on more sequences (--samples, 16 at the least), or pass --budget even"
 
 NEEDS = frozenset({"squared_gate_sum", "squared_gate_output_sum", "squared_gated_norm_sum"})
 
 Curve = NDArray[np.float64]  # [most + 1]: the cost of 0, 1, 2 ... experts less
 ConstantsByLayer = Mapping[str, Substitutes]  # by experts module; a layer that is not named stays as it is
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,9 +88,8 @@ def measure(
 
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
-    paths = dict[str, Path]()
-    if kept is not None:
-        paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in model.architecture.layers}
+    layers = model.architecture.layers
+    paths = {} if kept is None else {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
     if paths and all(facts_of(path) is not None for path in paths.values()):
         return {name: LayerConstants(**kept_tensors(path)) for name, path in paths.items()}
     constants = dict[str, LayerConstants]()
@@ -156,17 +111,6 @@ def substitutes_of(dropped: Mapping[str, Sequence[int]], constants: Mapping[str,
     return substitutes
 
 
-def replacing(
-    layers: Sequence[MoeLayer],
-    constants: Mapping[str, LayerConstants],
-    orders: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-) -> ConstantsByLayer:
-    """The constants of a division: of each layer's `numbers` the first of the experts that are `replaceable`."""
-    divided = zip(layers, orders, numbers, strict=True)
-    return substitutes_of({layer.name: order[:number] for layer, order, number in divided}, constants)
-
-
 def probed_numbers(most: int, experts: int) -> tuple[int, ...]:
     """At which numbers of replaced experts a layer's curve is measured: quarters of its experts, and all it can spare.
 
@@ -182,15 +126,12 @@ def curve(missed: Sequence[float], measured: Mapping[int, float]) -> Curve:
     No further expert makes it cheaper: what says so is noise.
     """
     summed = np.concatenate([[0.0], np.cumsum(np.asarray(missed, dtype=np.float64))])
-    costs = np.zeros(len(summed))
-    places = [0, *sorted(measured)]
-    known = np.maximum.accumulate([0.0, *(measured[place] for place in places[1:])])
-    for number, (begin, end) in enumerate(pairwise(places)):
-        inside = np.arange(begin + 1, end + 1)
-        width = summed[end] - summed[begin]
-        share = (summed[inside] - summed[begin]) / width if width > 0 else (inside - begin) / (end - begin)
-        costs[inside] = known[number] + share * (known[number + 1] - known[number])
-    return costs
+    # experts that miss nothing cost alike
+    summed += np.arange(len(summed)) * (1e-12 * summed[-1] or 1.0)
+    probed = [0, *sorted(measured)]
+    costs = np.maximum.accumulate([0.0, *(measured[number] for number in probed[1:])])
+    interpolated: Curve = np.interp(summed, summed[probed], costs)
+    return interpolated
 
 
 def even_numbers(removed: int, most: Sequence[int]) -> list[int]:
@@ -242,6 +183,14 @@ def shifted(numbers: Sequence[int], layer: int, change: int) -> list[int]:
     return changed
 
 
+def _first_of(
+    layers: Sequence[MoeLayer], orders: Sequence[Sequence[int]], numbers: Sequence[int]
+) -> dict[str, Sequence[int]]:
+    """Return the experts that a division replaces: of each layer's order the first `numbers`."""
+    divided = zip(layers, orders, numbers, strict=True)
+    return {layer.name: order[:number] for layer, order, number in divided}
+
+
 @dataclass(slots=True)
 class _Search:
     """Measures divisions of the same sum, numbers in the order of the layers, each of them once."""
@@ -257,10 +206,10 @@ class _Search:
         """Figures of each division's model, on all held-out batches or on those of these numbers."""
         if not divisions:
             return []
-        layers = self.model.architecture.layers
-        variants = [
-            Substitution(constants=replacing(layers, self.constants, self.orders, numbers)) for numbers in divisions
-        ]
+        variants = list[Substitution]()
+        for numbers in divisions:
+            dropped = _first_of(self.model.architecture.layers, self.orders, numbers)
+            variants.append(Substitution(constants=substitutes_of(dropped, self.constants)))
         return self.evaluator.measure(self.model, variants, progress=self.progress, phase=phase, only=only)
 
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:
@@ -322,28 +271,36 @@ class _Search:
         return divisions
 
 
-def divide(
+def choose_replaced(
     model: OpenModel,
     constants: Mapping[str, LayerConstants],
-    orders: Sequence[Sequence[int]],
+    protected: Protected,
     removed: int,
+    budget: str,
     heldout: Sequence[Tensor],
     progress: Progress,
-) -> tuple[list[int], dict[str, Any]]:
-    """How many experts of each layer become constants, `removed` in all, at the least KL on `heldout` [B, L] batches.
+) -> tuple[dict[str, Sequence[int]], dict[str, Any]]:
+    """Experts for which constants stand, by experts module, `removed` in all, and how an uneven budget chose them.
 
-    `orders` are those of `replaceable`. Returns the numbers in the order of the layers, and how they were chosen.
-    Raises `CompressionError` for fewer than eight held-out sequences.
+    Layers of an uneven budget give up different numbers, at the least KL on the `heldout` [B, L] batches. Raises
+    `CompressionError` for fewer than eight held-out sequences.
     """
+    layers = model.architecture.layers
+    orders = replaceable(layers, constants, protected)
+    most = [len(order) for order in orders]
+    if sum(most) < removed:
+        raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
+    even = tuple(even_numbers(removed, most))
+    if budget == EVEN:
+        return _first_of(layers, orders, even), {}
     evaluator = Evaluator.of(model, heldout)
     require_enough(evaluator.sequences, "an uneven budget", REMEDY)
     search = _Search(model, constants, orders, evaluator, progress)
     curves = search.curves()
-    even = tuple(even_numbers(removed, [len(order) for order in orders]))
     alone = tuple(cheapest_numbers(curves, removed))
     wary = tuple(cheapest_numbers([costs**2 for costs in curves], removed))
     search.consider([even, alone, wary, halfway(even, alone), halfway(even, wary)])
-    step = max(1, model.architecture.layers[0].experts // 16)
+    step = max(1, layers[0].experts // 16)
     for _ in range(ROUNDS):
         before = search.best
         search.consider(search.moved(step))
@@ -352,116 +309,13 @@ def divide(
                 break
             step = max(1, step // 2)
     best = search.best if accepts(search.figures[even], search.figures[search.best]) else even
-    return list(best), {
+    return _first_of(layers, orders, best), {
         "heldout_tokens": sum(batch.numel() for batch in evaluator.batches),
         "heldout_kl_even": round(search.kl(even), 6),
         "heldout_kl_chosen": round(search.kl(best), 6),
         "chosen": {even: EVEN, alone: "curves", wary: "squared curves"}.get(best, "moved"),
         "divisions_judged": len(search.figures),
     }
-
-
-def budget_of(options: Constants) -> str:
-    """How the experts that stay are divided over layers."""
-    return options.budget or (EVEN if options.experts_total is None else UNEVEN)
-
-
-def requirements_of(options: Constants, model: OpenModel, steps: Sequence[StepOptions]) -> Requirements:
-    """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
-    refuse_model(model)
-    kept, budget = total_kept(options, model.architecture.layers), budget_of(options)
-    correct = next((step for step in steps if isinstance(step, Correct)), None)
-    if correct is not None and model.layout.quantized:
-        raise CompressionError(
-            f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass --correct none"
-        )
-    if model.layout.quantized:
-        logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
-    given_protected(options.protect, model.architecture.layers, kept // len(model.architecture.layers))
-    heldout = FEWEST if budget == UNEVEN else int(correct is not None)
-    return Requirements(True, heldout, passes=1)
-
-
-def refuse_model(model: OpenModel) -> None:
-    """Refuse a model of which single experts cannot be left out, or whose layers vLLM would not tell apart."""
-    layout = model.layout
-    fused = next((name for name, role in layout.roles.items() if role.kind == "fused" and not role.is_router), None)
-    if fused is not None or not layout.regular:
-        raise CompressionError(
-            f"--format mone leaves out single experts, but {model.architecture.family} checkpoints store all experts "
-            f"of a layer together{'' if fused is None else f' ({fused})'}; compress without --format mone"
-        )
-    for layer in model.architecture.layers:
-        prefixes = expert_prefixes(layout, layer)
-        shared = {prefix.rpartition(".")[0] for prefix in prefixes.values()}
-        if len(prefixes) < layer.experts or len(shared) > 1 or number_in(min(shared)) != layer.index:
-            raise CompressionError(
-                f"{layer.name}: vLLM finds constants by names such as layers.3.experts.7, and this checkpoint's are "
-                f"others ({min(shared, default='none')}); compress without --format mone"
-            )
-
-
-def total_kept(options: Constants, layers: Sequence[MoeLayer]) -> int:
-    """Experts of all layers together for which no constant stands."""
-    budget = budget_of(options)
-    total, count = sum(layer.experts for layer in layers), len(layers)
-    given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
-    if len(given) != 1:
-        raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
-    if options.ratio is not None:
-        uneven = budget == UNEVEN
-        kept = left_by(total, options.ratio) if uneven else left_by(total // count, options.ratio) * count
-    else:
-        kept = options.experts * count if options.experts is not None else int(options.experts_total or 0)
-    if budget == EVEN and kept % count:
-        raise CompressionError(
-            f"--experts-total {kept} does not divide over {count} layers; pass --budget uneven or a multiple of {count}"
-        )
-    least = sum(max(layer.top_k, 1) for layer in layers)
-    if not least <= kept <= total:
-        raise CompressionError(
-            f"{kept} experts in all cannot be kept: the {count} layers have {total}, and need {least} for their top-k"
-        )
-    return kept
-
-
-def measured_constants(state: State) -> dict[str, LayerConstants]:
-    """The constants of all layers; a run that was killed finds them in its work folder."""
-    assert state.text is not None
-    kept = None if state.work is None else state.work.kept(state.stage[0], "measured")
-    return measure(state.model, state.text.fit, state.progress, state.seed, kept)
-
-
-def plan_stage(options: Constants, state: State) -> ExpertPlan:
-    """Which experts constants stand for in each layer."""
-    assert state.text is not None
-    model, calibration, total = state.model, state.text.fit, total_kept(options, state.model.architecture.layers)
-    layers = model.architecture.layers
-    protected = protected_experts(options.protect, total // len(layers), planner_of(state))
-    constants = measured_constants(state)
-    removed = sum(layer.experts for layer in layers) - total
-    orders = replaceable(layers, constants, protected)
-    most = [len(order) for order in orders]
-    if sum(most) < removed:
-        raise CompressionError(f"--protect leaves {sum(most)} experts to replace, fewer than {removed}; keep more")
-    numbers, figures = even_numbers(removed, most), dict[str, Any]()
-    if budget_of(options) == UNEVEN:
-        numbers, figures = divide(model, constants, orders, removed, calibration.heldout_batches, state.progress)
-    plans = list[LayerPlan]()
-    for layer, order, number in zip(layers, orders, numbers, strict=True):
-        missed, replaced = constants[layer.name].missed, sorted(order[:number])
-        share = float(missed[replaced].sum() / missed.sum().clamp(min=1e-300)) if replaced else 0.0
-        layer_figures = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
-        plans.append(layer_plan(layer, replaced, decided_by="sum g^2 ||o - c||^2", figures=layer_figures))
-    return ExpertPlan(
-        total // len(layers),
-        tuple(plans),
-        listed(protected),
-        format="mone",
-        budget=budget_of(options),
-        experts_total=total,
-        figures=figures,
-    )
 
 
 def layer_plan(layer: MoeLayer, replaced: Sequence[int], **more: Any) -> LayerPlan:
@@ -495,134 +349,3 @@ def refit(
     )
     plans = compress_in_order(model, work, calibration, progress, files, probe)
     return {plan.module: plan for plan in plans}
-
-
-def _planned(state: State) -> ConstantsByLayer:
-    """Return the constants that a stage's plan names, as measured."""
-    dropped = {layer.module: layer.constants for layer in state.expert_plan().layers}
-    return substitutes_of(dropped, measured_constants(state))
-
-
-def refit_constants(state: State) -> ExpertPlan | None:
-    """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
-    correction = state.options_of(Correct)
-    if correction is None:
-        return None
-    assert state.text is not None
-    refitted = refit(state.model, _planned(state), state.text.fit, state.progress, state.seed, correction, state.cut())
-    plan, layers = state.expert_plan(), list[LayerPlan]()
-    for layer in plan.layers:
-        if layer.module in refitted:
-            figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
-            layer = replace(layer, figures=figures)
-        layers.append(layer)
-    return replace(plan, layers=tuple(layers))
-
-
-def constants_job(state: State) -> OutputJob:
-    """Return the job of writing the stage. What is measured and refitted waits in the work folder."""
-    model, roles = state.model, state.model.layout.roles
-    planned = _planned(state)
-    layers = [layer for layer in model.architecture.layers if layer.name in planned]
-    files = None if state.options_of(Correct) is None else state.cut()
-    if files is None:
-        stored = pick_dtype("auto", model.config, model.checkpoint)
-        planned = {name: replace(each, values=each.values.to(stored)) for name, each in planned.items()}
-        written = Substitution(constants=planned)
-    else:
-        written = refitted_substitution(model, state.expert_plan().layers, files)
-    copies = [
-        OutputTensor.copy(model.checkpoint, name, role.unit)
-        for name, role in roles.items()
-        if not is_replaced(role, planned)
-    ]
-    added = list[OutputTensor]()
-    for layer in layers:
-        prefixes, values = expert_prefixes(model.layout, layer), written.constants[layer.name].values
-        for expert, value in zip(planned[layer.name].dropped, values, strict=True):
-            name = f"{prefixes[expert]}{SUFFIX}"
-            content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
-            added.append(replace(tensor_output(name, value, layer.unit), content=content))
-    outputs = in_order_of(model.architecture.units, [*copies, *added])
-    config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
-    config[FIELD] = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers if entry.constants}
-
-    def produce(unit: str) -> Iterator[tuple[str, Iterator[Piece]]]:
-        of_unit = [output for output in copies if output.unit == unit]
-        if files is not None:
-            changed = {output.name for output in of_unit if roles[output.name].layer in planned}
-            yield from _refitted(model, planned, files, unit, changed) if changed else ()
-            of_unit = [output for output in of_unit if output.name not in changed]
-        yield from stored_unit([*of_unit, *added], unit)
-
-    def verify(folder: Path) -> None:
-        written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
-        wanted = {(output.name, output.dtype, output.shape) for output in outputs}
-        if odd := sorted(name for name, *_ in written_tensors ^ wanted):
-            raise CompressionError(f"the written tensor {odd[0]!r} is not as planned; please report this model")
-        check_carried(folder, model.source.folder)
-        check_forward(folder, model, written)
-
-    units = ("", *model.architecture.units)
-    return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
-
-
-def _refitted(
-    model: OpenModel, planned: ConstantsByLayer, files: CutFiles, unit: str, wanted: set[str]
-) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Yield the refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
-    stored = stored_partial(model)
-
-    def change(layer: MoeLayer) -> dict[str, Tensor]:
-        if layer.name not in planned:
-            return {}
-        tensors = files.tensors(layer)
-        del tensors[constants_key(layer)]
-        kept = [expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped]
-        for key, value in tensors.items():
-            if key.startswith(f"{layer.name}."):
-                tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
-                tensors[key][kept] = value
-            refuse_overflow(key, value.to(stored.dtype))
-        return tensors
-
-    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, unit):
-        if name in wanted:
-            yield name, content
-
-
-@dataclass(slots=True)
-class _Outputs(LayerVisitor):
-    logits: list[Tensor] = field(default_factory=list)
-
-    def on_batch_end(self, batch: int, output: Any) -> None:
-        self.logits.append(output[0].detach().float().cpu())
-
-
-def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits [B, L, V] of each batch of token ids [B, L] by a variant of the model."""
-    outputs = _Outputs()
-    Pass(model, batches, to_end=True).run(SideBySide(model, [substitution], [0] * len(batches)), outputs)
-    return outputs.logits
-
-
-def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
-    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
-    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
-    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
-    partial = model.partial
-    return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
-
-
-def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -> None:
-    """Refuse a written checkpoint that does not compute what this variant of the source does."""
-    tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
-    written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
-    [wanted] = logits_with(source, substitution, [tokens])
-    [logits] = logits_with(written, Substitution(constants=constants), [tokens])
-    off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
-    if not off <= TOLERANCE * max(size, 1e-6):
-        raise CompressionError(
-            f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "
-            "model"
-        )

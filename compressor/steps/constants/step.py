@@ -1,39 +1,303 @@
-"""The step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves them."""
+"""The step `constants`: a constant stands for each expert that is left out (MoNE), as vLLM serves them.
 
+Every tensor that stays is a copy of the stored bytes, quantised ones included, unless `correct` refitted it. Experts
+keep their numbers. A constant is `<experts prefix>.<id>.approx_value` [H], and config.json lists them by decoder layer.
+Stock transformers computes with none, so a written checkpoint is compared with the source by a forward of our own.
+"""
+
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
-from compressor.model.moe_layer import MoeLayer
-from compressor.model.opened import OpenModel
-from compressor.recipe.plan import ExpertPlan
+import torch
+from torch import Tensor
+
+from compressor.checkpoint.reader import Checkpoint
+from compressor.checkpoint.source import ModelSource
+from compressor.errors import CompressionError
+from compressor.evaluation.evaluator import FEWEST
+from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint, is_replaced, number_in
+from compressor.model.layout import expert_prefixes
+from compressor.model.moe_layer import MoeLayer, left_by
+from compressor.model.opened import OpenModel, open_substituted, pick_dtype
+from compressor.model.streaming import LayerVisitor, Pass
+from compressor.model.substitution import SideBySide, Substitution
+from compressor.model.verification import check_carried
+from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.step import Requirements, Step, StepOptions
-from compressor.steps.constants.mone import constants_job, plan_stage, refit_constants, requirements_of, total_kept
+from compressor.steps.configuration import config_with
+from compressor.steps.constants.mone import (
+    EVEN,
+    UNEVEN,
+    ConstantsByLayer,
+    LayerConstants,
+    choose_replaced,
+    layer_plan,
+    measure,
+    refit,
+    substitutes_of,
+)
 from compressor.steps.constants.options import Constants
-from compressor.steps.prune.protecting import with_list
+from compressor.steps.correct.in_order import constants_key, refitted_substitution
+from compressor.steps.correct.options import Correct
+from compressor.steps.cutting import Conversion, CutFiles
+from compressor.steps.job import files_with, stored_partial
+from compressor.steps.prune.planning import planner_of, protected_experts
+from compressor.steps.prune.protecting import given_protected, listed, with_list
 from compressor.steps.state import State
-from compressor.steps.tensors import OutputJob
+from compressor.steps.tensors import (
+    Named,
+    OutputJob,
+    OutputTensor,
+    in_order_of,
+    refuse_overflow,
+    stored_unit,
+    tensor_bytes_view,
+    tensor_output,
+)
+
+CHECKED = 32  # tokens that a written checkpoint is checked on
+TOLERANCE = 1e-3  # of the largest logit; the same sums in the same order differ by nothing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ConstantsStep(Step[Constants]):
     """Leave out the experts of which a constant misses least; layers may keep different numbers."""
 
+    @property
+    def budget(self) -> str:
+        """How the experts that stay are divided over layers."""
+        return self.options.budget or (EVEN if self.options.experts_total is None else UNEVEN)
+
     def resolve(self, model: OpenModel, stage: Sequence[StepOptions]) -> Self:
         """Return the step with the experts that a file protects."""
         return self.with_options(protect=with_list(self.options.protect))
 
     def requirements(self, model: OpenModel, steps: Sequence[StepOptions], planned: bool) -> Requirements:
-        return requirements_of(self.options, model, steps)
+        """Check model, numbers and what follows; raises `CompressionError` for what this format cannot do."""
+        refuse_model(model)
+        layers = model.architecture.layers
+        experts = self.experts_left(layers, 1)
+        correct = next((step for step in steps if isinstance(step, Correct)), None)
+        if model.layout.quantized:
+            if correct is not None:
+                raise CompressionError(
+                    f"--correct {correct.method} changes experts, which stay quantised with --format mone; pass "
+                    "--correct none"
+                )
+            logger.warning("vLLM serves constants only beside experts that are not quantised, and these stay quantised")
+        given_protected(self.options.protect, layers, experts)
+        heldout = FEWEST if self.budget == UNEVEN else int(correct is not None)
+        return Requirements(True, heldout, passes=1)
+
+    def _total(self, layers: Sequence[MoeLayer]) -> int:
+        """Return how many experts of all layers together stay."""
+        options = self.options
+        total, count = sum(layer.experts for layer in layers), len(layers)
+        given = [value for value in (options.experts, options.ratio, options.experts_total) if value is not None]
+        if len(given) != 1:
+            raise CompressionError("say how many experts to keep: one of --experts N, --ratio R and --experts-total N")
+        kept = options.experts_total or (options.experts or 0) * count
+        if options.ratio is not None:
+            groups = 1 if self.budget == UNEVEN else count
+            kept = left_by(total // groups, options.ratio) * groups
+        if self.budget == EVEN and kept % count:
+            raise CompressionError(
+                f"--experts-total {kept} does not divide over {count} layers; pass --budget uneven or a multiple of "
+                f"{count}"
+            )
+        least = sum(max(layer.top_k, 1) for layer in layers)
+        if not least <= kept <= total:
+            raise CompressionError(
+                f"{kept} experts in all cannot be kept: the {count} layers have {total}, and need {least} for their "
+                "top-k"
+            )
+        return kept
 
     def experts_left(self, layers: Sequence[MoeLayer], parts: int) -> int:
-        return total_kept(self.options, layers) // len(layers)
+        return self._total(layers) // len(layers)
 
     def decide(self, state: State) -> ExpertPlan:
-        return plan_stage(self.options, state)
+        """Decide for which experts of each layer constants stand."""
+        assert state.text is not None
+        model, layers, calibration = state.model, state.model.architecture.layers, state.text.fit
+        total, experts = self._total(layers), self.experts_left(layers, 1)
+        protected = protected_experts(self.options.protect, experts, planner_of(state))
+        constants = _measured(state)
+        removed = sum(layer.experts for layer in layers) - total
+        heldout = calibration.heldout_batches
+        replaced, figures = choose_replaced(model, constants, protected, removed, self.budget, heldout, state.progress)
+        plans = list[LayerPlan]()
+        for layer in layers:
+            missed, dropped = constants[layer.name].missed, sorted(replaced[layer.name])
+            share = float(missed[dropped].sum() / missed.sum().clamp(min=1e-300)) if dropped else 0.0
+            layer_figures = {"missed": [round(value, 6) for value in missed.tolist()], "share_missed": round(share, 6)}
+            plans.append(layer_plan(layer, dropped, decided_by="sum g^2 ||o - c||^2", figures=layer_figures))
+        return ExpertPlan(
+            experts,
+            tuple(plans),
+            listed(protected),
+            format="mone",
+            budget=self.budget,
+            experts_total=total,
+            figures=figures,
+        )
 
     def refit(self, state: State) -> ExpertPlan | None:
-        return refit_constants(state)
+        """Refit constants and the experts that stay into the work folder; returns the plan with figures."""
+        correction = state.options_of(Correct)
+        if correction is None:
+            return None
+        assert state.text is not None
+        given = state.text.fit, state.progress, state.seed, correction, state.cut()
+        refitted = refit(state.model, _planned(state), *given)
+        plan, layers = state.expert_plan(), list[LayerPlan]()
+        for layer in plan.layers:
+            if layer.module in refitted:
+                figures = {**layer.figures, "correction": refitted[layer.module].figures["correction"]}
+                layer = replace(layer, figures=figures)
+            layers.append(layer)
+        return replace(plan, layers=tuple(layers))
 
     def writer(self, state: State) -> OutputJob:
-        return constants_job(state)
+        """Return the job of writing the stage. What is measured and refitted waits in the work folder."""
+        model, roles = state.model, state.model.layout.roles
+        planned = _planned(state)
+        layers = [layer for layer in model.architecture.layers if layer.name in planned]
+        files = None if state.options_of(Correct) is None else state.cut()
+        if files is None:
+            stored = pick_dtype("auto", model.config, model.checkpoint)
+            planned = {name: replace(each, values=each.values.to(stored)) for name, each in planned.items()}
+            written = Substitution(constants=planned)
+        else:
+            written = refitted_substitution(model, state.expert_plan().layers, files)
+        copies = list[OutputTensor]()
+        for name, role in roles.items():
+            if not is_replaced(role, planned):
+                copies.append(OutputTensor.copy(model.checkpoint, name, role.unit))
+        added = list[OutputTensor]()
+        for layer in layers:
+            prefixes, values = expert_prefixes(model.layout, layer), written.constants[layer.name].values
+            for expert, value in zip(planned[layer.name].dropped, values, strict=True):
+                name = f"{prefixes[expert]}{SUFFIX}"
+                content = partial(iter, (tensor_bytes_view(refuse_overflow(name, value)),))
+                added.append(replace(tensor_output(name, value, layer.unit), content=content))
+        outputs = in_order_of(model.architecture.units, [*copies, *added])
+        config, zeroed = config_with(model.checkpoint.raw_config, model.architecture, {})
+        constants = {str(entry.layer): list(entry.constants) for entry in state.expert_plan().layers}
+        config[FIELD] = {layer: experts for layer, experts in constants.items() if experts}
+
+        def produce(unit: str) -> Named:
+            of_unit = [output for output in copies if output.unit == unit]
+            if files is not None:
+                changed = {output.name for output in of_unit if roles[output.name].layer in planned}
+                yield from _refitted(model, planned, files, unit, changed) if changed else ()
+                of_unit = [output for output in of_unit if output.name not in changed]
+            yield from stored_unit([*of_unit, *added], unit)
+
+        def verify(folder: Path) -> None:
+            written_tensors = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+            wanted = {(output.name, output.dtype, output.shape) for output in outputs}
+            if odd := sorted(name for name, *_ in written_tensors ^ wanted):
+                raise CompressionError(f"the written tensor {odd[0]!r} is not as planned; please report this model")
+            check_carried(folder, model.source.folder)
+            check_forward(folder, model, written)
+
+        units = ("", *model.architecture.units)
+        return OutputJob(tuple(outputs), units, produce, files_with(model, config), verify, tuple(zeroed))
+
+
+def _measured(state: State) -> dict[str, LayerConstants]:
+    """Return the constants of all layers; a run that was killed finds them in its work folder."""
+    assert state.text is not None
+    kept = None if state.work is None else state.work.kept(state.stage[0], "measured")
+    return measure(state.model, state.text.fit, state.progress, state.seed, kept)
+
+
+def _planned(state: State) -> ConstantsByLayer:
+    """Return the constants that a stage's plan names, as measured."""
+    dropped = {layer.module: layer.constants for layer in state.expert_plan().layers}
+    return substitutes_of(dropped, _measured(state))
+
+
+def _refitted(model: OpenModel, planned: ConstantsByLayer, files: CutFiles, unit: str, wanted: set[str]) -> Named:
+    """Yield the refitted tensors of a unit by their stored names: experts are put back at their own numbers first."""
+    stored = stored_partial(model)
+
+    def change(layer: MoeLayer) -> dict[str, Tensor]:
+        if layer.name not in planned:
+            return {}
+        tensors = files.tensors(layer)
+        del tensors[constants_key(layer)]
+        kept = [expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped]
+        for key, value in tensors.items():
+            if key.startswith(f"{layer.name}."):
+                tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
+                tensors[key][kept] = value
+            refuse_overflow(key, value.to(stored.dtype))
+        return tensors
+
+    for name, content in Conversion(stored, model.architecture, stored.model).produce(change, None, unit):
+        if name in wanted:
+            yield name, content
+
+
+def refuse_model(model: OpenModel) -> None:
+    """Refuse a model of which single experts cannot be left out, or whose layers vLLM would not tell apart."""
+    layout = model.layout
+    fused = next((name for name, role in layout.roles.items() if role.kind == "fused" and not role.is_router), None)
+    if fused is not None or not layout.regular:
+        raise CompressionError(
+            f"--format mone leaves out single experts, but {model.architecture.family} checkpoints store all experts "
+            f"of a layer together{'' if fused is None else f' ({fused})'}; compress without --format mone"
+        )
+    for layer in model.architecture.layers:
+        prefixes = expert_prefixes(layout, layer)
+        shared = {prefix.rpartition(".")[0] for prefix in prefixes.values()}
+        if len(prefixes) < layer.experts or len(shared) > 1 or number_in(min(shared)) != layer.index:
+            raise CompressionError(
+                f"{layer.name}: vLLM finds constants by names such as layers.3.experts.7, and this checkpoint's are "
+                f"others ({min(shared, default='none')}); compress without --format mone"
+            )
+
+
+@dataclass(slots=True)
+class _Outputs(LayerVisitor):
+    logits: list[Tensor] = field(default_factory=list)
+
+    def on_batch_end(self, batch: int, output: Any) -> None:
+        self.logits.append(output[0].detach().float().cpu())
+
+
+def logits_with(model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits [B, L, V] of each batch of token ids [B, L] by a variant of the model."""
+    outputs = _Outputs()
+    Pass(model, batches, to_end=True).run(SideBySide(model, [substitution], [0] * len(batches)), outputs)
+    return outputs.logits
+
+
+def read_constants(folder: Path, dtype: str = "auto", device: str = "auto") -> tuple[OpenModel, ConstantsByLayer]:
+    """A written checkpoint with constants, and these by experts module; an unfit one is a `CompressionError`."""
+    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
+    assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+    partial = model.partial
+    return model, model.checkpoint.substitutes(model.architecture.layers, partial.dtype, partial.device)
+
+
+def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -> None:
+    """Refuse a written checkpoint that does not compute what this variant of the source does."""
+    tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
+    written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
+    [wanted] = logits_with(source, substitution, [tokens])
+    [logits] = logits_with(written, Substitution(constants=constants), [tokens])
+    off, size = float((logits - wanted).abs().max()), float(wanted.abs().max())
+    if not off <= TOLERANCE * max(size, 1e-6):
+        raise CompressionError(
+            f"the written checkpoint's logits differ by {off:.3g} from the source's with constants; please report this "
+            "model"
+        )

@@ -19,8 +19,8 @@ from compressor.steps.constants.mone import (
     NEEDS,
     LayerConstants,
     cheapest_numbers,
+    choose_replaced,
     curve,
-    divide,
     even_numbers,
     halfway,
     probed_numbers,
@@ -111,13 +111,16 @@ def test_variants_of_one_pass_are_measured_as_alone_and_a_division_is_never_wors
     assert together == [evaluator.measure(model, [own])[0].kl.tolist() for own in variants]
     assert not any(together[0]) and sum(together[1]) > 0.001 and sum(together[2]) > 0.001
     removed = 3
-    orders = replaceable(model.architecture.layers, constants, {layers[0]: frozenset({0})})
-    numbers, figures = divide(model, constants, orders, removed, parts, Silent())
-    assert sum(numbers) == removed
+    given = model, constants, {layers[0]: frozenset({0})}, removed
+    replaced, figures = choose_replaced(*given, "uneven", parts, Silent())
+    numbers = [len(replaced[name]) for name in layers]
+    assert sum(numbers) == removed and 0 not in replaced[layers[0]]
+    even, _ = choose_replaced(*given, "even", parts, Silent())
+    assert sorted(len(even[name]) for name in layers) == [1, 2]
     assert all(0 <= number <= model.architecture.experts - 2 for number in numbers)
     assert figures["heldout_kl_chosen"] <= figures["heldout_kl_even"]
     with pytest.raises(CompressionError, match="leaves 7; calibrate on more sequences"):
-        divide(model, constants, orders, removed, [parts[0], parts[1][:3]], Silent())
+        choose_replaced(*given, "uneven", [parts[0], parts[1][:3]], Silent())
 
 
 def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_misses(tmp_path: Path) -> None:
