@@ -87,8 +87,7 @@ class Calibration:
     @property
     def source_names(self) -> tuple[str, ...]:
         """A short name for each source, without folders."""
-        names = short_names([entry["source"] for entry in self.identity.get("sources", ())])
-        return names or tuple(f"source {number}" for number in range(len(self.weights)))
+        return short_names([entry["source"] for entry in self.identity["sources"]])
 
     def source_of(self, batch: int) -> int:
         """Number of the source of a batch."""
@@ -213,7 +212,10 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> Text:
     for source, demand in zip(spec.sources, _demands(spec), strict=True):
         texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
     if spec.samples:
-        shapes = [(len(text.rows(FIT)), max(row.shape[1] for row in text.rows(FIT))) for text in texts]
+        shapes = list[tuple[int, int]]()
+        for text in texts:
+            fit = text.rows(FIT)
+            shapes.append((len(fit), max(row.shape[1] for row in fit)))
         for text, count in zip(texts, _heldout_counts(shapes, spec.heldout), strict=True):
             text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, text.rows(FIT), count)
     if spec.parts:
@@ -395,12 +397,11 @@ def _text(spec: TextSpec, texts: Sequence[_SourceText]) -> Text:
     names = short_names([text.name for text in texts])
     batches, sources, heldout = list[Tensor](), list[int](), set[int]()
     for number, text in enumerate(texts):
-        for use in (FIT, HELD):
-            own = text.batches(use)
-            if use == HELD:
-                heldout.update(range(len(batches), len(batches) + len(own)))
-            batches += own
-            sources += [number] * len(own)
+        batches += text.batches(FIT)
+        begin = len(batches)
+        batches += text.batches(HELD)
+        heldout.update(range(begin, len(batches)))
+        sources += [number] * (len(batches) - len(sources))
     identity = _identity(spec, texts)
     emphasis = [spec.emphasis.weights(batch) for batch in batches] if spec.emphasis.marked else []
     fit = Calibration(
@@ -459,10 +460,14 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
     if marked:
         identity["emphasis"] = marked
     if spec.parts:
-        uses = {name: [row for text in texts for row in text.rows(name)] for name in spec.parts}
-        identity["parts"] = {name: _counted(rows) for name, rows in uses.items()}
-        identity["heldout_text"] = _counted([row for text in texts for row in text.rows(HELD, BEHIND)])
+        identity["parts"] = {name: _counted(_rows_of(texts, name)) for name in spec.parts}
+        identity["heldout_text"] = _counted(_rows_of(texts, HELD, BEHIND))
     return identity
+
+
+def _rows_of(texts: Sequence[_SourceText], *uses: str) -> Rows:
+    """Return the sequences of these uses in all sources."""
+    return tuple(chain.from_iterable(text.rows(*uses) for text in texts))
 
 
 def _counted(rows: Sequence[Tensor]) -> dict[str, Any]:
