@@ -35,9 +35,9 @@ class Options(MergeOptions):
     )
     mix_tokens: bool = option(True, help="whether outputs are compared on random mixtures of tokens")
 
-    def distances(self, stats: LayerStatistics) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Distances [E, E] of a layer's experts, and their noise."""
-        return distances(stats.mixed_outputs if self.mix_tokens else stats.expert_outputs, self.similarity)
+    def outputs(self, stats: LayerStatistics) -> torch.Tensor:
+        """Return the outputs [E, S, H] that are compared."""
+        return stats.mixed_outputs if self.mix_tokens else stats.expert_outputs
 
 
 def similarity_needs(options: Options) -> frozenset[str]:
@@ -64,10 +64,10 @@ def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, tor
 
 def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """Similarity of the experts' outputs for a report: a label, and [E, E] from 0 to 1."""
-    table, _ = options.distances(stats)
-    sampled = stats.mixed_outputs if options.mix_tokens else stats.expert_outputs
+    outputs = options.outputs(stats)
+    table, _ = distances(outputs, options.similarity)
     tokens = "random mixtures of tokens" if options.mix_tokens else "tokens"
-    label = f"{SIMILARITIES[options.similarity]}, {sampled.shape[1]} {tokens}"
+    label = f"{SIMILARITIES[options.similarity]}, {outputs.shape[1]} {tokens}"
     return label, closeness(table) if options.similarity == "mean-output" else 1 - table
 
 
@@ -76,5 +76,5 @@ def plan(
     stats: LayerStatistics, keep: int, protected: frozenset[int] = frozenset(), options: Options = Options()
 ) -> LayerPlan:
     """Group by equation 5 on distances of the experts' outputs, merge by equation 6; protected experts stay alone."""
-    table, noise = options.distances(stats)
+    table, noise = distances(options.outputs(stats), options.similarity)
     return merge_alike(stats, table.clamp(min=0).cpu(), noise, keep, protected, options, options.similarity)

@@ -51,8 +51,8 @@ def subsets(blocks: list[Block]) -> Iterator[Kept]:
 
 def _least(errors: Mapping[Kept, float], noise: float) -> Kept:
     """The kept set of least error; of equal ones the first in lexicographic order."""
-    values = rounded(torch.tensor([*errors.values()], dtype=torch.float64), noise).tolist()
-    return min(zip(values, errors, strict=True))[1]
+    ordered = sorted(errors)
+    return ordered[stable_argmin([errors[kept] for kept in ordered], noise)]
 
 
 def _dense(routed: Routed, experts: int) -> torch.Tensor:
@@ -132,9 +132,8 @@ def plan(
         search = {"search": "none: no token reached the layer"}
     elif count <= options.most_subsets:
         errors = KeptErrors(stats)
-        tried = sorted(subsets(blocks))
-        sums = [float(errors.kept(subset).errors.sum()) for subset in tried]
-        kept = tried[stable_argmin(sums, errors.noise)]
+        costs = {subset: float(errors.kept(subset).errors.sum()) for subset in subsets(blocks)}
+        kept = _least(costs, errors.noise)
         search = {"search": f"all {count} subsets"}
     else:
         errors = KeptErrors(stats)
