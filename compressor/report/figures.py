@@ -28,7 +28,7 @@ from compressor.evaluation.gate_report import gate_figure
 from compressor.formatting import counted, listed, percent, readable, short, span
 from compressor.recipe.document import changed
 from compressor.report.data import LayerReport, Report, all_dispositions, gone, load_of, mean, order, roles, within
-from compressor.steps.distill.step import curve
+from compressor.steps.distill.step import evaluations
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -337,7 +337,8 @@ def distillation(data: Report) -> Figure | None:
 
     drawings = []
     for step in data.steps:
-        points = {number: value for number, value, _ in curve(step) if abs(value) < LARGEST}
+        measured = {each["step"]: float(each["kl"]) for each in evaluations(step)}
+        points = {number: value for number, value in measured.items() if abs(value) < LARGEST}
         if step["name"] != "distill" or len(points) < 2:
             continue
         best = step["result"]["best"] if changed(step) else None

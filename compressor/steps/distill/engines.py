@@ -311,8 +311,9 @@ class InMemory(_Engine):
     def __init__(self, model: OpenModel, options: Distill, seed: int) -> None:
         super().__init__(model, options, seed)
         model.partial.load(model.partial.keys_under(""))
-        state = model.partial.model.state_dict()
-        self.read = {key: state[key].detach() for layer in self.layers.values() for key in layer.keys}
+        self.read = dict[str, Tensor]()
+        for layer in self.layers.values():
+            self.read |= self.loaded(layer)
         self.states = {
             unit: LayerState(layer.begin(self.read, options.rank, seed)) for unit, layer in self.layers.items()
         }

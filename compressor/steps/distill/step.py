@@ -19,7 +19,6 @@ from compressor.steps.state import State
 
 COLUMNS = ("step", "KL", "loss", "flips", "training")
 OPTIMISER_BYTES = {"adam": 12, "adafactor": 4}  # of memory for each parameter that is trained
-Evaluation = tuple[int, float, float]  # step, KL from the base, next-token loss
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,11 @@ class DistillStep(Step[Distill]):
         outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
         if not changed(entry):
             outcome = f"nothing was changed; {divergence(result, False)}"
-        rows = []
-        for evaluation in _evaluations(entry):
+        blocks: list[Block] = [Text(f"Distillation ({training}): {outcome}.")]
+        if result.get("ended"):
+            blocks.append(Text(f"Training ended: {result['ended']}."))
+        rows = list[tuple[str, ...]]()
+        for evaluation in evaluations(entry):
             losses = [f"{name} {short(value)}".replace("_", " ") for name, value in evaluation["training"].items()]
             rows.append(
                 (
@@ -78,19 +80,12 @@ class DistillStep(Step[Distill]):
                     ", ".join(losses) or "-",
                 )
             )
-        blocks: list[Block] = [Text(f"Distillation ({training}): {outcome}.")]
-        if result.get("ended"):
-            blocks.append(Text(f"Training ended: {result['ended']}."))
         if rows:
             blocks.append(Table("Held-out text during the distillation", COLUMNS, tuple(rows), frozenset(COLUMNS[4:])))
         return blocks
 
 
-def curve(entry: Mapping[str, Any]) -> list[Evaluation]:
-    """The evaluations on held-out text, in the order of their steps."""
-    return [(each["step"], float(each["kl"]), float(each["loss"])) for each in _evaluations(entry)]
-
-
-def _evaluations(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def evaluations(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the figures on held-out text that a plan's entry has, in the order of their steps."""
     result = entry.get("result") or {}
     return list(result.get("curve", ()))

@@ -40,9 +40,8 @@ LARGEST_SCALE = 64.0  # as `LARGEST`
 RIDGE = 0.01  # of the mean square of a router's inputs, for a bias that goes into its weight
 
 Weights = Mapping[str, Tensor]  # routers' tensors, such as weights [E, H], as they are stored, by state-dict key
-Answered = Sequence[
-    tuple[Tensor, Distributions]
-]  # this rank's token ids [B, L], and the base's distributions after each
+# This rank's token ids [B, L], and the base's distributions after each.
+Answered = Sequence[tuple[Tensor, Distributions]]
 
 
 @dataclass(frozen=True, slots=True)
