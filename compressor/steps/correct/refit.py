@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressor.distributed import ranks
 from compressor.model.loading import parent_and_name, set_tensor
@@ -28,7 +29,7 @@ STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; what one does not
 
 
 @contextmanager
-def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+def float_router(model: Any, layer: MoeLayer, recording: Recording) -> Iterator[dict[str, Tensor]]:
     """The smaller router in float32 while the block runs; yields its expert-sized tensors that may be tuned, by key.
 
     Afterwards these are back in their own dtype with their new values, the others as they were.
@@ -58,8 +59,8 @@ class _Guard:
     def __init__(
         self,
         cut: CutLayer,
-        heldout: torch.Tensor,
-        router: Mapping[str, torch.Tensor],
+        heldout: Tensor,
+        router: Mapping[str, Tensor],
         dtypes: Mapping[str, torch.dtype],
         writing: torch.dtype | None,
     ) -> None:
@@ -67,7 +68,7 @@ class _Guard:
         self.computing: torch.dtype = next(cut.experts.parameters()).dtype
         self.writing = writing or self.computing
         # every refitted tensor and where its best values are: an expert's in the smaller model, the router's here
-        self.best_values = list[tuple[torch.Tensor, torch.Tensor]]()
+        self.best_values = list[tuple[Tensor, Tensor]]()
         for expert, parameters in enumerate(cut.parameters):
             for name, value in parameters.items():
                 self.best_values.append((value, getattr(cut.experts, name)[expert].detach()))
@@ -78,7 +79,7 @@ class _Guard:
         self.kept = NONE
         self.best = self._error()
 
-    def _stored(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _stored(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """A value rounded as writing will: what is computed in one dtype may be stored in another."""
         return value.to(self.writing if dtype == self.computing else dtype).to(dtype)
 

@@ -1,5 +1,6 @@
 """Options of the step `prune`: a strategy decides which experts stay, merge or go."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.recipe.step import CONSTANTS, EXPERTS, StepOptions
 
+WHOLE = re.compile(r"0*[1-9][0-9]{0,8}")  # a number above 0
 Protector = Callable[[Any], Sequence[tuple[str, int]]]  # of a planner: experts module and number, the strongest first
 
 
@@ -26,7 +28,7 @@ def protector_of(protect: Any) -> Protector | None:
         return find
     if not entry_points.takes(find, 2):
         raise CompressionError(f"--protect {protect} should be {name}, without a number")
-    if not (count.isascii() and count.isdigit() and len(count) < 10 and int(count)):
+    if not WHOLE.fullmatch(count):
         raise CompressionError(f"--protect {protect} should be {name}:N with a whole number N above 0")
     return lambda planner: find(planner, int(count))
 
@@ -42,7 +44,7 @@ def _check_protect(protect: Any) -> Any:
 
 
 def _check_heads(mtp: Any) -> Any:
-    number = int(mtp) if isinstance(mtp, str) and mtp.isascii() and mtp.isdigit() and len(mtp) < 10 else mtp
+    number = int(mtp) if isinstance(mtp, str) and WHOLE.fullmatch(mtp) else mtp
     if number not in (None, "keep", "drop") and not (type(number) is int and number > 0):
         raise CompressionError(f"mtp is {mtp!r}; it is keep, drop or a number of experts")
     return number

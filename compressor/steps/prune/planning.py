@@ -170,7 +170,10 @@ class Planner:
             logger.warning(
                 "%s sees pictures or sound, and is calibrated on text alone, which never reached %d of its %d experts "
                 "(%.1f %%); add a source with pictures to --calibration",
-                *(model.source.label, unreached, experts, 100 * unreached / experts),
+                model.source.label,
+                unreached,
+                experts,
+                100 * unreached / experts,
             )
         heads = said_of_heads(model, spec.heads)
         return ExpertPlan(spec.experts, tuple(ordered), listed(protected), model.top_k, heads)

@@ -50,14 +50,6 @@ class Routed:
         return self.hidden.value.index_select(0, rows).float().split(CHUNK) if len(rows) else ()
 
 
-def hessian_of(inputs: Iterable[Tensor], matrix: Matrix, device: torch.device) -> Tensor:
-    """X^T X [I, I] in float32 of a matrix's inputs [n, I] of all processes."""
-    total = torch.zeros(matrix.columns, matrix.columns, device=device)
-    for value in inputs:
-        _add_products(total, value)
-    return summed(total, matrix)
-
-
 def _add_products(total: Tensor, inputs: Tensor) -> None:
     """Add X^T X of inputs [n, I] to the sum [I, I]."""
     for chunk in inputs.float().split(CHUNK):
@@ -155,7 +147,11 @@ class Quantizing(LayerVisitor):
                     inputs: Iterable[Tensor] = routed.to(expert)
                     if parts is not inner:
                         inputs = map(partial(_inner, experts, expert_parameters(experts, expert)), inputs)
-                    hessians.append(hessian_of(inputs, by_part[expert, parts[-1]], device))
+                    matrix = by_part[expert, parts[-1]]
+                    total = torch.zeros(matrix.columns, matrix.columns, device=device)
+                    for value in inputs:
+                        _add_products(total, value)
+                    hessians.append(summed(total, matrix))
                 upper = inverse_factor(torch.stack(hessians))
                 for part in parts:
                     self._round([by_part[expert, part] for expert in batch], upper)

@@ -12,7 +12,7 @@ from compressor.recipe.step import OutputSize, Requirements, Step, StepOptions
 from compressor.steps.quantize.in_order import quantize_in_order
 from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
 from compressor.steps.quantize.options import Quantize
-from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.writing import Writer, packed_size
 from compressor.steps.state import State
 from compressor.steps.tensors import OutputJob
@@ -75,11 +75,12 @@ class QuantizeStep(Step[Quantize]):
         options = self.options
         if not plan:
             return ()
-        groups = "one scale a row" if plan["group_size"] == -1 else f"groups of {plan['group_size']}"
+        is_by_row = plan["group_size"] == ROW
+        groups = "one scale a row" if is_by_row else f"groups of {plan['group_size']}"
         what = "routed experts" if options.targets == "experts" else "experts, attention and dense layers"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
-        servers = loaders(options.scheme, plan["group_size"] == -1)
+        servers = loaders(options.scheme, is_by_row)
         loaded = f"which {joined(servers)} load" if servers else "which no server is known to load"
         return (
             Text(
