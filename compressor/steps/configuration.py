@@ -107,15 +107,12 @@ def expert_renames(architecture: Architecture, layout: Layout, plan: ExpertPlan)
 
 
 def all_renames(
-    architecture: Architecture,
-    layout: Layout,
-    plan: ExpertPlan,
-    head_renames: Renames = NONE,
+    architecture: Architecture, layout: Layout, plan: ExpertPlan, head_renames: Renames
 ) -> dict[str, str | None]:
     """What names of experts become in a quantisation; those of kept heads are `head_renames`."""
     if architecture.layers[0].parts > 1:  # no name in a quantisation speaks of a split's experts
         return dict(head_renames)
-    return {**expert_renames(architecture, layout, plan), **(head_renames)}
+    return {**expert_renames(architecture, layout, plan), **head_renames}
 
 
 def _tells_experts_apart(pattern: str, renames: Renames) -> bool:

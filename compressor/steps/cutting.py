@@ -84,8 +84,8 @@ def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
     """The experts module with the neurons of the members of every group with a head in the head's order."""
     orders = dict[int, Tensor]()
     for group in groups:
-        for member in group.members if group.head is not None else ():
-            if group.head is not None and member != group.head:
+        for member in group.members:
+            if group.head not in (None, member):
                 orders[member] = matching(experts, group.head, member)
 
     def in_order(name: str, expert: int, value: Tensor) -> Tensor:
@@ -202,14 +202,16 @@ def through_model(layout: Layout, plan: ExpertPlan, refitted: bool) -> bool:
 
 def cut_or_kept(model: Any, plan: ExpertPlan, files: CutFiles | None, layer: MoeLayer) -> Tensors:
     """What the plan makes of a loaded layer of `model`, by state-dict key; from `files` if it was cut already."""
-    kept = files.tensors(layer) if files else {}
-    if files is not None and not kept:
+    if files is None:
+        return cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
+    kept = files.tensors(layer)
+    if not kept:
         raise CompressionError(
             f"{layer.name}: its corrected tensors can no longer be read from the work folder; run the command again"
         )
     for key, value in kept.items():  # in float32, and refitted
         refuse_overflow(key, value.to(model.state_dict()[key].dtype))
-    return kept or cut_layers(model, [layer], {layer_plan.module: layer_plan for layer_plan in plan.layers})
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ def _changed(stored: Checkpoint, infos: Iterable[TensorInfo], tensors: Mapping[s
         yield info.name, iter([tensor_bytes_view(value)])
 
 
-def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None = None) -> None:
+def assemble(stage: Path, output: Path, files: Mapping[str, bytes], max_shard_bytes: int | None) -> None:
     """Make the finished checkpoint of a stage's files, small ones joined, with config and tokenizer; `files` on top."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
@@ -269,7 +269,7 @@ def publish(work: Workdir, overwrite: bool) -> None:
     clear(work.folder, {LOCK})
 
 
-def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str] = ()) -> tuple[bytes, dict[str, int]]:
+def header_of(outputs: Sequence[TensorInfo | OutputTensor], steps: Sequence[str]) -> tuple[bytes, dict[str, int]]:
     """The header of a file of these tensors, and where each begins; wide dtypes come first, so that all are aligned."""
     metadata = {"format": "pt"}
     if steps:
@@ -315,7 +315,7 @@ class LayerWriter:
             self._flusher.shutdown(cancel_futures=True)
 
     def write(
-        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str] = ()
+        self, path: Path, outputs: Sequence[TensorInfo | OutputTensor], made: Named, steps: Sequence[str]
     ) -> None:
         """Write the `outputs`, exactly these, from what is `made`."""
         header, places = header_of(outputs, steps)

@@ -74,7 +74,7 @@ def acceptance_of(
     folder: Path,
     model: OpenModel,
     calibration: Calibration | None,
-    changed: bool = False,
+    changed: bool,
 ) -> Accepted:
     """The acceptance of kept heads before and after: what the plan tells, and where text was read the rest, measured.
 

@@ -76,9 +76,7 @@ def round_to_nearest(
     return stored, total
 
 
-def packed_size(
-    model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool = False
-) -> tuple[Size, int]:
+def packed_size(model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool) -> tuple[Size, int]:
     """Parameters and bytes of a model with so many experts in each layer once quantised, and those of packed matrices.
 
     Other tensors stay as `output_size` has them. Reads headers alone.

@@ -145,7 +145,7 @@ def order_of_parts(parts: Tensor) -> Tensor:
     return parts.argsort(dim=1, stable=True).int()
 
 
-def seen_as(model: OpenModel, parts: int = 1, top_k: int | None = None) -> OpenModel:
+def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel:
     """The model with each expert as `parts`, their neurons in no order yet, whose smaller versions write `top_k`.
 
     Raises `CompressionError` where experts cannot be split exactly, and for a top-k that the model has not.
