@@ -85,14 +85,18 @@ def output_size(model: OpenModel, experts: int, changed: bool = False, through: 
     `through` the model.
     """
     changed = through or (changed and model.layout.quantized)
-    if model.stored_parts and not changed:  # which is measured by a plan that keeps as many of each routing group
-        kept = [slot * model.architecture.experts // experts for slot in range(experts)]
-        layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
-        return Size.of(model.stored_parts.cut(model, ExpertPlan(experts, layers)))
+    if model.stored_parts and not changed:
+        return Size.of(model.stored_parts.cut(model, even_plan(model, experts)))
     if not model.is_split and not changed:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
     small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
     return Size.of(Conversion(model.partial, model.architecture, small).outputs())
+
+
+def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
+    """A plan that keeps so many experts of each layer, equally many of each routing group."""
+    kept = [slot * model.architecture.experts // experts for slot in range(experts)]
+    return ExpertPlan(experts, tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers))
 
 
 def idle_parameters(model: OpenModel, experts: int) -> int:
@@ -277,10 +281,7 @@ def rewritten_size(model: OpenModel, experts: int, change: Change, changed: bool
 
     `changed`: other steps write experts anew, in a plain dtype.
     """
-    every = model.architecture.experts
-    kept = [slot * every // experts for slot in range(experts)]  # equally many of each routing group
-    layers = tuple(LayerPlan.keep(layer, kept) for layer in model.architecture.layers)
-    job = make_job(model, ExpertPlan(experts, layers), through=stored_partial(model) if changed else None)
+    job = make_job(model, even_plan(model, experts), through=stored_partial(model) if changed else None)
     return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
 
 
