@@ -47,7 +47,8 @@ def with_options() -> dict[str, Any]:
     whole = schema("plan")
     parts = {name: part for name, part in whole["$defs"].items() if not name.endswith("_options")}
     for step in STEPS:
-        found = step.model_json_schema(ref_template="#/$defs/{model}_options")
+        declared = json.dumps(step.model_json_schema(ref_template="#/$defs/{model}_options"))
+        found = json.loads(declared.replace("\\n", " "))  # a description on one line
         parts |= {f"{name}_options": part for name, part in found.pop("$defs", {}).items()}
         parts[f"{step.name}_options"] = found
     return {**whole, "$defs": parts}
