@@ -22,53 +22,53 @@ from compressor.cli.options import (
 from compressor.cli.terminal import print_json, print_report, progress_bars
 from compressor.errors import CompressionError
 from compressor.evaluation.options import GenerationOptions
-from compressor.extras import ONNX as ONNX_PACKAGES
-from compressor.extras import require
+from compressor.extras import ONNX, require
 from compressor.files import alone
 from compressor.formatting import readable
+from compressor.recipe.step import Options
 from compressor.run_record import COMPRESSION
 
 GRAPH = "model.onnx"
-ONNX = "ONNX"
+
+
+class OnnxFlags(Options):
+    """Options of the built-in ONNX exporter."""
+
+    opset: int | None = None
+    """Version of the ONNX operators (default: 20)."""
+    dtype: str | None = None
+    """Data type of the weights: fp32 or fp16 (default: fp32)."""
+    quantize: str | None = None
+    """Experts' weights: none (default), int8 (by row) or int4 (by 32)."""
+    no_past: bool = False
+    """Leave out the KV cache as inputs and outputs."""
+    stream: bool | None = None
+    """Verify with the graph's weights mapped from their file, or read into memory (default: mapped where the model does
+    not fit)."""
 
 
 def export(
     checkpoint: Model,
     output: Out,
     running: Fetching,
+    settings: Annotated[dict[str, Any], options_of(OnnxFlags, "ONNX")],
     format: Annotated[str, flag("onnx, keep-list, or the name of another exporter that is installed.")] = "onnx",
     option: Annotated[list[str] | None, flag("name=value for an option of the exporter; may be repeated.")] = None,
-    opset: Annotated[int | None, flag("Version of the ONNX operators (default: 20).", ONNX)] = None,
-    dtype: Annotated[str | None, flag("Data type of the weights: fp32 or fp16 (default: fp32).", ONNX)] = None,
-    quantize: Annotated[
-        str | None, flag("Experts' weights: none (default), int8 (by row) or int4 (by 32).", ONNX)
-    ] = None,
-    no_past: Annotated[bool, flag("Leave out the KV cache as inputs and outputs.", ONNX)] = False,
-    stream: Annotated[
-        bool | None,
-        flag(
-            "Verify with the graph's weights mapped from their file, or read into memory (default: mapped where the "
-            "model does not fit).",
-            ONNX,
-            "--stream/--no-stream",
-        ),
-    ] = None,
 ) -> None:
     """Write a checkpoint in another format, by default as a verified ONNX graph, one layer in memory at a time.
 
     keep-list takes a plan file, too.
     """
     if format == "onnx":
-        require(*ONNX_PACKAGES)
+        require(*ONNX)
     from compressor.checkpoint.source import locate
     from compressor.cli.rendering import show_export
     from compressor.entry_points import read_option
     from compressor.pipeline.formats import export_checkpoint, find_exporter
     from compressor.recipe.registry import exporter_options
 
-    past = False if no_past else None
-    named = {"opset": opset, "dtype": dtype, "quantize": quantize, "past": past, "stream": stream}
-    settings = {name: value for name, value in named.items() if value is not None}
+    if settings.pop("no_past", False):
+        settings["past"] = False
     settings |= dict(read_option(text, f"--option {text!r} should be name=value") for text in option or ())
     if "overwrite" in settings:
         raise CompressionError("--option overwrite is the option --overwrite; pass that")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel
 
-from compressor.cli.options import Choices, Parameter, flag, options_of
+from compressor.cli.options import Choices, flag, options_of
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.formatting import did_you_mean
@@ -28,7 +28,7 @@ from compressor.recipe.recipe import (
     step_class,
     with_options,
 )
-from compressor.recipe.step import TextOptions
+from compressor.recipe.step import Options, TextOptions
 
 SUFFIXES = (".yaml", ".yml")
 SHOWN = (  # by `compress --help`
@@ -50,13 +50,6 @@ SHOWN = (  # by `compress --help`
     "overwrite",
 )
 NAMES = {"calibration.data": "calibration", "gate.tasks": "gate", "output.formats": "format"}
-OF_STRATEGIES: dict[str, Any] = {  # options of `compress` that are a strategy's, whose modules --help does not load
-    "merge": str,
-    "no_merge_routers": bool,
-    "representation": str,
-    "similarity": str,
-    "option": list[str],
-}
 MONE = "mone"  # the format in which constants stand for experts
 COUNTS = ("experts", "ratio", "experts_total")  # of which a step takes one
 Settings = Annotated[
@@ -65,23 +58,41 @@ Settings = Annotated[
 ]
 
 
+class StrategyFlags(Options):
+    """Options of `compress` that are a strategy's, whose modules --help does not load."""
+
+    merge: str | None = None
+    """Option of the strategy."""
+    no_merge_routers: bool = False
+    """Option of the strategy."""
+    representation: str | None = None
+    """Option of the strategy."""
+    similarity: str | None = None
+    """Option of the strategy."""
+    option: tuple[str, ...] = ()
+    """Option of the strategy."""
+
+
 def recipe_options() -> Choices:
     """An option for each field of a recipe, by the field's path."""
     options = Choices()
     for name, (step, field) in FIELDS.items():
         named = options_of(step_class(step), only=(field,), names={field: name}, mention=False)
         options += [(f"{step}.{field}", option) for _, option in named]
-    sections: dict[str, type[BaseModel]] = {"prune": step_class("prune"), "calibration": TextOptions}
-    for section, model in {**sections, "gate": GateOptions, "output": OutputOptions, "": Recipe}.items():
+    sections: dict[str, type[Options]] = {
+        "prune": step_class("prune"),
+        "calibration": TextOptions,
+        "gate": GateOptions,
+        "output": OutputOptions,
+        "": Recipe,
+        "prune.options": StrategyFlags,
+    }
+    for section, model in sections.items():
         prefix = f"{section}." if section else ""
         names = {path.removeprefix(prefix): name for path, name in NAMES.items() if path.startswith(prefix)}
         shared = ("strict",) if model is GateOptions else ()  # the text's is the gate's, too
         named = options_of(model, without=("calibration", "options", *shared), names=names)
         options += [(f"{prefix}{field}", option) for field, option in named]
-    for name, kind in OF_STRATEGIES.items():
-        option: Any = Annotated[kind | None, flag("Option of the strategy.", None, f"--{name.replace('_', '-')}")]
-        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        options.append((f"prune.options.{name}", parameter))
     return options
 
 
