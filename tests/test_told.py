@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from compressor.cli.main import _OneLine
-from compressor.cli.terminal import Bars, print_json
+from compressor.cli.terminal import print_json, progress_bars
 from compressor.errors import CompressionError, wrap_faults
 from tests import small
 from tests.command_line import Run, names, refused
@@ -39,7 +39,7 @@ def pattern_that_gives_up(folder: Path) -> Path:
 def test_bars_take_no_name_for_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    with Bars() as bars:
+    with progress_bars(quiet=False) as bars:
         bars.start("[/b] plan", 1)
         bars.advance(HOSTILE)
     said = capsys.readouterr().err

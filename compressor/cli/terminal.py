@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -36,40 +34,17 @@ Command = Callable[..., None]
 class Bars:
     """One progress bar for each phase, on stderr, naming the layer that was finished last."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}", markup=False),  # which names of a checkpoint stand in
-            console=self._console,
-        )
-        self._task: TaskID | None = None
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
 
     def start(self, phase: str, total: int) -> None:
         """Open a bar."""
-        self._task = self._bars.add_task(phase, total=total, detail="")
+        self.bars.add_task(phase, total=total, detail="")
 
     def advance(self, detail: str) -> None:
         """Move the newest bar on."""
-        if self._task is not None:
-            self._bars.update(self._task, advance=1, detail=one_line(detail))
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is None or (error is not None and not self._console.is_terminal):
-            self._bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
-            self._bars.live.stop()
-        else:
-            self._bars.stop()
+        if self.bars.task_ids:
+            self.bars.update(self.bars.task_ids[-1], advance=1, detail=one_line(detail))
 
 
 @contextmanager
@@ -77,9 +52,30 @@ def progress_bars(quiet: bool) -> Iterator[Any]:
     """Bars on stderr, unless only JSON is wanted."""
     if quiet or not ranks().is_first:
         yield Silent()
-    else:
-        with Bars() as bars:
-            yield bars
+        return
+    console = Console(stderr=True)
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}", markup=False),  # which names of a checkpoint stand in
+        console=console,
+    )
+    bars.start()
+    is_log = False
+    try:
+        yield Bars(bars)
+    except BaseException:
+        is_log = not console.is_terminal
+        raise
+    finally:
+        if is_log or not bars.task_ids:
+            bars.live.transient = True  # no bars, no empty line; in a log, an error stands alone
+            bars.live.stop()
+        else:
+            bars.stop()
 
 
 @contextmanager
