@@ -9,7 +9,7 @@ packages that compute.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,60 +112,51 @@ def try_recipe(recipe: Recipe, delivery: Delivery, gate: PreparedGate) -> tuple[
     return Attempt(outcome.experts_after, outcome.gate, gate.accepts(outcome.gate)), outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """A search for the number of experts of a recipe's output."""
+def search(
+    recipe: Recipe, delivery: Delivery, gate: PreparedGate, counts: Sequence[int], facts: Sequence[Any]
+) -> tuple[list[Attempt], Outcome | None]:
+    """Leave the smallest model that passes in place; return all attempts, and the outcome of that model.
 
-    recipe: Recipe
-    delivery: Delivery
-    gate: PreparedGate
-    counts: Sequence[int]  # to search in, ascending
-    facts: Sequence[Any]  # that decide the model of each
+    Numbers of experts are searched in `counts`, which ascend; `facts` decide the model of each.
+    """
+    formats = formats_of(recipe)
+    key = request_key(facts, gate.key, formats)  # outputs that answer the request may replace each other
+    is_ours = ranks().broadcast(lambda: answers(delivery.out, key))  # an output of this search is in place
 
-    @property
-    def key(self) -> str:
-        """SHA-256 of the whole request; outputs that answer it may replace each other."""
-        return request_key(self.facts, self.gate.key, formats_of(self.recipe))
+    def trial_key(count: int) -> str:
+        """Return the SHA-256 of everything that decides the result of one number of experts."""
+        tasks = gate.task_versions, formats
+        return request_key("trial", facts, count, gate.facts, versions(PACKAGES), tasks)
 
-    def trial_key(self, count: int) -> str:
-        """SHA-256 of everything that decides the result of one number of experts."""
-        tasks = self.gate.task_versions, formats_of(self.recipe)
-        return request_key("trial", self.facts, count, self.gate.facts, versions(PACKAGES), tasks)
-
-    def run(self) -> tuple[list[Attempt], Outcome | None]:
-        """Leave the smallest model that passes in place; return all attempts, and the outcome of that model."""
-        attempts, outcome = list[Attempt](), None
-        in_place = 0  # the outcome's number of experts
-        is_ours = ranks().broadcast(lambda: answers(self.delivery.out, self.key))
-        count = next_count(self.counts, attempts)
-        while count is not None:
-            result = _cached_trial(self.trial_key(count))
-            if result is not None:
-                attempts.append(Attempt(count, result, self.gate.accepts(result)))
-            else:
-                attempt, made = self.attempt(count, is_ours)
-                attempts.append(attempt)
-                if made is not None:
-                    outcome, in_place, is_ours = made, count, True
-            count = next_count(self.counts, attempts)
-        smallest = next((attempt for attempt in reversed(attempts) if attempt.accepted), None)
-        if smallest is not None and smallest.experts != in_place:
-            # it passed before the search was killed, and may not have come into its place
-            attempt, made = self.attempt(smallest.experts, is_ours)
-            outcome = made or outcome
-            attempts.remove(smallest)
-            attempts.append(attempt)
-        return attempts, outcome
-
-    def attempt(self, count: int, is_ours: bool) -> tuple[Attempt, Outcome | None]:
-        """Compress to so many experts and gate that; `is_ours`: an output of this search is in place."""
-        key = self.trial_key(count)
-        is_this = is_ours and ranks().broadcast(lambda: answers(self.delivery.out, key))
-        overwrite = self.delivery.overwrite or (is_ours and not is_this)
-        delivery = replace(self.delivery, overwrite=overwrite, requests=(self.key, key))
-        gate = replace(self.gate, trial=_trial_file(key))
-        attempt, outcome = try_recipe(with_experts(self.recipe, count), delivery, gate)
+    def compress_to(count: int) -> tuple[Attempt, Outcome | None]:
+        trial = trial_key(count)
+        is_this = is_ours and ranks().broadcast(lambda: answers(delivery.out, trial))
+        overwrite = delivery.overwrite or (is_ours and not is_this)
+        changed = replace(delivery, overwrite=overwrite, requests=(key, trial))
+        attempt, outcome = try_recipe(with_experts(recipe, count), changed, replace(gate, trial=_trial_file(trial)))
         return replace(attempt, experts=count), outcome
+
+    attempts, outcome = list[Attempt](), None
+    in_place = 0  # the outcome's number of experts
+    count = next_count(counts, attempts)
+    while count is not None:
+        result = _cached_trial(trial_key(count))
+        if result is not None:
+            attempts.append(Attempt(count, result, gate.accepts(result)))
+        else:
+            attempt, made = compress_to(count)
+            attempts.append(attempt)
+            if made is not None:
+                outcome, in_place, is_ours = made, count, True
+        count = next_count(counts, attempts)
+    smallest = next((attempt for attempt in reversed(attempts) if attempt.accepted), None)
+    if smallest is not None and smallest.experts != in_place:
+        # it passed before the search was killed, and may not have come into its place
+        attempt, made = compress_to(smallest.experts)
+        outcome = made or outcome
+        attempts.remove(smallest)
+        attempts.append(attempt)
+    return attempts, outcome
 
 
 def _trial_file(key: str) -> Path:
@@ -209,7 +200,7 @@ def carry_out(recipe: Recipe, delivery: Delivery, announce: Callable[[Outlook], 
         if announce is not None:
             announce(gate.outlook)
         if options.search:
-            attempts, outcome = Search(recipe, delivery, gate, counts, facts).run()
+            attempts, outcome = search(recipe, delivery, gate, counts, facts)
         else:
             attempt, outcome = try_recipe(recipe, delivery, gate)
             attempts = [attempt]
