@@ -134,6 +134,13 @@ class Outcome:
         """What got smaller."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
+    def before_and_after(self) -> dict[str, dict[str, int]]:
+        """Parameters and bytes, as JSON has them."""
+        return {
+            "parameters": {"before": self.before.parameters, "after": self.after.parameters},
+            "bytes": {"before": self.before.bytes, "after": self.after.bytes},
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the plan's layers."""
         content = {
@@ -142,8 +149,7 @@ class Outcome:
             "strategy": self.strategy,
             "experts": {"before": self.experts_before, "after": self.experts_after},
             "top_k": self.top_k,
-            "parameters": {"before": self.before.parameters, "after": self.after.parameters},
-            "bytes": {"before": self.before.bytes, "after": self.after.bytes},
+            **self.before_and_after(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "peak_memory_bytes": self.peak_memory,
             "command": self.command,
@@ -206,13 +212,11 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
             step["text"] = without_folders(step["text"])
         if (step.get("plan") or {}).get("calibration") is not None:
             step["plan"] = {**step["plan"], "calibration": without_folders(step["plan"]["calibration"])}
-    before, after = outcome.before, outcome.after
     return readable_json(
         {
             "tool": TOOL,
             "versions": versions(),
-            "parameters": {"before": before.parameters, "after": after.parameters},
-            "bytes": {"before": before.bytes, "after": after.bytes},
+            **outcome.before_and_after(),
             "left_out": list(outcome.left_out),
             "zeroed_fields": list(outcome.zeroed_fields),
             "files": sorted(files),

@@ -440,13 +440,16 @@ def read_calibration(
     session: Session, options: TextOptions, seed: int, heldout: float = 0.0, reserve: int = 0
 ) -> Calibration:
     """The calibration text, the same on all ranks, with a share held out and sequences reserved."""
-    model, sources = session.model, sources_of(options)
-    emphasis = emphasis_of(options, model)
+    model = session.model
     spec = TextSpec(
-        sources,
-        *(options.samples, options.sequence_length, seed, heldout, reserve),
+        sources_of(options),
+        options.samples,
+        options.sequence_length,
+        seed,
+        heldout,
+        reserve,
         strict=options.strict,
-        emphasis=emphasis,
+        emphasis=emphasis_of(options, model),
     )
     data = read_text(spec, load_tokenizer(model.source.folder), model.vocabulary).fit
     ranks().assert_same_on_all(data.identity["sha256"], "calibration text")

@@ -138,9 +138,8 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             before = earlier_plan(model) if plan is None else None
             resolved = prepare(recipe, model, base, before, plan)
             if recipe.base is not None and before is not None and before.source.fingerprint != base.fingerprint:
-                names = model.source.label, before.source.label, base.source.label
                 what = "%s was made of %s, whose fingerprint is not that of %s: it is compared with another model"
-                logger.warning(what, *names)
+                logger.warning(what, model.source.label, before.source.label, base.source.label)
             check_carried(model.source.folder)
             refuse_places(delivery, (model, base))
             key = ranks().broadcast(resolved.key)

@@ -334,7 +334,7 @@ def with_options(steps: Sequence[StepOptions], name: str, options: Mapping[str, 
     return [*steps[:place], make_step(name, options), *steps[place:]]
 
 
-def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
+def recipe_yaml(recipe: Recipe) -> bytes:
     """The recipe as YAML, without defaults; sizes of the calibration text are always there."""
     content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
@@ -347,8 +347,9 @@ def recipe_yaml(recipe: Recipe, heading: str = "") -> bytes:
     content["gate"] = gate
     content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
     stated = {name: value for name, value in content.items() if value is not None and value not in ([], {})}
+    heading = ""
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
-        heading += "# Calibration text given in Python is named by a digest alone, so this file cannot repeat it.\n"
+        heading = "# Calibration text given in Python is named by a digest alone, so this file cannot repeat it.\n"
     text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     return (heading + text).encode(errors="backslashreplace")
 

@@ -64,7 +64,7 @@ def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     )  # fmt: skip
     path = tmp_path / "recipe.yaml"
     for recipe in (whole, Recipe(model="org/moe"), Recipe(steps=["prune", {"distill": {"stream": True}}])):
-        path.write_bytes(recipe_yaml(recipe, "# heading\n"))
+        path.write_bytes(b"# heading\n" + recipe_yaml(recipe))
         assert read_recipe(path) == recipe
     assert yaml.safe_load(recipe_yaml(whole))["steps"][2:] == ["correct", {"distill": {"steps": 9}}]
 
