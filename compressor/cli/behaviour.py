@@ -12,7 +12,7 @@ from compressor.document.blocks import Block, Facts, Text
 from compressor.errors import CompressionError
 from compressor.evaluation.options import ServerOptions
 from compressor.extras import require
-from compressor.recipe.recipe import BehaviourOptions, validated
+from compressor.recipe.recipe import BehaviourOptions
 from compressor.records import plain_json
 
 USUAL_CONFIDENCE = 0.95
@@ -20,7 +20,7 @@ ASKED = ("prompts", "max_new_tokens", "temperature", "top_p", "seeds", "chat", "
 
 
 def evaluate(
-    options: Annotated[dict[str, Any], BEHAVIOUR_OPTIONS],
+    options: Annotated[BehaviourOptions, BEHAVIOUR_OPTIONS],
     servers: Annotated[dict[str, Any], SERVER_OPTIONS],
     running: Reading,
     base: Annotated[str, typer.Argument(help="The base: a checkpoint folder or a Hub id.")],
@@ -45,9 +45,8 @@ def evaluate(
     from compressor.pipeline.gate import answering_of, judging_of
 
     check_confidence(confidence)
-    chosen = validated(BehaviourOptions, options, "the command line")
-    answering = answering_of(chosen, limit)
-    judging = judging_of(chosen)
+    answering = answering_of(options, limit)
+    judging = judging_of(options)
     if answering is None and judging is None:
         raise CompressionError(
             "nothing is asked; name --prompts, such as a JSONL file with chats, or demo; or name --text"
@@ -72,7 +71,7 @@ def evaluate(
 
 
 def traces(
-    options: Annotated[dict[str, Any], [option for option in BEHAVIOUR_OPTIONS if option[0] in ASKED]],
+    options: Annotated[BehaviourOptions, [option for option in BEHAVIOUR_OPTIONS if option[0] in ASKED]],
     servers: Annotated[dict[str, Any], [option for option in SERVER_OPTIONS if not option[0].startswith("base_")]],
     running: Writing,
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id; with --server its tokenizer.")],
@@ -84,7 +83,7 @@ def traces(
     """Write a model's own complete answers to prompts into a JSONL file that --calibration reads."""
     from compressor.pipeline.gate import answering_of
 
-    answering = answering_of(validated(BehaviourOptions, options, "the command line"), limit)
+    answering = answering_of(options, limit)
     if answering is None:
         raise CompressionError("nothing is asked; name --prompts, such as a JSONL file with chats, or demo")
     with progress_bars(running.as_json) as progress:
