@@ -43,17 +43,13 @@ def free_memory(device: torch.device) -> int | None:
 
 
 @cache
-def _has_float64(device: torch.device) -> bool:
+def float64_device(device: torch.device) -> torch.device:
+    """Where float64 tensors of a device live: there, or on the CPU where it has no float64 (mps, some of xpu)."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
-        return False
-    return True
-
-
-def float64_device(device: torch.device) -> torch.device:
-    """Where float64 tensors of a device live: there, or on the CPU where it has no float64 (mps, some of xpu)."""
-    return device if _has_float64(device) else torch.device("cpu")
+        return torch.device("cpu")
+    return device
 
 
 def as_float64(tensor: Tensor) -> Tensor:
