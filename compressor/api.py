@@ -329,8 +329,9 @@ def _attributable(contenders: Sequence[Contender], planner: Planner, named: bool
 def _counts(model: OpenModel, experts: Sequence[int], ratios: Sequence[float], prune: Prune) -> list[int]:
     """Experts to keep, each count once, checked against the model and what a list protects."""
     layers = model.architecture.layers
-    requested = [*((count * layers[0].parts, None) for count in experts), *((None, ratio) for ratio in ratios)]
-    counts = list(dict.fromkeys(resolve_count(layers, *one) for one in requested))
+    counts = [resolve_count(layers, count * layers[0].parts, None) for count in experts]
+    counts += [resolve_count(layers, None, ratio) for ratio in ratios]
+    counts = list(dict.fromkeys(counts))
     given_protected(prune.protect, layers, min(counts, default=model.architecture.experts))
     if shared := shared_experts(model):
         raise CompressionError(
@@ -402,24 +403,22 @@ def _two_sources(
     servers: ServerOptions | None,
     progress: Progress | None,
 ) -> list[tuple[ModelSource, Server | None]]:
-    """`_sources` of two models, each a name and a revision; of a smaller one that is served the base's by default."""
+    """`_source` of two models, each a name and a revision; of a smaller one that is served the base's by default."""
     base_server, server = servers_of(servers or ServerOptions())
     model, revision = smaller
-    if model is None and server is None:
-        raise CompressionError("name two models, the base and the compressed one")
-    second = base if model is None else (model, revision)
-    return _sources([(*base, base_server), (*second, server)], progress)
+    if model is None:
+        if server is None:
+            raise CompressionError("name two models, the base and the compressed one")
+        model, revision = base
+    return [_source(*base, base_server, progress), _source(model, revision, server, progress)]
 
 
-def _sources(
-    named: Sequence[tuple[str, str | None, Server | None]], progress: Progress | None
-) -> list[tuple[ModelSource, Server | None]]:
-    """Models by name, revision and server; of one that is served its tokenizer alone, and the server, checked."""
-    found = list[tuple[ModelSource, Server | None]]()
-    for name, commit, server in named:
-        source = find_model(name, commit, progress) if server is None else locate_tokenizer(name, commit)
-        found.append((source, server and server.checked(source.folder, source.label)))
-    return found
+def _source(
+    name: str, revision: str | None, server: Server | None, progress: Progress | None
+) -> tuple[ModelSource, Server | None]:
+    """A model by name and revision; of one that is served its tokenizer alone, and the server, checked."""
+    source = find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
+    return source, server and server.checked(source.folder, source.label)
 
 
 def gate(
@@ -526,7 +525,7 @@ def traces(
     A run that was killed goes on when it is repeated. With a `server` the model answers there, and of `model` the
     tokenizer is read.
     """
-    ((source, served),) = _sources([(model, revision, servers_of(server or ServerOptions())[1])], progress)
+    source, served = _source(model, revision, servers_of(server or ServerOptions())[1], progress)
     writer = writer_of(source, served, batch_size, device, dtype)
     return write_traces(writer, replace(answering, seed=seed), Path(out), progress or Silent(), overwrite)
 

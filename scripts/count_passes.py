@@ -97,9 +97,9 @@ def counted(base: Path) -> Counts:
         return back(self, *more)
 
     def tokenise(*given: Any) -> Any:
-        ids = pack(*given)
-        counts.note("texts tokenised", ids.numel())
-        return ids
+        stream = pack(*given)
+        counts.note("texts tokenised", stream.ids.numel())
+        return stream
 
     def open_counted(source: Any, *more: Any) -> Any:
         counts.note(f"openings of {counts.whose(source.folder)}")
