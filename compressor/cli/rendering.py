@@ -209,7 +209,7 @@ def show_gated(
 
 
 def show_comparison(comparison: ComparisonBasis, as_json: bool, written: Sequence[Path] = ()) -> None:
-    """All models, the best first or the largest."""
+    """All models, the best first or the largest; random drops share a line."""
     print_report(as_json, comparison.to_dict(), [*comparison.brief(), *written_line(written)])
 
 

@@ -44,6 +44,7 @@ KINDS = {  # what it is -> what it looks like
     ),
 }
 SECRET = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(f'({shape})' for shape in KINDS.values())})".encode())
+MARKDOWN_ESCAPE = re.compile(rb"\\([^A-Za-z0-9\\])")
 
 
 def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) -> None:
@@ -84,7 +85,7 @@ def _plain(data: bytes) -> bytes:
     """Resolve the escapes of JSON, YAML, addresses and XML; a letter beyond ASCII, which no secret has, becomes '?'."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that there are not
-        text = data.replace(rb"\/", b"/").decode("unicode_escape", "replace")
+        text = MARKDOWN_ESCAPE.sub(rb"\1", data).decode("unicode_escape", "replace")
     return html.unescape(unquote(text)).encode("ascii", "replace")
 
 

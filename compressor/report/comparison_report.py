@@ -3,8 +3,8 @@
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -148,14 +148,14 @@ class Comparison(ComparisonBasis):
             Heading(f"{self.model}: comparison", level=1),
             self.data_line,
             *([protected] if layers else []),
-            *_tables(self),
+            *_tables(self, self.rows[1:]),
             Text(LEGEND),
             comparison_figure(self),
             self.made_with,
         )
 
     def brief(self) -> tuple[Block, ...]:
-        return *_tables(self), self.data_line
+        return *_tables(self, without_seeds(self.rows[1:])), self.data_line
 
 
 def label(row: Row, name: str | None = None) -> str:
@@ -181,6 +181,32 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
 
 
+def without_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in their order, random drops that differ in their seeds as one."""
+    groups = dict[Any, list[Row]]()
+    for number, row in enumerate(rows):
+        key = (label(row, "random"), row.experts) if row.is_random else number
+        groups.setdefault(key, []).append(row)
+    return [drops[0] if len(drops) == 1 else _mean(drops) for drops in groups.values()]
+
+
+def _mean(drops: Sequence[Row]) -> Row:
+    """Return a row with the means of random drops, and the highest peak."""
+    first, losses = drops[0], [drop.loss for drop in drops]
+    figures: dict[str, Any] = {
+        "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
+        "peak_memory": max(drop.peak_memory for drop in drops),
+        "suffering": tuple(set.intersection(*(set(drop.suffering) for drop in drops))),
+    }
+    for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
+        figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
+    for name in BY_SOURCE.values():
+        figures[name] = {}
+        for source in getattr(first, name):
+            figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
+    return replace(first, **figures)
+
+
 def write_reports(comparison: ComparisonBasis, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown and picture into a new folder, all of them or, when anything fails, nothing.
 
@@ -196,9 +222,9 @@ def write_reports(comparison: ComparisonBasis, folder: Path, overwrite: bool = F
     return [folder / name for name in NAMES]
 
 
-def _tables(comparison: Comparison) -> list[Table]:
+def _tables(comparison: Comparison, rows: Iterable[Row]) -> list[Table]:
     """Return the base, then each expert count's models, the best in bold; of several sources, their figures as well."""
-    shown = [comparison.base, *ranked(comparison.rows[1:])]
+    shown = [comparison.base, *ranked(rows)]
     ruled = {0} | {number for number, (one, other) in enumerate(pairwise(shown)) if one.kept != other.kept}
     lines = list[tuple[Words, ...]]()
     for number, row in enumerate(shown):

@@ -1,6 +1,7 @@
 """No secret gets onto a Hub, whatever the service, the file and the spelling; and what is none is not taken for one."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,7 @@ SPELLINGS: dict[str, Callable[[str], bytes]] = {
     "after a word's mark, in ASCII": lambda secret: json.dumps([f"\u0120{secret}"]).encode(),
     "in JSON in JSON": lambda secret: json.dumps(json.dumps({"key": f"\u0120{secret}\u0120"})).encode(),
     "in escaped JSON in JSON": lambda secret: json.dumps(f'["{escaped(secret)}"]').encode(),
+    "in Markdown with every mark escaped": lambda secret: re.sub(r"([^A-Za-z0-9])", r"\\\1", secret).encode(),
     "with escaped slashes": lambda secret: json.dumps(secret).replace("/", "\\/").encode(),
     "in YAML": lambda secret: ('key: "' + "".join(f"\\x{ord(letter):02x}" for letter in secret) + '"').encode(),
     "in XML": lambda secret: "".join(f"&#{ord(letter)};" for letter in secret).encode(),

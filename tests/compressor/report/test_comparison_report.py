@@ -141,7 +141,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("│")] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_printed_table_groups_counts_and_sorts_by_loss(
+def test_the_printed_table_groups_counts_sorts_by_loss_and_folds_random_drops(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -150,4 +150,8 @@ def test_the_printed_table_groups_counts_and_sorts_by_loss(
     lines = [cells for cells in printed(capsys) if len(cells) == 11]
     assert [lines[0][0], *lines[0][1:4:2]] == ["base", str(EXPERTS), "1.2500"]
     order = [(-int(cells[1]), float(cells[3])) for cells in lines]
-    assert order == sorted(order) and len(lines) == len(made.rows)
+    assert order == sorted(order) and len(lines) == 1 + 2 * (15 + 1)
+    mean = 1.25 + 0.5 * 8
+    name, experts, _, *losses = lines[-1][:5]
+    assert (name, experts) == ("random (3 seeds), loss 4.7500..5.7500", "8")
+    assert losses == [f"{mean:.4f}", f"{mean - 1.25:+.4f}"]
