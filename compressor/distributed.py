@@ -80,14 +80,15 @@ class Ranks:
     def barrier(self) -> None:
         self.all_gather(None)
 
-    def broadcast(self, make: Callable[[], Any]) -> Any:
+    def broadcast(self, make: Callable[[], _T]) -> _T:
         """Return what rank 0 makes, from several ranks with its tensors on the CPU; the others do not make it."""
         if self.is_alone:
             return make()
-        value = [_on_cpu(make()) if self.is_first else None]
+        values: list[Any] = [_on_cpu(make()) if self.is_first else None]
         with _connected() as dist:
-            dist.broadcast_object_list(value)
-        return value[0]
+            dist.broadcast_object_list(values)
+        value: _T = values[0]
+        return value
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, from several ranks with its tensors on the CPU."""

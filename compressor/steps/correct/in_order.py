@@ -138,8 +138,9 @@ class _InOrder(LayerVisitor):
         files = self.files
         if files is None:
             return None
-        plans = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
-        if None in plans:
+        stored = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
+        plans = [plan for plan in stored if plan is not None]
+        if len(plans) < len(layers):
             return None
         self.plans |= {plan.module: plan for plan in plans}
         return _tensors_in(files, self.model.partial.device, layers)
@@ -360,8 +361,9 @@ def correct(
         plans = [files.plan(layer) for layer in model.architecture.layers]
         return plans + [files.of_head(number).plan(head.layer) for number, head in enumerate(heads)]
 
-    layers = ranks().broadcast(finished)
-    if None in layers:
+    stored = ranks().broadcast(finished)
+    layers: Sequence[LayerPlan] = [layer for layer in stored if layer is not None]
+    if len(layers) < len(stored):
         by_name = {layer.module: layer for layer in plan.layers}
         work = LayerWork(plan.experts, lambda stats: by_name[stats.layer.name], correction=correction, seed=seed)
         layers = compress_in_order(model, work, calibration, progress, files, heads=heads)

@@ -89,7 +89,7 @@ class Planner:
             raise CompressionError(
                 f"strategy {name!r} needs routing attribution, which others do not: {error}"
             ) from error
-        return ranks().broadcast(lambda: changes)  # type: ignore[no-any-return]
+        return ranks().broadcast(lambda: changes)
 
     def plans(self, specs: Sequence[PruneSpec], protected: Protected | None = None) -> list[Planned]:
         """Several plans from one pass over the layers, one for each spec; nothing is written.
@@ -238,9 +238,7 @@ def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:
     if protector is None:
         return given_protected(protect, layers, keep)
     experts = protector(planner)  # by all processes together
-    return ranks().broadcast(  # type: ignore[no-any-return]
-        lambda: strongest_that_fit(experts, layers, keep, protect)
-    )
+    return ranks().broadcast(lambda: strongest_that_fit(experts, layers, keep, protect))
 
 
 def planner_of(state: State) -> Planner:
@@ -249,4 +247,5 @@ def planner_of(state: State) -> Planner:
     if key not in state.shared:
         calibration = None if state.text is None else state.text.fit
         state.shared[key] = Planner(state.model, calibration, state.progress, state.seed)
-    return state.shared[key]  # type: ignore[no-any-return]
+    planner: Planner = state.shared[key]
+    return planner
